@@ -1,0 +1,93 @@
+# A fresh machine needs Python >= 3.11 and a C compiler; the rest is installed into .venv on first use.
+# `make` lists the targets.
+#
+#   RANKS=4                   ranks of `make train` (default: one for each GPU, or 2 on the CPU)
+#   ARGS="--epochs 5"         further arguments of the script or of pytest
+#   PYTHON=python3            use this interpreter as it is: no environment is made and nothing is downloaded
+
+ifdef PYTHON
+PY := $(PYTHON)
+ENVIRONMENT :=
+else
+PY := .venv/bin/python
+ENVIRONMENT := .venv/installed
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+endif
+
+GPUS = $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
+RANKS ?= $(or $(GPUS),2)
+ARGS ?=
+BENCH ?= $(sort $(wildcard benchmarks/bench_*.py))
+PIP := PYTHONWARNINGS=ignore .venv/bin/python -m pip --quiet --disable-pip-version-check
+BUILT := build/built-for-$(subst /,-,$(PY))
+
+.PHONY: help env build train test test-gpu test-mpi lint format bench clean distclean
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+env: $(ENVIRONMENT) ## create .venv and install what minidl needs here
+
+build: $(BUILT) ## compile the Cython core in place
+
+train: $(BUILT) ## train ResNet-20 on the digits images, data-parallel over RANKS ranks
+	@$(PY) -m minidl.launch -n $(RANKS) scripts/train.py --model resnet20 --data digits $(ARGS)
+
+test: $(BUILT) ## every test; those that need a GPU skip themselves where there is none
+	@$(PY) -m pytest $(ARGS)
+
+test-gpu: $(BUILT) ## the tests that need a GPU
+	@$(PY) -c 'from minidl import backend; backend.get_ops("cuda").require_device()'
+	@$(PY) -m pytest -m gpu $(ARGS)
+
+test-mpi: $(BUILT) ## the tests that start several ranks
+	@$(PY) -m pytest -m mpi $(ARGS)
+
+lint: $(ENVIRONMENT) ## ruff and cython-lint
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m cython_lint.cython_lint minidl/cpu
+
+format: $(ENVIRONMENT) ## let ruff put the sources into shape
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: $(BUILT) ## run the benchmarks (BENCH=benchmarks/bench_conv.py for one)
+	@for script in $(BENCH); do echo "$$script"; $(PY) "$$script" $(ARGS) || exit 1; done
+
+clean: ## remove everything built, keep .venv
+	@rm -rf build minidl/build dist ./*.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find $(wildcard minidl tests benchmarks scripts) \( -name '*.so' -o -name '*.pyc' \) -delete
+	@rm -f minidl/cpu/_*.c
+
+distclean: clean ## remove .venv too
+	@rm -rf .venv
+
+# The machine's own MPI is taken when it can be built against, else one from wheels; the CUDA wheels follow the driver.
+# Without build isolation the extensions are compiled once, by the Cython and against the NumPy that stay.
+.venv/installed: pyproject.toml
+	@for python in python3 python3.14 python3.13 python3.12 python3.11 none; do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	done; \
+	if [ "$$python" = none ]; then echo "minidl needs Python 3.11 or newer; none was found on the PATH" >&2; exit 1; fi; \
+	echo "environment: .venv from $$("$$python" --version)"; \
+	[ -x .venv/bin/python ] || "$$python" -m venv .venv
+	@extras=cli,data,dev; \
+	if command -v mpicc >/dev/null && command -v mpiexec >/dev/null; then mpi=mpi; else mpi=mpi-wheel; fi; \
+	case $$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA[A-Za-z ]*Version *: *([0-9]+)\..*/\1/p' | head -n 1) in \
+		'' | [0-9] | 1[01]) cuda=nvrtc ;; \
+		12) cuda=cuda12 ;; \
+		*) cuda=cuda13 ;; \
+	esac; \
+	echo "environment: pip install --editable .[$$extras,$$mpi,$$cuda]"; \
+	$(PIP) install --upgrade pip 'setuptools>=77' 'cython>=3.1' 'numpy>=2.0' && \
+	$(PIP) install --no-build-isolation --editable ".[$$extras,$$mpi,$$cuda]"
+	@touch $@
+
+$(BUILT): $(ENVIRONMENT) setup.py $(wildcard minidl/cpu/*.pyx minidl/cpu/*.pxd minidl/cpu/*.h)
+	@mkdir -p build
+	@echo "build: the Cython core, with $$($(PY) --version)"
+	@$(PY) setup.py --quiet build_ext --inplace
+	@touch $@

@@ -1,0 +1,39 @@
+"""Which operation table an array or a device name belongs to. CuPy is imported only when a GPU is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+
+__all__ = ["get_ops", "ops_of"]
+
+_TABLES = ("cpu", "cuda")
+
+
+def get_ops(device: str) -> ModuleType:
+    """The operation table of ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: for another name.
+        ImportError: when the table's packages are not installed, naming the extra that brings them.
+    """
+    if device not in _TABLES:
+        raise checks.unknown("device", device, _TABLES)
+    return importlib.import_module(f"minidl.{device}")
+
+
+def ops_of(array: Any) -> ModuleType | None:
+    """The table whose arrays ``array`` is one of; None for any other kind of object."""
+    if isinstance(array, np.ndarray):
+        return get_ops("cpu")
+    # A CuPy array can only exist when its owner has imported CuPy.
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return get_ops("cuda")
+    return None

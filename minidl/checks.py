@@ -1,0 +1,88 @@
+"""The only place that words an error.
+
+Every message says who complains (layer or file), which argument, what was expected, what came, and, where one is
+known, the remedy. ValueError: shapes and values. TypeError: dtype or kind of array. RuntimeError: order of calls.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = [
+    "at_least",
+    "bad_dtype",
+    "bad_shape",
+    "bad_value",
+    "describe",
+    "missing_extra",
+    "order",
+    "positive_pair",
+    "unknown",
+]
+
+
+def _sentence(who: str, text: str, remedy: str | None) -> str:
+    message = f"{who}: {text}" if who else text
+    return f"{message}; {remedy}" if remedy else message
+
+
+def describe(array: Any) -> str:
+    """One short phrase for whatever a user passed: ``float32 array of shape (2, 3) (numpy)``."""
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if shape is None or dtype is None:
+        return f"{type(array).__name__} {array!r:.60}"
+    module = type(array).__module__.split(".")[0]
+    return f"{str(dtype).removeprefix('torch.')} array of shape {tuple(shape)} ({module})"
+
+
+def bad_shape(
+    who: str, argument: str, expected: str, got: Sequence[int], remedy: str | None = None
+) -> ValueError:
+    """``conv1: x must have shape (N, H, W, 3), got (2, 3, 8, 8); <remedy>``."""
+    return ValueError(_sentence(who, f"{argument} must have shape {expected}, got {tuple(got)}", remedy))
+
+
+def bad_dtype(who: str, argument: str, expected: str, got: Any, remedy: str | None = None) -> TypeError:
+    """``conv1: x must be float32, got float64; <remedy>``."""
+    return TypeError(_sentence(who, f"{argument} must be {expected}, got {got}", remedy))
+
+
+def bad_value(who: str, argument: str, expected: str, got: Any, remedy: str | None = None) -> ValueError:
+    """``Dropout: p must be in [0, 1), got 1.5``."""
+    return ValueError(_sentence(who, f"{argument} must be {expected}, got {got!r}", remedy))
+
+
+def order(who: str, text: str, remedy: str | None = None) -> RuntimeError:
+    """A call that came at the wrong time: ``conv1: backward called before forward``."""
+    return RuntimeError(_sentence(who, text, remedy))
+
+
+def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
+    """``unknown model 'resnet81'; did you mean 'resnet18'? known: ...``."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
+
+
+def missing_extra(what: str, extra: str, cause: BaseException | None = None) -> ImportError:
+    """A feature whose optional packages are absent, with the command that installs them."""
+    because = f" ({cause})" if cause else ""
+    return ImportError(f"{what} is not available{because}; install it with: pip install 'minidl[{extra}]'")
+
+
+def at_least(who: str, argument: str, value: int, least: int) -> int:
+    """``value`` as an int, or ValueError when it is not an integer of at least ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise bad_value(who, argument, f"an integer of at least {least}", value)
+    return int(value)
+
+
+def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[int, int]:
+    """``value`` as a (height, width) pair of integers of at least ``least``."""
+    items = (value, value) if hasattr(value, "__index__") else tuple(value) if isinstance(value, Sequence) else ()
+    if len(items) != 2 or any(isinstance(v, bool) or not hasattr(v, "__index__") or v < least for v in items):
+        raise bad_value(who, argument, f"an integer of at least {least} or a pair of them (height, width)", value)
+    return int(items[0]), int(items[1])

@@ -1,0 +1,154 @@
+"""The command line: ``minidl train`` and ``minidl info``. ``scripts/train.py`` is ``minidl train``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from minidl import data, dist, models, schedule
+from minidl.backend import get_ops
+from minidl.dist.doctor import facts
+from minidl.loss import SoftmaxCrossEntropy
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.precision import precision
+from minidl.train import Trainer
+
+__all__ = ["main", "parser"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """All verbs and their options."""
+    top = argparse.ArgumentParser(prog="minidl", description="Train convolutional networks; see what a machine has.")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
+    verbs.add_parser("info", help="what this machine has, and which wheel is missing")
+    return top
+
+
+def _add_train(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
+    p.add_argument("--data-path", help="folder of the data set's files")
+    p.add_argument("--image-size", type=int, help="side of the images of synthetic data")
+    p.add_argument("--classes", type=int, help="classes of synthetic data")
+    p.add_argument("--samples", type=int, help="samples of synthetic data")
+    p.add_argument("--epochs", type=int, default=10)
+    p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
+    p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
+    p.add_argument("--schedule", default="cosine", help="constant, cosine, or step:30,60,80 (epochs)")
+    p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
+    p.add_argument("--momentum", type=float, default=0.9)
+    p.add_argument("--weight-decay", type=float, default=5e-4)
+    p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
+    p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
+    p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
+    p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
+    arguments = parser().parse_args(argv)
+    try:
+        return _train(arguments) if arguments.verb == "train" else _info()
+    except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
+        print(f"minidl {arguments.verb}: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _info() -> int:
+    table = facts()
+    width = max(len(fact.name) for fact in table)
+    for fact in table:
+        remedy = f"  -> {fact.remedy}" if fact.remedy else ""
+        print(f"{'ok ' if fact.ok else '-- '} {fact.name:<{width}}  {fact.value}{remedy}")
+    return 0
+
+
+def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
+    """Training and test set; options of synthetic data only where they apply."""
+    options: dict[str, Any] = {}
+    if a.data == "synthetic":
+        size = a.image_size or 32
+        options = {"shape": (size, size, 3), "num_classes": a.classes or 10, "n": a.samples or 2048, "seed": a.seed}
+        options["task"] = "segmentation" if a.model == "unet" else "classification"
+    else:
+        for name in ("image_size", "classes", "samples"):
+            if getattr(a, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for --data synthetic, not for {a.data}")
+    return tuple(data.dataset(a.data, a.data_path, split, **options) for split in ("train", "test"))
+
+
+def _train(a: argparse.Namespace) -> int:
+    comm = dist.init(a.device)
+    device = _device(a.device, comm)
+    ops = get_ops(device)
+    mode = precision(a.precision)
+    train_set, test_set = _data_sets(a)
+    image_shape = tuple(train_set[0][0].shape)
+    options = {"sync_batch_norm": True} if a.sync_batch_norm else {}
+    graph = models.build(a.model, image_shape, train_set.num_classes, **options)
+    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
+    optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
+
+    def loader(dataset: Any, **kwargs: Any) -> data.Loader:
+        normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
+        return data.Loader(
+            dataset, a.batch, rank=comm.rank, size=comm.size, seed=a.seed, dtype=mode.storage,
+            workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
+        )  # fmt: skip
+
+    train_loader = loader(train_set, shuffle=True)
+    steps = len(train_loader)
+    trainer = Trainer(
+        model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
+        schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
+        epochs=a.epochs, output=a.output,
+        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch},
+    )  # fmt: skip
+    if a.resume is not None:
+        trainer.resume(a.resume or a.output)
+    if comm.rank == 0:
+        ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
+        network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
+        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
+    row = trainer.fit()
+    if comm.rank == 0:
+        _finish(a, row, trainer)
+    comm.close()
+    return 0
+
+
+def _device(wanted: str, comm: Any) -> str:
+    """The device that `dist.init` settled on, and for one rank alone: a GPU if there is one."""
+    if wanted != "auto":
+        get_ops(wanted)
+        return wanted
+    if comm.size > 1:
+        return "cuda" if comm.name == "nccl" else "cpu"
+    try:
+        get_ops("cuda").require_device()
+    except (ImportError, RuntimeError):
+        return "cpu"
+    return "cuda"
+
+
+def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer) -> None:
+    """The last lines: the figure, what was written, what to try next."""
+    if not row:
+        print(f"nothing left to do: {a.output} is at epoch {trainer.epochs}; raise --epochs to go on")
+        return
+    print(f"test accuracy {row['test_accuracy']:.4f}")
+    print(f"wrote {Path(a.output) / 'metrics.csv'}, metrics.jsonl and checkpoints beside them")
+    print(f"next: train longer with --epochs {2 * a.epochs} --resume; other options with minidl train --help")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The CPU operation table: NumPy where one pass is enough, Cython with OpenMP where it is not.
+
+The same names with the same signatures as :mod:`minidl.cuda`. Operations are pure: arrays and numbers in, arrays out
+(or into ``out=``); they trust their callers for meaning, layers do the checking. Results do not depend on the number
+of threads.
+"""
+
+from __future__ import annotations
+
+from minidl.cpu.activation import relu, relu_backward
+from minidl.cpu.array import (
+    Array,
+    cast,
+    contiguous,
+    copy_into,
+    empty,
+    from_host,
+    synchronize,
+    to_host,
+    zeros,
+)
+from minidl.cpu.batch_norm import (
+    batch_norm_apply,
+    batch_norm_backward_apply,
+    batch_norm_backward_stats,
+    batch_norm_eval_moments,
+    batch_norm_finalize,
+    batch_norm_stats,
+)
+from minidl.cpu.conv2d import (
+    channel_sum,
+    conv2d,
+    conv2d_backward_data,
+    conv2d_backward_weight,
+)
+from minidl.cpu.dropout import dropout
+from minidl.cpu.join import add, concat
+from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
+from minidl.cpu.pad2d import pad2d
+from minidl.cpu.pool2d import (
+    adaptive_avg_pool2d,
+    adaptive_avg_pool2d_backward,
+    avg_pool2d,
+    avg_pool2d_backward,
+    max_pool2d,
+    max_pool2d_backward,
+)
+from minidl.cpu.transfer import from_dlpack, uploader
+
+name = "cpu"
+
+__all__ = [
+    "Array",
+    "name",
+    "empty",
+    "zeros",
+    "from_host",
+    "to_host",
+    "contiguous",
+    "cast",
+    "copy_into",
+    "synchronize",
+    "from_dlpack",
+    "uploader",
+    "conv2d",
+    "conv2d_backward_data",
+    "conv2d_backward_weight",
+    "channel_sum",
+    "batch_norm_stats",
+    "batch_norm_finalize",
+    "batch_norm_apply",
+    "batch_norm_backward_stats",
+    "batch_norm_backward_apply",
+    "batch_norm_eval_moments",
+    "relu",
+    "relu_backward",
+    "add",
+    "concat",
+    "max_pool2d",
+    "max_pool2d_backward",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool2d_backward",
+    "pad2d",
+    "dropout",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+    "sgd_update",
+    "find_nonfinite",
+    "update_loss_scale",
+]

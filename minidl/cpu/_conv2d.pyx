@@ -1,0 +1,256 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Runs the convolution kernels of `_conv2d.h`: fills their records and spreads their tasks over threads.
+
+Arrays come as NumPy arrays with unit channel stride; what goes into the records is planned in `conv2d.py`.
+"""
+
+cimport numpy as cnp
+from cython.parallel cimport prange, threadid
+from libc.stdint cimport int64_t, uintptr_t
+from libc.stdlib cimport free, malloc
+
+import numpy as np
+
+from minidl.precision import bfloat16, float16, float32
+
+cnp.import_array()
+
+
+cdef extern from "_conv2d.h" nogil:
+    enum: LANES, FLOAT32, BFLOAT16, FLOAT16
+    ctypedef struct Conv2dTensor:
+        char *data
+        int64_t dtype, image, row, pixel
+    ctypedef struct Conv2dWindow:
+        Conv2dTensor source
+        int64_t height, width, top, left, step_y, step_x, span_y, phase, total, channels, blocks
+    ctypedef struct Conv2dClass:
+        int64_t row, col, rows, cols, taps
+        const int64_t *offsets
+        const float *weights
+    ctypedef struct Conv2dApply:
+        Conv2dWindow window
+        Conv2dTensor out, add
+        const float *bias
+        int64_t depthwise, out_step_y, out_step_x, out_total, out_channels, out_blocks, all_blocks
+        int64_t images, images_per_task, rows, rows_per_task, row_blocks, splits, class_count
+        const Conv2dClass *classes
+    ctypedef struct Conv2dReduce:
+        Conv2dWindow window
+        Conv2dTensor grad
+        int64_t depthwise, out_total, out_channels, out_blocks, all_blocks
+        int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, taps
+        const int64_t *offsets
+        float *partial
+    ctypedef struct Conv2dFilter:
+        int64_t out_stride, in_stride, group_stride, taps
+        const int64_t *positions
+    ctypedef struct Conv2dKernels:
+        const char *name
+        int64_t width
+        void (*apply)(const Conv2dApply *, int64_t, float *) noexcept nogil
+        void (*reduce)(const Conv2dReduce *, int64_t, float *) noexcept nogil
+        void (*channel_sum)(const char *, int64_t, int64_t, int64_t, int64_t, double *) noexcept nogil
+    const Conv2dKernels *conv2d_kernels(int)
+    int conv2d_max_threads()
+    void conv2d_pack_filter(
+        const Conv2dFilter *, const char *, int64_t, int64_t, int64_t, int64_t, float *) noexcept nogil
+    void conv2d_unpack_filter(
+        const Conv2dFilter *, float *, int64_t, int64_t, int64_t, int64_t, int64_t, float *, int) noexcept nogil
+
+
+cdef const Conv2dKernels *kernels = conv2d_kernels(0)
+cdef dict DTYPES = {float32: FLOAT32, bfloat16: BFLOAT16, float16: FLOAT16}
+
+
+def instruction_sets():
+    """Names of the kernel sets that this processor can run, best first."""
+    cdef int i = 0
+    names = []
+    while conv2d_kernels(i) != NULL:
+        names.append(conv2d_kernels(i).name.decode())
+        i += 1
+    return names
+
+
+def use_instruction_set(name):
+    """Run these kernels from now on (the best are chosen at import)."""
+    global kernels
+    kernels = conv2d_kernels(instruction_sets().index(name))
+
+
+def block_width():
+    """Output channels that a kernel computes at a time."""
+    return kernels.width
+
+
+def max_threads():
+    """Threads that a parallel loop may use: the cores, unless OMP_NUM_THREADS or a runtime says less."""
+    return conv2d_max_threads()
+
+
+cdef inline float *aligned(cnp.ndarray array) noexcept:
+    """The first 64-byte boundary in a float32 array: vectors that straddle two cache lines load at half speed."""
+    return <float *>((<uintptr_t>cnp.PyArray_DATA(array) + 63) & ~<uintptr_t>63)
+
+
+cdef Conv2dTensor tensor(cnp.ndarray array) except *:
+    """The record of an (N, H, W, C) array with unit channel stride; zeros and NULL for None."""
+    cdef Conv2dTensor t
+    cdef cnp.npy_intp size
+    t.data, t.dtype, t.image, t.row, t.pixel = NULL, FLOAT32, 0, 0, 0
+    if array is not None:
+        assert array.ndim == 4
+        size = array.itemsize
+        assert array.shape[3] == 1 or array.strides[3] == size, "channels must lie side by side"
+        t.data, t.dtype = <char *>cnp.PyArray_DATA(array), DTYPES[array.dtype]
+        t.image, t.row, t.pixel = array.strides[0] // size, array.strides[1] // size, array.strides[2] // size
+    return t
+
+
+cdef Conv2dWindow window(plan, cnp.ndarray source) except *:
+    cdef Conv2dWindow w
+    w.source = tensor(source)
+    w.height, w.width = source.shape[1], source.shape[2]
+    w.top, w.left, w.step_y, w.step_x = plan.top, plan.left, plan.step_y, plan.step_x
+    w.span_y, w.phase = plan.span_y, plan.phase
+    w.total, w.channels, w.blocks = source.shape[3], plan.channels, plan.blocks
+    return w
+
+
+cdef class Filter:
+    """Where the filters of one class of outputs lie in a KRSC array."""
+
+    cdef Conv2dFilter record
+    cdef const int64_t[::1] positions
+    cdef int64_t total, channels, blocks, inputs, width, depthwise
+
+    def __init__(self, plan, const int64_t[::1] positions):
+        self.positions = positions
+        self.record.out_stride, self.record.in_stride = plan.filter_out_stride, plan.filter_in_stride
+        self.record.group_stride = plan.filter_group_stride
+        self.record.taps = positions.shape[0]
+        self.record.positions = &positions[0] if positions.shape[0] else NULL
+        self.total, self.channels, self.depthwise = plan.out_total, plan.out_channels, plan.depthwise
+        self.width = plan.width
+        self.blocks = plan.out_blocks
+        self.inputs = 1 if self.depthwise else plan.channels
+
+    cdef int64_t block_size(self) noexcept nogil:
+        return self.record.taps * self.inputs * self.width
+
+    cdef int64_t count(self, int64_t block) noexcept nogil:
+        """Output channels of a block."""
+        cdef int64_t inside = block % self.blocks * self.width
+        return min(self.width, self.channels - inside, self.total - block // self.blocks * self.channels - inside)
+
+    cdef int64_t lanes(self, int64_t block) noexcept nogil:
+        """Output channels of a block with those that fill up its last vector."""
+        return self.width // 2 if not self.depthwise and 2 * self.count(block) <= self.width else self.width
+
+    cdef int64_t start(self, int64_t block) noexcept nogil:
+        """Position of a block's first filter."""
+        return (block // self.blocks * self.record.group_stride
+                + block % self.blocks * self.width * self.record.out_stride)
+
+    cdef void pack(self, const char *filters, int64_t dtype, int64_t block, float *to) noexcept nogil:
+        conv2d_pack_filter(
+            &self.record, filters + self.start(block) * (4 if dtype == 0 else 2), dtype, self.inputs,
+            self.count(block), self.lanes(block), to + block * self.block_size())
+
+    cdef void unpack(
+        self, float *partial, int64_t chunks, int64_t all_blocks, int64_t block, float *filters, bint accumulate
+    ) noexcept nogil:
+        conv2d_unpack_filter(
+            &self.record, partial + block * self.block_size(), chunks, all_blocks * self.block_size(), self.inputs,
+            self.count(block), self.lanes(block), filters + self.start(block), accumulate)
+
+
+cdef void pack_filters(Filter f, const char *filters, int64_t dtype, int64_t blocks, float *to, int threads) noexcept:
+    cdef int64_t block
+    for block in prange(blocks, nogil=True, num_threads=threads):
+        f.pack(filters, dtype, block, to)
+
+
+def apply(
+    plan, tasks, cnp.ndarray source, cnp.ndarray filters, cnp.ndarray out, cnp.ndarray bias, cnp.ndarray add,
+    cnp.ndarray packed, cnp.ndarray scratch,
+):
+    """out = convolution of source (+ bias) (+ add).
+
+    filters: KRSC, dense, any storage dtype; bias: float32, padded by a block of zeros; packed, scratch (threads, floats):
+    float32 work space.
+    """
+    cdef Conv2dApply p
+    cdef Conv2dClass *classes
+    cdef const int64_t[::1] offsets
+    cdef float *work = aligned(scratch)
+    cdef float *weights = aligned(packed)
+    cdef int64_t pitch = scratch.shape[1], task, count = tasks.count
+    cdef int64_t dtype = DTYPES[filters.dtype]
+    cdef int threads = scratch.shape[0]
+    cdef Filter f
+    p.window = window(plan, source)
+    p.out, p.add = tensor(out), tensor(add)
+    p.bias = <float *>cnp.PyArray_DATA(bias) if bias is not None else NULL
+    p.depthwise, p.out_step_y, p.out_step_x = plan.depthwise, plan.out_step_y, plan.out_step_x
+    p.out_total, p.out_channels = plan.out_total, plan.out_channels
+    p.images, p.images_per_task = source.shape[0], tasks.images
+    p.rows, p.rows_per_task, p.row_blocks = plan.rows, tasks.rows, tasks.row_blocks
+    p.splits, p.class_count = tasks.splits, len(plan.classes)
+    classes = <Conv2dClass *>malloc(p.class_count * sizeof(Conv2dClass))
+    if classes == NULL:
+        raise MemoryError
+    try:
+        for i, c in enumerate(plan.classes):
+            f = Filter(plan, c.positions)
+            offsets = c.offsets
+            p.out_blocks, p.all_blocks = f.blocks, plan.groups * f.blocks
+            classes[i].row, classes[i].col, classes[i].rows, classes[i].cols = c.row, c.col, c.rows, c.cols
+            classes[i].taps, classes[i].offsets = f.record.taps, &offsets[0] if offsets.shape[0] else NULL
+            classes[i].weights = weights
+            pack_filters(f, <char *>cnp.PyArray_DATA(filters), dtype, p.all_blocks, weights, threads)
+            weights += p.all_blocks * f.block_size()
+        p.classes = classes
+        for task in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
+            kernels.apply(&p, task, work + threadid() * pitch)
+    finally:
+        free(classes)
+
+
+def reduce(
+    plan, units, cnp.ndarray source, cnp.ndarray grad, cnp.ndarray filters, cnp.ndarray partial, cnp.ndarray scratch,
+    bint accumulate,
+):
+    """filters (+)= gradient of the filters: sums over chunks of units of outputs, added up in the chunks' order."""
+    cdef Conv2dReduce p
+    cdef const int64_t[::1] offsets = plan.classes[0].offsets
+    cdef Filter f = Filter(plan, plan.classes[0].positions)
+    cdef float *work = aligned(scratch)
+    cdef float *target = <float *>cnp.PyArray_DATA(filters)
+    cdef int64_t pitch = scratch.shape[1], task
+    cdef int threads = scratch.shape[0]
+    p.window = window(plan, source)
+    p.grad = tensor(grad)
+    p.depthwise, p.out_total, p.out_channels = plan.depthwise, plan.out_total, plan.out_channels
+    p.out_blocks, p.all_blocks = f.blocks, plan.groups * f.blocks
+    p.images, p.images_per_unit = grad.shape[0], units.images
+    p.rows, p.cols = grad.shape[1], grad.shape[2]
+    p.rows_per_unit, p.row_blocks = units.rows, units.row_blocks
+    p.units, p.chunks = units.count, units.chunks
+    p.taps, p.offsets = f.record.taps, &offsets[0] if offsets.shape[0] else NULL
+    p.partial = aligned(partial)
+    for task in prange(p.chunks * p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
+        kernels.reduce(&p, task, work + threadid() * pitch)
+    for task in prange(p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
+        f.unpack(p.partial, p.chunks, p.all_blocks, task, target, accumulate)
+
+
+def channel_sum(cnp.ndarray rows, double[:, ::1] partial, int64_t block, int threads):
+    """partial[i] += sum over the i-th block of rows; rows: (R, C), unit channel stride, any pitch."""
+    cdef const char *data = <const char *>cnp.PyArray_DATA(rows)
+    cdef int64_t size = rows.itemsize, pitch = rows.strides[0] // size, dtype = DTYPES[rows.dtype]
+    cdef int64_t count = rows.shape[0], channels = rows.shape[1], i
+    for i in prange(partial.shape[0], nogil=True, num_threads=threads):
+        kernels.channel_sum(
+            data + i * block * pitch * size, dtype, pitch, min(block, count - i * block), channels, &partial[i, 0])

@@ -1,0 +1,399 @@
+/* Convolution kernels for one instruction set, by implicit matrix products. Included once per instruction set.
+ *
+ * A task copies the source pixels it needs once, as float32 with the padding written out, into
+ *     packed[block of 16 channels][image][row][phase][pixel][16],
+ * where the phases are the residues of the column modulo the stride. Whatever stride, dilation and dtype, neighbouring
+ * outputs of a tap then read pixels 64 bytes apart, and a tap is one offset. The inner loops hold a tile of outputs in
+ * registers, broadcast one number of the source and multiply it by one or two vectors: there is no im2col matrix.
+ * Sums run in an order given by the shapes alone. Blocking after Georganas et al., "Anatomy of High-Performance Deep
+ * Learning Convolutions on SIMD Architectures", SC 2018.
+ *
+ * Expects ISA (suffix of all names), VECTOR (floats per vector), TILES1 and TILES2 (lists of tile sizes with one and
+ * with two vectors, as many as the registers hold) and TARGET (function attribute); undefines them at the end.
+ */
+#define JOIN_(name, isa) name##_##isa
+#define JOIN(name, isa) JOIN_(name, isa)
+#define FN(name) JOIN(name, ISA)
+#define INLINE static inline __attribute__((always_inline)) TARGET
+#define WIDTH (2 * VECTOR)
+#define vec FN(vec)
+#define UNROLL _Pragma("GCC unroll 32")
+
+typedef float vec __attribute__((vector_size(4 * VECTOR), aligned(4), may_alias));
+
+INLINE vec FN(load)(const float *from) { return *(const vec *)from; }
+INLINE void FN(store)(float *to, vec value) { *(vec *)to = value; }
+
+INLINE int64_t FN(least)(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* One line of one block and phase: to[i] = `count` channels of the pixels of column first + i*step, zero outside. */
+INLINE void FN(pack_line)(
+    const Conv2dWindow *w, float *to, int64_t channel, int64_t count, int64_t line, int64_t first, int inside)
+{
+    const int64_t step = w->step_x, end = w->width - first;
+    const int64_t stop = inside && end > 0 ? FN(least)((end + step - 1) / step, w->phase) : 0;
+    const int64_t start = first < 0 ? FN(least)((-first + step - 1) / step, stop) : 0;
+    const int64_t from = line + first * w->source.pixel + channel, pitch = step * w->source.pixel;
+    memset(to, 0, start * LANES * sizeof(float));
+    if (count == LANES)
+        for (int64_t i = start; i < stop; i++)
+            load_floats(to + i * LANES, w->source.data, from + i * pitch, LANES, w->source.dtype);
+    else
+        for (int64_t i = start; i < stop; i++) {
+            memset(to + i * LANES, 0, LANES * sizeof(float));
+            load_floats(to + i * LANES, w->source.data, from + i * pitch, count, w->source.dtype);
+        }
+    memset(to + stop * LANES, 0, (w->phase - stop) * LANES * sizeof(float));
+}
+
+/* Copies what `rows` output rows of `images` images read, for `groups` groups from `group` on; returns the plane size. */
+TARGET static int64_t FN(pack)(
+    const Conv2dWindow *w, float *to, int64_t group, int64_t groups, int64_t image, int64_t images, int64_t row,
+    int64_t rows)
+{
+    const int64_t tall = (rows - 1) * w->step_y + w->span_y + 1, wide = w->step_x * w->phase;
+    const int64_t plane = images * tall * wide * LANES;
+    for (int64_t line = 0; line < images * tall; line++) {
+        const int64_t y = w->top + row * w->step_y + line % tall;
+        const int64_t from = (image + line / tall) * w->source.image + y * w->source.row;
+        const int inside = y >= 0 && y < w->height;
+        float *block = to + line * wide * LANES;
+        for (int64_t g = group; g < group + groups; g++)
+            for (int64_t c = 0; c < w->channels; c += LANES, block += plane) {
+                const int64_t channel = g * w->channels + c;
+                const int64_t count = FN(least)(FN(least)(LANES, w->channels - c), w->total - channel);
+                for (int64_t f = 0; f < w->step_x; f++)
+                    FN(pack_line)(w, block + f * w->phase * LANES, channel, count, from, w->left + f, inside);
+            }
+    }
+    return plane;
+}
+
+/* sums[m][k] (+)= sum over taps and channels of x[m][tap][c] * weights[tap][c][k], for m pixels and v vectors of k */
+#define DEFINE_TILE(m, v)                                                                                             \
+    TARGET static void FN(tile_##v##_##m)(                                                                            \
+        const float *x, const int64_t *offsets, int64_t taps, int64_t channels, const float *weights, float *sums,    \
+        int first)                                                                                                    \
+    {                                                                                                                 \
+        vec sum[m][v] = {{{0}}};                                                                                      \
+        for (int64_t t = 0; t < taps; t++) {                                                                          \
+            const float *tap = x + offsets[t];                                                                        \
+            for (int64_t c = 0; c < channels; c++, weights += v * VECTOR) {                                           \
+                vec weight[v];                                                                                        \
+                UNROLL for (int i = 0; i < v; i++) weight[i] = FN(load)(weights + i * VECTOR);                        \
+                UNROLL for (int j = 0; j < m; j++)                                                                    \
+                    UNROLL for (int i = 0; i < v; i++) sum[j][i] += tap[j * LANES + c] * weight[i];                   \
+            }                                                                                                         \
+        }                                                                                                             \
+        UNROLL for (int j = 0; j < m; j++)                                                                            \
+            UNROLL for (int i = 0; i < v; i++) {                                                                      \
+                float *to = sums + (j * v + i) * VECTOR;                                                              \
+                if (!first) sum[j][i] += FN(load)(to);                                                                \
+                FN(store)(to, sum[j][i]);                                                                             \
+            }                                                                                                         \
+    }
+
+/* The same where channel k of the output reads channel k of the source: weights[tap][k] */
+#define DEFINE_DEPTHWISE(m, v)                                                                                        \
+    TARGET static void FN(depthwise_##m)(                                                                             \
+        const float *x, const int64_t *offsets, int64_t taps, const float *weights, float *sums)                      \
+    {                                                                                                                 \
+        for (int64_t c = 0; c < LANES; c += VECTOR) {                                                                 \
+            vec sum[m] = {{0}};                                                                                       \
+            for (int64_t t = 0; t < taps; t++) {                                                                      \
+                const float *tap = x + offsets[t] + c;                                                                \
+                const vec weight = FN(load)(weights + t * LANES + c);                                                 \
+                UNROLL for (int j = 0; j < m; j++) sum[j] += FN(load)(tap + j * LANES) * weight;                      \
+            }                                                                                                         \
+            UNROLL for (int j = 0; j < m; j++) FN(store)(sums + j * LANES + c, sum[j]);                               \
+        }                                                                                                             \
+    }
+
+/* sums[c][k] += sum over pixels of x[pixel][c] * grad[pixel][k], for m channels and v vectors of k */
+#define DEFINE_OUTER(m, v)                                                                                            \
+    TARGET static void FN(outer_##v##_##m)(                                                                           \
+        const float *x, int64_t x_image, int64_t x_row, const float *grad, int64_t images, int64_t rows,              \
+        int64_t cols, float *sums)                                                                                    \
+    {                                                                                                                 \
+        vec sum[m][v] = {{{0}}};                                                                                      \
+        for (int64_t line = 0; line < images * rows; line++) {                                                        \
+            const float *pixel = x + line / rows * x_image + line % rows * x_row;                                     \
+            for (int64_t q = 0; q < cols; q++, pixel += LANES, grad += v * VECTOR) {                                  \
+                vec g[v];                                                                                             \
+                UNROLL for (int i = 0; i < v; i++) g[i] = FN(load)(grad + i * VECTOR);                                \
+                UNROLL for (int j = 0; j < m; j++)                                                                    \
+                    UNROLL for (int i = 0; i < v; i++) sum[j][i] += pixel[j] * g[i];                                  \
+            }                                                                                                         \
+        }                                                                                                             \
+        UNROLL for (int j = 0; j < m; j++)                                                                            \
+            UNROLL for (int i = 0; i < v; i++) {                                                                      \
+                float *to = sums + (j * v + i) * VECTOR;                                                              \
+                FN(store)(to, FN(load)(to) + sum[j][i]);                                                              \
+            }                                                                                                         \
+    }
+
+TILES1(DEFINE_TILE, 1)
+TILES2(DEFINE_TILE, 2)
+TILES1(DEFINE_OUTER, 1)
+TILES2(DEFINE_OUTER, 2)
+TILES1(DEFINE_DEPTHWISE, 1)
+
+typedef void (*FN(Tile))(const float *, const int64_t *, int64_t, int64_t, const float *, float *, int);
+typedef void (*FN(Outer))(const float *, int64_t, int64_t, const float *, int64_t, int64_t, int64_t, float *);
+typedef void (*FN(Depthwise))(const float *, const int64_t *, int64_t, const float *, float *);
+#define NAME_TILE(m, v) FN(tile_##v##_##m),
+#define NAME_OUTER(m, v) FN(outer_##v##_##m),
+#define NAME_DEPTHWISE(m, v) FN(depthwise_##m),
+static const FN(Tile) FN(tiles1)[] = {TILES1(NAME_TILE, 1)}, FN(tiles2)[] = {TILES2(NAME_TILE, 2)};
+static const FN(Outer) FN(outers1)[] = {TILES1(NAME_OUTER, 1)}, FN(outers2)[] = {TILES2(NAME_OUTER, 2)};
+static const FN(Depthwise) FN(depthwises)[] = {TILES1(NAME_DEPTHWISE, 1)};
+enum { FN(MOST1) = sizeof FN(tiles1) / sizeof *FN(tiles1), FN(MOST2) = sizeof FN(tiles2) / sizeof *FN(tiles2) };
+
+/* Size of the next tile when `left` items are cut into as few and as equal tiles of at most `most` as possible. */
+INLINE int64_t FN(cut)(int64_t left, int64_t most)
+{
+    const int64_t tiles = (left + most - 1) / most;
+    return (left + tiles - 1) / tiles;
+}
+
+/* One row of outputs of one block: sums[cols][width] (+)= the products with one block of source channels. */
+INLINE void FN(row)(
+    const Conv2dApply *p, const Conv2dClass *class, const float *x, int64_t channels, const float *weights,
+    int64_t width, float *sums, int first)
+{
+    const int64_t most = width == WIDTH && !p->depthwise ? FN(MOST2) : FN(MOST1);
+    for (int64_t done = 0; done < class->cols;) {
+        const int64_t m = FN(cut)(class->cols - done, most);
+        const float *from = x + done * LANES;
+        float *to = sums + done * width;
+        if (p->depthwise)
+            FN(depthwises)[m - 1](from, class->offsets, class->taps, weights, to);
+        else
+            (width == WIDTH ? FN(tiles2) : FN(tiles1))[m - 1](
+                from, class->offsets, class->taps, channels, weights, to, first);
+        done += m;
+    }
+}
+
+/* Adds bias and `add` to `count` (at most VECTOR) finished sums, rounds, stores. */
+INLINE void FN(finish)(
+    const Conv2dApply *p, const float *sums, int64_t count, const float *bias, int64_t out, int64_t add)
+{
+    float term[VECTOR];
+    vec sum = FN(load)(sums);
+    if (bias) sum += FN(load)(bias);
+    if (p->add.data) {
+        load_floats(term, p->add.data, add, count, p->add.dtype);
+        sum += FN(load)(term);
+    }
+    if (p->out.dtype == FLOAT32 && count == VECTOR) {
+        FN(store)((float *)p->out.data + out, sum);
+        return;
+    }
+    FN(store)(term, sum);
+    store_floats(p->out.data, out, term, count, p->out.dtype);
+}
+
+/* The same for a row of outputs of one block. */
+INLINE void FN(finish_row)(
+    const Conv2dApply *p, int64_t cols, const float *sums, int64_t width, int64_t channel, int64_t count, int64_t out,
+    int64_t add)
+{
+    const int64_t out_step = p->out_step_x * p->out.pixel, add_step = p->out_step_x * p->add.pixel;
+    const float *bias = p->bias ? p->bias + channel : NULL;
+    for (int64_t v = 0; v < cols; v++, sums += width, out += out_step, add += add_step) {
+        int64_t k = 0;
+        /* A constant count lets the conversions become single instructions. */
+        for (; k + VECTOR <= count; k += VECTOR)
+            FN(finish)(p, sums + k, VECTOR, bias ? bias + k : NULL, out + k, add + k);
+        if (k < count) FN(finish)(p, sums + k, count - k, bias ? bias + k : NULL, out + k, add + k);
+    }
+}
+
+/* One block of output channels of one class, for all images and rows of a task. */
+TARGET static void FN(apply_block)(
+    const Conv2dApply *p, const Conv2dClass *class, int64_t block, const float *packed, int64_t plane, int64_t image,
+    int64_t images, int64_t row, int64_t task_rows, float *sums)
+{
+    const Conv2dWindow *w = &p->window;
+    const int64_t rows = FN(least)(task_rows, class->rows - row);
+    const int64_t tall = (task_rows - 1) * w->step_y + w->span_y + 1, wide = w->step_x * w->phase;
+    const int64_t most = p->depthwise ? LANES : WIDTH, inputs = p->depthwise ? 1 : w->channels;
+    const int64_t inside = block % p->out_blocks * most, channel = block / p->out_blocks * p->out_channels + inside;
+    const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
+    const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
+    const float *weights = class->weights + block * class->taps * inputs * most;
+    for (int64_t c = 0; c < inputs; c += LANES, packed += plane) {
+        const int64_t channels = FN(least)(LANES, inputs - c);
+        for (int64_t line = 0; line < images * rows; line++) {
+            const int64_t b = line / rows, u = line % rows;
+            /* With a single block of source channels a row is finished at once and its sums stay in the L1 cache. */
+            float *to = sums + (inputs > LANES ? line * class->cols * width : 0);
+            FN(row)(p, class, packed + (b * tall + u * w->step_y) * wide * LANES, channels, weights, width, to, c == 0);
+            if (c + LANES < inputs) continue;
+            const int64_t y = class->row + (row + u) * p->out_step_y;
+            FN(finish_row)(
+                p, class->cols, to, width, channel, count,
+                (image + b) * p->out.image + y * p->out.row + class->col * p->out.pixel + channel,
+                (image + b) * p->add.image + y * p->add.row + class->col * p->add.pixel + channel);
+        }
+        weights += class->taps * channels * width;
+    }
+}
+
+/* Task: (images_per_task images, rows_per_task output rows, one split of the output blocks). */
+TARGET static void FN(apply)(const Conv2dApply *p, int64_t task, float *scratch)
+{
+    const int64_t split = task % p->splits, place = task / p->splits;
+    const int64_t row = place % p->row_blocks * p->rows_per_task;
+    const int64_t image = place / p->row_blocks * p->images_per_task;
+    const int64_t rows = FN(least)(p->rows_per_task, p->rows - row);
+    const int64_t images = FN(least)(p->images_per_task, p->images - image);
+    const int64_t begin = split * p->all_blocks / p->splits, end = (split + 1) * p->all_blocks / p->splits;
+    const int64_t group = begin / p->out_blocks, groups = (end - 1) / p->out_blocks + 1 - group;
+    const int64_t plane = FN(pack)(&p->window, scratch, group, groups, image, images, row, rows);
+    float *sums = scratch + groups * p->window.blocks * plane;
+    for (int64_t block = begin; block < end; block++) {
+        const float *packed = scratch + (block / p->out_blocks - group) * p->window.blocks * plane;
+        for (int64_t i = 0; i < p->class_count; i++)
+            if (p->classes[i].rows > row)
+                FN(apply_block)(p, p->classes + i, block, packed, plane, image, images, row, rows, sums);
+    }
+}
+
+/* Copies the gradients of one block of output channels: to[image][row][col][width], lanes beyond `count` zero. */
+INLINE void FN(pack_grad)(
+    const Conv2dReduce *p, float *to, int64_t channel, int64_t count, int64_t width, int64_t image, int64_t images,
+    int64_t row, int64_t rows)
+{
+    for (int64_t line = 0; line < images * rows; line++) {
+        const int64_t from = (image + line / rows) * p->grad.image + (row + line % rows) * p->grad.row + channel;
+        for (int64_t v = 0; v < p->cols; v++, to += width)
+            for (int64_t k = 0; k < width; k += VECTOR) {
+                const int64_t index = from + v * p->grad.pixel + k;
+                if (k + VECTOR <= count) {
+                    load_floats(to + k, p->grad.data, index, VECTOR, p->grad.dtype);
+                    continue;
+                }
+                memset(to + k, 0, VECTOR * sizeof(float));
+                if (k < count) load_floats(to + k, p->grad.data, index, count - k, p->grad.dtype);
+            }
+    }
+}
+
+/* sums[k] += sum over pixels of x[pixel][k] * grad[pixel][k] */
+INLINE void FN(outer_depthwise)(
+    const float *x, int64_t x_image, int64_t x_row, const float *grad, int64_t images, int64_t rows, int64_t cols,
+    float *sums)
+{
+    for (int64_t c = 0; c < LANES; c += VECTOR) {
+        vec even = {0}, odd = {0};
+        for (int64_t line = 0; line < images * rows; line++) {
+            const float *pixel = x + line / rows * x_image + line % rows * x_row + c, *g = grad + line * cols * LANES + c;
+            int64_t q = 0;
+            for (; q + 1 < cols; q += 2) {
+                even += FN(load)(pixel + q * LANES) * FN(load)(g + q * LANES);
+                odd += FN(load)(pixel + (q + 1) * LANES) * FN(load)(g + (q + 1) * LANES);
+            }
+            if (q < cols) even += FN(load)(pixel + q * LANES) * FN(load)(g + q * LANES);
+        }
+        FN(store)(sums + c, FN(load)(sums + c) + (even + odd));
+    }
+}
+
+/* All taps of one block of source channels; sums[tap][channel][width] */
+INLINE void FN(reduce_block)(
+    const Conv2dReduce *p, const float *packed, int64_t channels, int64_t width, const float *grad, int64_t images,
+    int64_t rows, float *sums)
+{
+    const Conv2dWindow *w = &p->window;
+    const int64_t wide = w->step_x * w->phase, x_row = w->step_y * wide * LANES;
+    const int64_t x_image = ((rows - 1) * w->step_y + w->span_y + 1) * wide * LANES;
+    const int64_t most = width == WIDTH ? FN(MOST2) : FN(MOST1);
+    const FN(Outer) *outers = width == WIDTH ? FN(outers2) : FN(outers1);
+    for (int64_t t = 0; t < p->taps; t++) {
+        const float *x = packed + p->offsets[t];
+        if (p->depthwise) {
+            FN(outer_depthwise)(x, x_image, x_row, grad, images, rows, p->cols, sums + t * LANES);
+            continue;
+        }
+        for (int64_t c = 0; c < channels;) {
+            const int64_t m = FN(cut)(channels - c, most);
+            outers[m - 1](x + c, x_image, x_row, grad, images, rows, p->cols, sums + (t * channels + c) * width);
+            c += m;
+        }
+    }
+}
+
+/* Task: (chunk of units, one block of output channels); a unit is images_per_unit images by rows_per_unit rows. */
+TARGET static void FN(reduce)(const Conv2dReduce *p, int64_t task, float *scratch)
+{
+    const Conv2dWindow *w = &p->window;
+    const int64_t block = task % p->all_blocks, chunk = task / p->all_blocks, group = block / p->out_blocks;
+    const int64_t most = p->depthwise ? LANES : WIDTH, inputs = p->depthwise ? 1 : w->channels;
+    const int64_t inside = block % p->out_blocks * most, channel = group * p->out_channels + inside;
+    const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
+    const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
+    const int64_t size = p->taps * inputs * most;
+    float *sums = p->partial + (chunk * p->all_blocks + block) * size;
+    memset(sums, 0, size * sizeof(float));
+    for (int64_t unit = chunk * p->units / p->chunks; unit < (chunk + 1) * p->units / p->chunks; unit++) {
+        const int64_t row = unit % p->row_blocks * p->rows_per_unit;
+        const int64_t image = unit / p->row_blocks * p->images_per_unit;
+        const int64_t rows = FN(least)(p->rows_per_unit, p->rows - row);
+        const int64_t images = FN(least)(p->images_per_unit, p->images - image);
+        const int64_t plane = FN(pack)(w, scratch, group, 1, image, images, row, rows);
+        float *grad = scratch + w->blocks * plane, *to = sums;
+        FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
+        for (int64_t c = 0; c < inputs; c += LANES) {
+            const int64_t channels = FN(least)(LANES, inputs - c);
+            FN(reduce_block)(p, scratch + c / LANES * plane, channels, width, grad, images, rows, to);
+            to += p->taps * channels * width;
+        }
+    }
+}
+
+/* to[c] += sum over rows of from[row][c], in single precision for no more than 16 rows at a time */
+TARGET static void FN(channel_sum)(
+    const char *from, int64_t dtype, int64_t pitch, int64_t rows, int64_t channels, double *to)
+{
+    for (int64_t c = 0; c < channels; c += LANES) {
+        const int64_t count = FN(least)(LANES, channels - c);
+        float sum[LANES] = {0}, term[LANES] = {0};
+        for (int64_t row = 0; row < rows; row++) {
+            if (count == LANES)
+                load_floats(term, from, row * pitch + c, LANES, dtype);
+            else
+                load_floats(term, from, row * pitch + c, count, dtype);
+            for (int k = 0; k < LANES; k += VECTOR) FN(store)(sum + k, FN(load)(sum + k) + FN(load)(term + k));
+            if (row % 16 < 15 && row + 1 < rows) continue;
+            for (int64_t k = 0; k < count; k++) to[c + k] += sum[k];
+            memset(sum, 0, sizeof sum);
+        }
+    }
+}
+
+#define TEXT_(name) #name
+#define TEXT(name) TEXT_(name)
+static const Conv2dKernels FN(conv2d) = {TEXT(ISA), WIDTH, FN(apply), FN(reduce), FN(channel_sum)};
+
+#undef TEXT
+#undef TEXT_
+#undef NAME_TILE
+#undef NAME_OUTER
+#undef NAME_DEPTHWISE
+#undef DEFINE_TILE
+#undef DEFINE_OUTER
+#undef DEFINE_DEPTHWISE
+#undef JOIN_
+#undef JOIN
+#undef FN
+#undef INLINE
+#undef WIDTH
+#undef vec
+#undef UNROLL
+#undef ISA
+#undef VECTOR
+#undef TILES1
+#undef TILES2
+#undef TARGET

@@ -1,0 +1,156 @@
+"""Batch normalization, split where a reduction over ranks may fall.
+
+S. Ioffe, C. Szegedy, "Batch normalization", ICML 2015. Statistics are (count, mean, M2) triples, merged after
+T. F. Chan, G. H. Golub, R. J. LeVeque, The American Statistician 37 (1983) 242-247: they keep their accuracy however
+large the mean is beside the deviation, and triples of ranks merge like those of chunks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minidl.cpu import _batch_norm
+from minidl.cpu.array import Array, empty, rows_float32, stored
+from minidl.precision import float32
+
+__all__ = [
+    "batch_norm_apply",
+    "batch_norm_backward_apply",
+    "batch_norm_backward_stats",
+    "batch_norm_eval_moments",
+    "batch_norm_finalize",
+    "batch_norm_stats",
+]
+
+
+def batch_norm_stats(x: Array) -> Array:
+    """Statistics of ``x`` (..., C) over all but the last axis.
+
+    Returns:
+        (1 + 2C,) float64: the count, C means, C sums of squared deviations from them; zeros when ``x`` is empty.
+    """
+    stats = empty(1 + 2 * x.shape[-1], np.float64)
+    _batch_norm.stats(rows_float32(x), stats)
+    return stats
+
+
+def batch_norm_finalize(
+    stats: Array,
+    eps: float,
+    *,
+    running_mean: Array | None = None,
+    running_var: Array | None = None,
+    momentum: float = 0.1,
+) -> tuple[Array, Array]:
+    """Merge statistics in row order and turn them into what normalization needs.
+
+    Args:
+        stats: (R, 1 + 2C) or (1 + 2C,) float64 from `batch_norm_stats`; rows of count 0 change nothing.
+        eps: added to the variance.
+        running_mean, running_var: (C,) float32, updated in place: ``(1 - momentum) * old + momentum * batch``, with the
+            unbiased variance (the biased one for a count of 1). Untouched when the total count is 0.
+        momentum: weight of this batch.
+
+    Returns:
+        moments (2, C) float32, the mean and ``1 / sqrt(biased variance + eps)``; count (1,) float64, the total.
+    """
+    stats = stats.reshape(-1, stats.shape[-1])
+    channels = (stats.shape[1] - 1) // 2
+    assert all(r is None or r.shape == (channels,) for r in (running_mean, running_var)), (channels, stats.shape)
+    moments = empty((2, channels), float32)
+    count = empty(1, np.float64)
+    _batch_norm.finalize(np.ascontiguousarray(stats), eps, running_mean, running_var, momentum, moments, count)
+    return moments, count
+
+
+def batch_norm_eval_moments(running_mean: Array, running_var: Array, eps: float) -> Array:
+    """Moments (2, C) float32 from running statistics (C,) float32, for evaluation."""
+    moments = empty((2, running_mean.shape[0]), float32)
+    moments[0] = running_mean
+    moments[1] = 1.0 / np.sqrt(running_var.astype(np.float64) + eps)
+    return moments
+
+
+def batch_norm_apply(
+    x: Array,
+    moments: Array,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    *,
+    add: Array | None = None,
+    relu: bool = False,
+) -> Array:
+    """``(x - mean) * rstd * gamma + beta``, then ``+ add``, then ``max(., 0)``; float32 with one rounding at the end.
+
+    Args:
+        x: (..., C), any storage dtype.
+        moments: (2, C) float32.
+        gamma, beta: (C,) float32; None stands for ones and zeros.
+        add: shape and dtype of ``x``.
+    """
+    assert moments.shape == (2, x.shape[-1]) and (add is None or add.shape == x.shape), "shapes disagree"
+    assert all(p is None or p.shape == x.shape[-1:] for p in (gamma, beta)), "gamma and beta have one value per channel"
+    x_rows = rows_float32(x)
+    y = empty(x_rows.shape, float32)
+    _batch_norm.apply(x_rows, moments, gamma, beta, None if add is None else rows_float32(add), relu, y)
+    return stored(y, x.shape, x.dtype)
+
+
+def batch_norm_backward_stats(
+    dy: Array,
+    x: Array,
+    moments: Array,
+    *,
+    dgamma: Array | None = None,
+    dbeta: Array | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """The two sums of the backward pass.
+
+    Args:
+        dy, x: (..., C), gradient of the output and the input.
+        moments: (2, C) float32 of the forward pass.
+        dgamma, dbeta: (C,) float32, overwritten with the parameter gradients of this rank (``accumulate``: increased).
+
+    Returns:
+        sums (2, C) float64: ``sum dy`` and ``sum dy * (x - mean) * rstd``.
+    """
+    assert dy.shape == x.shape and moments.shape == (2, x.shape[-1]), (dy.shape, x.shape, moments.shape)
+    sums = empty((2, x.shape[-1]), np.float64)
+    _batch_norm.backward_stats(rows_float32(dy), rows_float32(x), moments, sums)
+    for out, value in ((dbeta, sums[0]), (dgamma, sums[1])):
+        if out is not None:
+            np.add(value, out if accumulate else 0.0, out=out, casting="same_kind")
+    return sums
+
+
+def batch_norm_backward_apply(
+    dy: Array,
+    x: Array,
+    moments: Array,
+    gamma: Array | None,
+    sums: Array | None,
+    count: Array | None,
+    *,
+    add: Array | None = None,
+) -> Array:
+    """``gamma * rstd * (dy - sums[0] / count - xhat * sums[1] / count)``, plus ``add``.
+
+    With ``sums`` and ``count`` None (evaluation mode, where the moments are constants) it is ``gamma * rstd * dy``.
+
+    Args:
+        dy, x: (..., C); moments: (2, C) float32; gamma: (C,) float32 or None.
+        sums: (2, C) float64 and count: (1,) float64, both over all ranks when statistics are synchronized.
+        add: shape and dtype of ``dy``, added before the one rounding.
+    """
+    assert dy.shape == x.shape and (add is None or add.shape == x.shape), "shapes disagree"
+    assert all(p is None or p.shape == (2, x.shape[-1]) for p in (moments, sums)), (moments.shape, x.shape)
+    assert gamma is None or gamma.shape == x.shape[-1:], (gamma.shape, x.shape)
+    assert (sums is None) == (count is None), "sums and count come together"
+    dy_rows = rows_float32(dy)
+    dx = empty(dy_rows.shape, float32)
+    total = 0.0 if count is None else float(count[0])
+    x_rows = dy_rows if sums is None else rows_float32(x)
+    add_rows = None if add is None else rows_float32(add)
+    _batch_norm.backward_apply(dy_rows, x_rows, moments, gamma, sums, total, add_rows, dx)
+    return stored(dx, dy.shape, dy.dtype)

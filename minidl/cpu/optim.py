@@ -1,0 +1,72 @@
+"""Optimizer updates on flat arenas, steered by a control record that lives beside them.
+
+``control`` is (8,) float32: ``[lr, momentum, loss_scale, nonfinite, good_steps, skipped_steps, growth_interval, 0]``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minidl.cpu import _optim
+from minidl.cpu.array import Array, copy_into
+from minidl.precision import float32
+
+__all__ = ["find_nonfinite", "sgd_update", "update_loss_scale"]
+
+_LOSS_SCALE, _NONFINITE, _GOOD_STEPS, _SKIPPED_STEPS, _GROWTH_INTERVAL = 2, 3, 4, 5, 6
+_CHUNK = 64  # elements of an arena that share a segment
+_LARGEST_SCALE = 2.0**24
+
+
+def sgd_update(
+    master: Array,
+    grad: Array,
+    momentum: Array | None,
+    working: Array | None,
+    segment_of: Array,
+    segments: Array,
+    control: Array,
+    *,
+    nesterov: bool,
+) -> None:
+    """One step of stochastic gradient descent in place; nothing changes when ``control`` says nonfinite.
+
+    ``g = grad / loss_scale + weight_decay * w``; ``buf = momentum * buf + g``; ``d = g + momentum * buf`` (nesterov),
+    ``buf``, or ``g`` (without momentum); ``w -= lr * lr_scale * d``.
+
+    Args:
+        master, grad, momentum: (n,) float32 slices of arenas, n a multiple of 64; momentum may be None.
+        working: (n,) in the storage dtype, receives the rounded master; may be None.
+        segment_of: (n / 64,) int32, the row of ``segments`` for each 64 elements.
+        segments: (S, 4) float32 rows ``[lr_scale, weight_decay, momentum_scale, 0]``; the third scales momentum.
+        control: (8,) float32, read only here.
+    """
+    assert master.size % _CHUNK == 0 and segment_of.size * _CHUNK == master.size, (master.shape, segment_of.shape)
+    assert all(a is None or a.shape == master.shape for a in (grad, momentum, working)), "arena slices differ in length"
+    if control[_NONFINITE] != 0:
+        return
+    same = working is not None and working.dtype == float32
+    _optim.sgd(master, grad, momentum, working if same else None, segment_of, segments, control, nesterov)
+    if working is not None and not same:
+        copy_into(working, master)
+
+
+def find_nonfinite(grad: Array, control: Array) -> None:
+    """``control[3] = 1`` when an element of ``grad`` (n,) float32 is infinite or not a number, else 0."""
+    control[_NONFINITE] = _optim.any_nonfinite(grad)
+
+
+def update_loss_scale(control: Array) -> None:
+    """After a step: halve the loss scale if it overflowed, double it after ``growth_interval`` good steps in a row.
+
+    P. Micikevicius et al., "Mixed precision training", ICLR 2018. The scale stays within 1 .. 2**24.
+    """
+    if control[_NONFINITE] != 0:
+        control[_LOSS_SCALE] = np.maximum(control[_LOSS_SCALE] * 0.5, 1.0)
+        control[_GOOD_STEPS] = 0.0
+        control[_SKIPPED_STEPS] += 1.0
+        return
+    control[_GOOD_STEPS] += 1.0
+    if control[_GOOD_STEPS] >= control[_GROWTH_INTERVAL]:
+        control[_LOSS_SCALE] = np.minimum(control[_LOSS_SCALE] * 2.0, _LARGEST_SCALE)
+        control[_GOOD_STEPS] = 0.0

@@ -1,0 +1,113 @@
+"""The CUDA operation table: hand-written kernels, compiled by NVRTC, launched through CuPy.
+
+The same names with the same signatures as :mod:`minidl.cpu`. Importing it needs neither a GPU nor CuPy; the first array
+does. Inside `minidl.cuda.launch.dry_run` the whole table runs without either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minidl.cuda.activation import relu, relu_backward
+from minidl.cuda.array import (
+    array_type,
+    cast,
+    contiguous,
+    copy_into,
+    empty,
+    from_host,
+    synchronize,
+    to_host,
+    zeros,
+)
+from minidl.cuda.batch_norm import (
+    batch_norm_apply,
+    batch_norm_backward_apply,
+    batch_norm_backward_stats,
+    batch_norm_eval_moments,
+    batch_norm_finalize,
+    batch_norm_stats,
+)
+from minidl.cuda.conv2d import (
+    channel_sum,
+    conv2d,
+    conv2d_backward_data,
+    conv2d_backward_weight,
+)
+from minidl.cuda.device import current_device
+from minidl.cuda.dropout import dropout
+from minidl.cuda.join import add, concat
+from minidl.cuda.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
+from minidl.cuda.pad2d import pad2d
+from minidl.cuda.pool2d import (
+    adaptive_avg_pool2d,
+    adaptive_avg_pool2d_backward,
+    avg_pool2d,
+    avg_pool2d_backward,
+    max_pool2d,
+    max_pool2d_backward,
+)
+from minidl.cuda.transfer import from_dlpack, uploader
+
+name = "cuda"
+
+__all__ = [
+    "Array",
+    "name",
+    "empty",
+    "zeros",
+    "from_host",
+    "to_host",
+    "contiguous",
+    "cast",
+    "copy_into",
+    "synchronize",
+    "from_dlpack",
+    "uploader",
+    "conv2d",
+    "conv2d_backward_data",
+    "conv2d_backward_weight",
+    "channel_sum",
+    "batch_norm_stats",
+    "batch_norm_finalize",
+    "batch_norm_apply",
+    "batch_norm_backward_stats",
+    "batch_norm_backward_apply",
+    "batch_norm_eval_moments",
+    "relu",
+    "relu_backward",
+    "add",
+    "concat",
+    "max_pool2d",
+    "max_pool2d_backward",
+    "avg_pool2d",
+    "avg_pool2d_backward",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool2d_backward",
+    "pad2d",
+    "dropout",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+    "sgd_update",
+    "find_nonfinite",
+    "update_loss_scale",
+    "require_device",
+]
+
+
+def require_device() -> None:
+    """Return when kernels can run on the current device.
+
+    Raises:
+        ImportError: when CuPy is not installed, naming the extra that brings it.
+        RuntimeError: when there is no usable GPU or driver.
+    """
+    current_device()
+
+
+def __getattr__(attribute: str) -> Any:
+    # Looked up anew each time: CuPy is imported only when someone asks, and a dry run answers with NumPy's class.
+    if attribute == "Array":
+        return array_type()
+    raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")

@@ -1,0 +1,112 @@
+"""Arrays of the CUDA table: CuPy arrays on the current device; in a dry run, NumPy arrays nobody touches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minidl import checks, shapes
+from minidl.cuda.device import active_dry_run, import_cupy
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import DTYPE, walk
+from minidl.precision import bfloat16, float16, float32
+
+__all__ = ["array_type", "cast", "contiguous", "copy_into", "empty", "from_host", "synchronize", "to_host", "zeros"]
+
+_TYPE_NAMES = {float32: "float", bfloat16: "bf16", float16: "f16", np.dtype(np.uint8): "u8"}
+
+
+def array_type() -> type:
+    """The class of this table's arrays: ``cupy.ndarray``, in a dry run ``numpy.ndarray``."""
+    return np.ndarray if active_dry_run() is not None else import_cupy().ndarray
+
+
+def _xp() -> Any:
+    return np if active_dry_run() is not None else import_cupy()
+
+
+def empty(shape: int | Sequence[int], dtype: Any) -> Any:
+    """An array whose values are whatever was there: the only way in which the table and the layers allocate."""
+    return _xp().empty(shape, dtype)
+
+
+def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
+    """An array of zeros."""
+    return _xp().zeros(shape, dtype)
+
+
+def from_host(host: Any, dtype: Any = None) -> Any:
+    """A copy on the device of a NumPy array, scalar or list; ``dtype`` converts on the host first."""
+    host = np.asarray(host, dtype)
+    if active_dry_run() is not None:
+        return np.empty(host.shape, host.dtype)
+    return import_cupy().array(host, order="C")
+
+
+def to_host(x: Any) -> np.ndarray:
+    """A copy on the host; waits for the device. Zeros in a dry run, where nothing was computed."""
+    if active_dry_run() is not None:
+        return np.zeros(x.shape, x.dtype)
+    return import_cupy().asnumpy(contiguous(x))
+
+
+def synchronize() -> None:
+    """Wait until the current stream has done all its work."""
+    if active_dry_run() is None:
+        import_cupy().cuda.get_current_stream().synchronize()
+
+
+def contiguous(x: Any) -> Any:
+    """``x`` itself when it is dense in C order, else a dense copy."""
+    if x.flags.c_contiguous:
+        return x
+    if shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
+        out = empty(x.shape, x.dtype)
+        copy_into(out, x)
+        return out
+    # Any other strides (transposed, cropped, reversed) come from users, not from layers: CuPy's strided copy serves.
+    return empty(x.shape, x.dtype) if active_dry_run() is not None else import_cupy().ascontiguousarray(x)
+
+
+def as_rows(x: Any) -> Any:
+    """``x`` itself when it is dense or pitched, else a dense copy: what every operation does to its inputs first."""
+    if x.flags.c_contiguous or shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
+        return x
+    return contiguous(x)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """A dense copy of ``x`` in ``dtype``, rounded to nearest even."""
+    out = empty(x.shape, dtype)
+    copy_into(out, x)
+    return out
+
+
+def copy_into(out: Any, x: Any) -> None:
+    """``out[...] = x``: both dense or pitched, of one shape; rounds to nearest even where the types differ.
+
+    Raises:
+        ValueError: when the shapes differ, or ``out`` is neither dense nor pitched.
+        TypeError: for a conversion other than from float32, bfloat16, float16 or uint8 to one of the first three.
+    """
+    if out.shape != x.shape:
+        raise checks.bad_shape("copy_into", "x", str(out.shape), x.shape)
+    x = as_rows(x)
+    if out.dtype == x.dtype:
+        _copy(out, x)
+        return
+    if x.dtype not in _TYPE_NAMES:
+        raise checks.bad_dtype("copy_into", "x", "float32, bfloat16, float16 or uint8", x.dtype)
+    if out.dtype not in DTYPE:
+        raise checks.bad_dtype("copy_into", "out", "float32, bfloat16 or float16", out.dtype)
+    plan = walk(x, out, per_sm=4, unroll=4)
+    defines = {"SOURCE": _TYPE_NAMES[x.dtype], "TARGET": _TYPE_NAMES[out.dtype], "VEC": plan.vec}
+    launch("array", "convert_kernel", plan.grid, plan.block, x, out, plan.argument, defines=defines)
+
+
+def _copy(out: Any, x: Any) -> None:
+    plan = walk(x, out, per_sm=4, unroll=4, in_bytes=True)
+    defines = {"COPY": 1, "VEC": plan.vec}
+    launch("array", "copy_kernel", plan.grid, plan.block, x, out, plan.argument, defines=defines)

@@ -1,0 +1,366 @@
+// Batch normalisation over rows of channels (Ioffe and Szegedy 2015), split where a reduction over ranks can fall.
+//
+// Layout: x, y, dy, dx, add: (rows, C) of T at a pitch; moments (2, C) float: mean, 1/sqrt(biased variance + eps);
+// gamma, beta (C,) float or null; stats (R, 1 + 2C) double: count, means, M2 (sums of squared deviations);
+// sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double.
+//
+// Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
+// result per chunk and channel; the second merges the chunks in a fixed order in double. So the same bits come out on every
+// device and for every pitch. Variances are never a difference of raw moments: each thread subtracts a pivot, the first
+// value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and
+// LeVeque (1983).
+//
+// Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
+// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Merge kernels: 8 channels by 128 lanes of chunks.
+// Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread.
+//
+// Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
+//   stats            s bytes   4 FLOP    24.5 us        backward_stats   2s bytes   4 FLOP    48.9 us
+//   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
+//   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
+
+#include "common.cuh"
+
+// A cut of the rows into chunks (planned by batch_norm.py).
+struct Chunks {
+    int rows;      // below 2^30
+    int pitch[2];  // of x, dy
+    int channels;
+    int chunk_rows;
+    int chunks;
+};
+
+// This thread's rows of its chunk.
+DEVICE Share chunk_share(const Chunks& cut) {
+    Share at;
+    const int begin = blockIdx.x * cut.chunk_rows, end = begin + cut.chunk_rows;
+    at.channel = (blockIdx.y * blockDim.x + threadIdx.x) * VEC;
+    at.row = begin + threadIdx.y;
+    at.step = blockDim.y;
+    at.rows = at.channel < cut.channels ? min(end, cut.rows) : 0;
+    return at;
+}
+
+DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
+    if (p) {
+        load(p, v);
+    } else {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) v[i] = otherwise;
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ forward: statistics
+#if defined(STATS)
+
+// mean (chunks, C) double, squares (chunks, C) float: the mean and M2 of each chunk.
+extern "C" __global__ void __launch_bounds__(256, 4)
+batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, float* __restrict__ squares, Chunks cut) {
+    constexpr int UNROLL = 4;
+    __shared__ __align__(16) float lane_mean[256 * VEC];  // [lane][channel of the tile], relative to the chunk's pivot
+    __shared__ __align__(16) float lane_squares[256 * VEC];
+    __shared__ __align__(16) float pivots[32 * VEC];  // the first row of the chunk
+
+    const Share at = chunk_share(cut);
+    float pivot[VEC] = {}, sum[VEC] = {}, square[VEC] = {};
+    if (at.row < at.rows) load(x + row_offset(at.row, cut.pitch[0]) + at.channel, pivot);
+    Raw<T, VEC> raw[UNROLL];
+    for_rows<UNROLL>(
+        at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel); },
+        [&](int u, int) {
+            float v[VEC];
+            unpack(raw[u], v);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                const float d = v[i] - pivot[i];
+                sum[i] += d;
+                square[i] = fmaf(d, d, square[i]);
+            }
+        });
+
+    const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;
+    if (threadIdx.y == 0) store(pivots + slot, pivot);
+    __syncthreads();
+    const int mine = at.row < at.rows ? ceil_div(at.rows - at.row, at.step) : 0;
+    const float inverse = mine ? 1.0f / mine : 0.0f;
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+        const float offset = sum[i] * inverse;
+        square[i] = clamp_below(fmaf(-sum[i], offset, square[i]), 0.0f);
+        sum[i] = (pivot[i] - pivots[slot + i]) + offset;
+    }
+    store(lane_mean + threadIdx.y * width + slot, sum);
+    store(lane_squares + threadIdx.y * width + slot, square);
+    __syncthreads();
+
+    const int t = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.y * width + t;
+    if (t >= width || channel >= cut.channels) return;
+    const int count = min(cut.rows - int(blockIdx.x) * cut.chunk_rows, cut.chunk_rows), lanes = min(int(blockDim.y), count);
+    float total = 0.0f, m2 = 0.0f;
+    for (int lane = 0; lane < lanes; ++lane)
+        total = fmaf(float(ceil_div(count - lane, int(blockDim.y))), lane_mean[lane * width + t], total);
+    total /= count;
+    for (int lane = 0; lane < lanes; ++lane) {
+        const float d = lane_mean[lane * width + t] - total;
+        m2 += fmaf(ceil_div(count - lane, int(blockDim.y)) * d, d, lane_squares[lane * width + t]);
+    }
+    const i64 to = i64(blockIdx.x) * cut.channels + channel;
+    mean[to] = double(pivots[t]) + double(total);
+    squares[to] = m2;
+}
+
+#endif
+
+// ------------------------------------------------------------------------------- merging chunks, and what is of size C
+#if defined(MERGE)
+
+constexpr int GROUP = 8, LANES = 128;  // channels of a block (one 32-byte sector of floats) by lanes over the chunks
+
+// Sums over the lanes of a block of GROUP * LANES threads. Warp c < GROUP returns the totals of channel c of the group.
+template <int N>
+DEVICE void sum_lanes(double (&v)[N]) {
+    __shared__ double parts[N][GROUP][GROUP * LANES / 32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        v[i] += __shfl_xor_sync(0xffffffffu, v[i], 8);
+        v[i] += __shfl_xor_sync(0xffffffffu, v[i], 16);
+        if (lane < GROUP) parts[i][lane][warp] = v[i];
+    }
+    __syncthreads();
+    if (warp < GROUP)
+#pragma unroll
+        for (int i = 0; i < N; ++i) v[i] = warp_sum(parts[i][warp][lane]);
+}
+
+// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel. Deviations are taken from the first chunk's
+// mean, in double.
+extern "C" __global__ void __launch_bounds__(1024)
+batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, Chunks cut) {
+    int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
+    double v[3] = {};  // sums of count * d, count * d^2, M2
+    if (channel < cut.channels && cut.chunks > 0) {
+        const double origin = mean[channel];
+#pragma unroll 4
+        for (int chunk = threadIdx.x / GROUP; chunk < cut.chunks; chunk += LANES) {
+            const i64 from = i64(chunk) * cut.channels + channel;
+            const double count = min(cut.rows - chunk * cut.chunk_rows, cut.chunk_rows), d = mean[from] - origin;
+            v[0] += count * d;
+            v[1] += count * d * d;
+            v[2] += squares[from];
+        }
+    }
+    sum_lanes(v);
+    channel = blockIdx.x * GROUP + threadIdx.x / 32;
+    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= cut.channels) return;
+    const double count = double(cut.rows), shift = cut.chunks ? v[0] / count : 0.0, m2 = v[2] + (v[1] - v[0] * shift);
+    if (channel == 0) stats[0] = count;
+    stats[1 + channel] = (cut.chunks ? mean[channel] : 0.0) + shift;
+    stats[1 + cut.channels + channel] = m2 < 0.0 ? 0.0 : m2;
+}
+
+// sums (2, C) double from partial (chunks, 2, C) float; also the local parameter gradients where their pointers are not null.
+extern "C" __global__ void __launch_bounds__(1024)
+batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
+                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, Chunks cut) {
+    int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
+    double v[2] = {};
+    if (channel < cut.channels) {
+#pragma unroll 4
+        for (int chunk = threadIdx.x / GROUP; chunk < cut.chunks; chunk += LANES) {
+            const float* from = partial + i64(chunk) * 2 * cut.channels + channel;
+            v[0] += from[0];
+            v[1] += from[cut.channels];
+        }
+    }
+    sum_lanes(v);
+    channel = blockIdx.x * GROUP + threadIdx.x / 32;
+    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= cut.channels) return;
+    v[1] *= moments[cut.channels + channel];
+    sums[channel] = v[0];
+    sums[cut.channels + channel] = v[1];
+    if (dbeta) dbeta[channel] = float(v[0] + (accumulate ? double(dbeta[channel]) : 0.0));
+    if (dgamma) dgamma[channel] = float(v[1] + (accumulate ? double(dgamma[channel]) : 0.0));
+}
+
+// One thread per channel: merges the R rows of stats in order, writes moments, count and, in place, running statistics.
+extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__ stats, float* __restrict__ moments,
+                                                      double* __restrict__ total, float* __restrict__ running_mean,
+                                                      float* __restrict__ running_var, double eps, double momentum,
+                                                      int parts, int channels) {
+    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
+    if (channel >= channels) return;
+    double count = 0.0, mean = 0.0, m2 = 0.0;
+    for (int part = 0; part < parts; ++part) {
+        const double* from = stats + i64(part) * (1 + 2 * i64(channels));
+        const double more = from[0];
+        if (more == 0.0) continue;
+        const double both = count + more, d = from[1 + channel] - mean;
+        mean += d * (more / both);
+        m2 += from[1 + channels + channel] + d * d * (count * (more / both));
+        count = both;
+    }
+    const double variance = count > 0.0 ? m2 / count : 0.0;
+    moments[channel] = float(mean);
+    moments[channels + channel] = float(1.0 / sqrt(variance + eps));
+    if (channel == 0) *total = count;
+    if (count == 0.0) return;
+    const double unbiased = count > 1.0 ? m2 / (count - 1.0) : variance;
+    if (running_mean) running_mean[channel] = float((1.0 - momentum) * running_mean[channel] + momentum * mean);
+    if (running_var) running_var[channel] = float((1.0 - momentum) * running_var[channel] + momentum * unbiased);
+}
+
+extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
+                                                          const float* __restrict__ running_var,
+                                                          float* __restrict__ moments, double eps, int channels) {
+    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
+    if (channel >= channels) return;
+    moments[channel] = running_mean[channel];
+    moments[channels + channel] = float(1.0 / sqrt(double(running_var[channel]) + eps));
+}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------------- forward: apply
+#if defined(APPLY)
+
+// y = (x - mean)*rstd*gamma + beta (+ add), not below `bound` (0 for ReLU, -infinity without). ADD: 0 or 1.
+extern "C" __global__ void __launch_bounds__(256, ADD ? 3 : 4)
+batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
+                        const float* __restrict__ beta, const T* __restrict__ add, T* __restrict__ y, float bound, int channels,
+                        Walk walk) {
+    constexpr int UNROLL = 4;
+    const Share at(walk);
+    if (at.row >= at.rows) return;
+    float mean[VEC], scale[VEC], shift[VEC];
+    load(moments + at.channel, mean);
+    load(moments + channels + at.channel, scale);
+    load_or(gamma ? gamma + at.channel : nullptr, 1.0f, shift);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
+    load_or(beta ? beta + at.channel : nullptr, 0.0f, shift);
+
+    Raw<T, VEC> raw[UNROLL], more[ADD ? UNROLL : 1];
+    for_rows<UNROLL>(
+        at,
+        [&](int u, int row) {
+            raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel);
+            if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[2]) + at.channel);
+        },
+        [&](int u, int row) {
+            float v[VEC], z[VEC] = {};
+            unpack(raw[u], v);
+            if (ADD) unpack(more[u], z);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                v[i] = fmaf(v[i] - mean[i], scale[i], shift[i]);
+                v[i] = clamp_below(ADD ? v[i] + z[i] : v[i], bound);
+            }
+            store(y + row_offset(row, walk.pitch[1]) + at.channel, v);
+        });
+}
+
+#endif
+
+// ----------------------------------------------------------------------------------------------- backward: statistics
+#if defined(BACKWARD_STATS)
+
+// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean).
+extern "C" __global__ void __launch_bounds__(256, 3)
+batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
+                                 float* __restrict__ partial, Chunks cut) {
+    constexpr int UNROLL = 4;
+    __shared__ __align__(16) float lane_sum[256 * VEC], lane_product[256 * VEC];  // [lane][channel of the tile]
+
+    const Share at = chunk_share(cut);
+    float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {};
+    if (at.row < at.rows) load(moments + at.channel, mean);
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL];
+    for_rows<UNROLL>(
+        at,
+        [&](int u, int row) {
+            raw_x[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel);
+            raw_dy[u] = load_raw<VEC>(dy + row_offset(row, cut.pitch[1]) + at.channel);
+        },
+        [&](int u, int) {
+            float g[VEC], v[VEC];
+            unpack(raw_dy[u], g);
+            unpack(raw_x[u], v);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                sum[i] += g[i];
+                product[i] = fmaf(g[i], v[i] - mean[i], product[i]);
+            }
+        });
+
+    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
+    store(lane_sum + slot, sum);
+    store(lane_product + slot, product);
+    __syncthreads();
+    const int t = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.y * width + t;
+    if (t >= width || channel >= cut.channels) return;
+    float s = 0.0f, p = 0.0f;
+    for (int lane = 0; lane < blockDim.y; ++lane) {
+        s += lane_sum[lane * width + t];
+        p += lane_product[lane * width + t];
+    }
+    float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
+    to[0] = s;
+    to[cut.channels] = p;
+}
+
+#endif
+
+// ---------------------------------------------------------------------------------------------------- backward: apply
+#if defined(BACKWARD_APPLY)
+
+// dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,
+// and x is not read. ADD, BATCH: 0 or 1.
+extern "C" __global__ void __launch_bounds__(256, BATCH ? 3 : 4)
+batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
+                                 const float* __restrict__ gamma, const double* __restrict__ sums,
+                                 const double* __restrict__ count, const T* __restrict__ add, T* __restrict__ dx,
+                                 int channels, Walk walk) {
+    constexpr int UNROLL = BATCH || ADD ? 2 : 4;
+    const Share at(walk);
+    if (at.row >= at.rows) return;
+    float scale[VEC], mean[VEC] = {}, level[VEC] = {}, slope[VEC] = {};
+    load(moments + channels + at.channel, scale);
+    if (BATCH) {
+        const float inverse = float(1.0 / *count);
+        load(moments + at.channel, mean);
+        const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel), dy_xhat = load_raw<VEC>(sums + channels + at.channel);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            level[i] = float(dy_sum.items[i]) * inverse;
+            slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
+        }
+    }
+    float weight[VEC];
+    load_or(gamma ? gamma + at.channel : nullptr, 1.0f, weight);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) scale[i] *= weight[i];
+
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH ? UNROLL : 1], more[ADD ? UNROLL : 1];
+    for_rows<UNROLL>(
+        at,
+        [&](int u, int row) {
+            raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]) + at.channel);
+            if (BATCH) raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[2]) + at.channel);
+            if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
+        },
+        [&](int u, int row) {
+            float g[VEC], v[VEC] = {}, z[VEC] = {};
+            unpack(raw_dy[u], g);
+            if (BATCH) unpack(raw_x[u], v);
+            if (ADD) unpack(more[u], z);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                if (BATCH) g[i] -= fmaf(v[i] - mean[i], slope[i], level[i]);
+                g[i] = fmaf(g[i], scale[i], z[i]);
+            }
+            store(dx + row_offset(row, walk.pitch[1]) + at.channel, g);
+        });
+}
+
+#endif

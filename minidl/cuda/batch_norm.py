@@ -1,0 +1,222 @@
+"""Batch normalisation on the GPU, split where a reduction over ranks can fall; formulas in batch_norm.cu."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl import checks, shapes
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
+
+__all__ = [
+    "batch_norm_apply",
+    "batch_norm_backward_apply",
+    "batch_norm_backward_stats",
+    "batch_norm_eval_moments",
+    "batch_norm_finalize",
+    "batch_norm_stats",
+]
+
+THREADS = 256
+TARGET_BLOCKS = 2048  # enough to fill any GPU several times over; part of the cut, hence of the result's bits
+LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
+MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
+UNROLL = 4
+MERGE_CHANNELS, MERGE_THREADS = 8, 1024
+
+
+class Chunks(NamedTuple):
+    """A cut of (rows, channels) into chunks of rows, as ``Chunks`` of batch_norm.cu expects it."""
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    chunks: int
+    argument: np.ndarray
+
+
+_ARGUMENT = np.dtype([(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "channels", "chunk_rows", "chunks")])
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_rows(count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int) -> Chunks:
+    """The cut for ``count`` rows of ``channels``.
+
+    Which rows a chunk has and which lane sums them depends on the shape and the type alone: neither the device nor the
+    pitch nor the vector width changes a bit of the result.
+    """
+    assert count < ROW_LIMIT, count
+    ideal = shapes.ceil_div(channels, 16 // itemsize)
+    lanes = 32 if ideal <= 8 else 16 if ideal <= 16 else 8
+    columns = THREADS // lanes
+    per_thread = shapes.ceil_div(count * shapes.ceil_div(ideal, columns), lanes * TARGET_BLOCKS)
+    per_thread = min(max(per_thread, 8, LEAST_CHUNK_ROWS // lanes), MOST_ROWS_PER_THREAD)
+    chunk_rows = lanes * shapes.round_up(per_thread, UNROLL)
+    chunks = shapes.ceil_div(count, chunk_rows)
+
+    vectors = channels // vec
+    tiles = shapes.ceil_div(vectors, columns)
+    argument = np.array([(count, x_pitch, dy_pitch, channels, chunk_rows, chunks)], _ARGUMENT)
+    argument.setflags(write=False)
+    return Chunks((chunks, tiles), (shapes.ceil_div(vectors, tiles), lanes), chunks, argument)
+
+
+def _merge_grid(channels: int) -> int:
+    return shapes.ceil_div(channels, MERGE_CHANNELS)
+
+
+def batch_norm_stats(x: Any) -> Any:
+    """Count, means and sums of squared deviations of each channel of ``x`` (..., C): (1 + 2C,) float64."""
+    code = dtype_code(x, "batch_norm_stats")
+    x = as_rows(x)
+    count, channels, pitch = rows(x)
+    vec = vector_width(x)
+    cut = cut_rows(count, channels, x.itemsize, vec, pitch, 0)
+    mean = empty((cut.chunks, channels), np.float64)
+    squares = empty((cut.chunks, channels), np.float32)
+    stats = empty(1 + 2 * channels, np.float64)
+    defines = {"STATS": 1, "DTYPE": code, "VEC": vec}
+    launch(
+        "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
+        x, mean, squares, cut.argument, defines=defines,
+    )  # fmt: skip
+    launch(
+        "batch_norm", "batch_norm_merge_kernel", _merge_grid(channels), MERGE_THREADS,
+        mean, squares, stats, cut.argument, defines={"MERGE": 1},
+    )  # fmt: skip
+    return stats
+
+
+def batch_norm_finalize(
+    stats: Any, eps: float, *, running_mean: Any = None, running_var: Any = None, momentum: float = 0.1
+) -> tuple[Any, Any]:
+    """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
+
+    Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
+    unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
+
+    Returns:
+        moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
+        count: (1,) float64.
+    """
+    assert stats.dtype == np.float64 and stats.flags.c_contiguous, checks.describe(stats)
+    channels = (stats.shape[-1] - 1) // 2
+    parts = 1 if stats.ndim == 1 else stats.shape[0]
+    _check_parameters(channels, running_mean=running_mean, running_var=running_var)
+    moments = empty((2, channels), np.float32)
+    count = empty(1, np.float64)
+    launch(
+        "batch_norm", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
+        stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
+        np.int32(parts), np.int32(channels), defines={"MERGE": 1},
+    )  # fmt: skip
+    return moments, count
+
+
+def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> Any:
+    """Moments (2, C) float32 from running statistics: mean and ``1/sqrt(variance + eps)``."""
+    channels = running_mean.shape[0]
+    _check_parameters(channels, running_mean=running_mean, running_var=running_var)
+    moments = empty((2, channels), np.float32)
+    launch(
+        "batch_norm", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
+        running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": 1},
+    )  # fmt: skip
+    return moments
+
+
+def batch_norm_apply(
+    x: Any, moments: Any, gamma: Any = None, beta: Any = None, *, add: Any = None, relu: bool = False
+) -> Any:
+    """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``."""
+    code = dtype_code(x, "batch_norm_apply")
+    x, add = as_rows(x), _same(x, add)
+    channels = x.shape[-1]
+    _check_parameters(2 * channels, moments=moments)
+    _check_parameters(channels, gamma=gamma, beta=beta)
+    y = empty(x.shape, x.dtype)
+    arrays = (x, y) if add is None else (x, y, add)
+    plan = walk_channels(*arrays, per_sm=4 if add is None else 3, unroll=4, parameters=(moments, gamma, beta))
+    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "ADD": int(add is not None)}
+    bound = np.float32(0.0 if relu else -np.inf)
+    launch(
+        "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
+        x, moments, gamma, beta, add, y, bound, np.int32(channels), plan.argument, defines=defines,
+    )  # fmt: skip
+    return y
+
+
+def batch_norm_backward_stats(
+    dy: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
+) -> Any:
+    """``[sum dy, sum dy*(x - mean)*rstd]`` per channel: (2, C) float64.
+
+    The same sums, rounded to float32, go to the local gradients ``dbeta`` and ``dgamma`` (C,) where given (added with
+    ``accumulate``), before anyone reduces the returned ones over ranks.
+    """
+    code = dtype_code(x, "batch_norm_backward_stats")
+    x, dy = as_rows(x), _same(x, dy)
+    count, channels, x_pitch = rows(x)
+    _check_parameters(2 * channels, moments=moments)
+    _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
+    vec = vector_width(x, dy)
+    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2])
+    partial = empty((cut.chunks, 2, channels), np.float32)
+    sums = empty((2, channels), np.float64)
+    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec}
+    launch(
+        "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
+        dy, x, moments, partial, cut.argument, defines=defines,
+    )  # fmt: skip
+    launch(
+        "batch_norm", "batch_norm_backward_merge_kernel", _merge_grid(channels), MERGE_THREADS,
+        partial, moments, sums, dgamma, dbeta, np.int32(accumulate), cut.argument, defines={"MERGE": 1},
+    )  # fmt: skip
+    return sums
+
+
+def batch_norm_backward_apply(
+    dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, *, add: Any = None
+) -> Any:
+    """``gamma*rstd*(dy - sums[0]/count - xhat*sums[1]/count)`` (+ ``add``), rounded once.
+
+    With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
+    """
+    code = dtype_code(dy, "batch_norm_backward_apply", "dy")
+    batch = sums is not None
+    dy, add = as_rows(dy), _same(dy, add)
+    x = _same(dy, x) if batch else None
+    channels = dy.shape[-1]
+    _check_parameters(2 * channels, moments=moments)
+    _check_parameters(channels, gamma=gamma)
+    dx = empty(dy.shape, dy.dtype)
+    # The kernel knows its arrays by place: dy, dx, x, add; an absent x lends its place to dy.
+    arrays = (dy, dx, x if batch else dy, *(() if add is None else (add,)))
+    parameters = (moments, gamma, sums)
+    plan = walk_channels(*arrays, per_sm=3 if batch else 4, unroll=2, parameters=parameters)
+    defines = {
+        "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "ADD": int(add is not None), "BATCH": int(batch)
+    }  # fmt: skip
+    launch(
+        "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
+        dy, x, moments, gamma, sums, count, add, dx, np.int32(channels), plan.argument, defines=defines,
+    )  # fmt: skip
+    return dx
+
+
+def _same(x: Any, other: Any) -> Any:
+    """``other`` as rows, of the shape and type of ``x``; None stays None."""
+    if other is None:
+        return None
+    assert other.shape == x.shape and other.dtype == x.dtype, (checks.describe(x), checks.describe(other))
+    return as_rows(other)
+
+
+def _check_parameters(size: int, **arrays: Any) -> None:
+    """Each array that is given is dense float32 of ``size`` elements: kernels read it through a bare pointer."""
+    for name, x in arrays.items():
+        if x is not None and (x.dtype != np.float32 or x.size != size or not x.flags.c_contiguous):
+            raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))

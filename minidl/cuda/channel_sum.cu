@@ -1,0 +1,85 @@
+// Column sums in a fixed order, in two steps: chunks of rows to float32 partials, partials to the result.
+//
+// channel_sum_kernel     partials[chunk, c] = sum over the rows of the chunk of x[row, c]
+//   x          rows * pitch + c                                                       T
+//   partials   (chunks, channels) dense                                               float32
+//   Block: LANES x 256/LANES threads; a thread owns VEC neighbouring channels and every (256/LANES)-th row of its chunk.
+//   Grid: (ceil(channels / (LANES*VEC)), chunks). FLOP: 1 per element. Bytes: x once.
+// sum_partials_kernel    out[i] (+)= sum over chunks of partials[chunk, i]
+//   partials   (chunks, count) dense;  out (count,)                                   float32
+//   Block: 256/SPLIT x SPLIT threads; thread (i, j) adds chunks j, j + SPLIT, ...  Grid: ceil(count / (256/SPLIT)).
+//   FLOP: 1 per partial. Bytes: partials once. Also the second step of the weight gradients.
+//
+// Macros: DTYPE, VEC, LANES (threads side by side along the channels, a power of two), SPLIT (1 to 8, a power of two).
+// Chunks, LANES and SPLIT depend on the problem alone, so the bits do not depend on the device.
+#include "common.cuh"
+
+#ifdef LANES
+extern "C" __global__ void __launch_bounds__(256)
+channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels, i64 pitch) {
+    constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
+    constexpr int UNROLL = 4;          // enough bytes under way to cover the memory's latency
+    __shared__ float scratch[DEEP][LANES * VEC + 1];
+    const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
+    const int channel = (blockIdx.x * LANES + lane) * VEC;
+    const i64 first = blockIdx.y * chunk;
+    const i64 last = first + chunk < rows ? first + chunk : rows;
+
+    float sum[VEC] = {};
+    if (channel < channels) {
+        const T* column = x + channel;
+        i64 row = first + depth;
+        for (; row + (UNROLL - 1) * DEEP < last; row += UNROLL * DEEP) {
+            Raw<T, VEC> raw[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) raw[u] = load_raw<VEC>(column + (row + u * DEEP) * pitch);
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                float value[VEC];
+                unpack(raw[u], value);
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) sum[e] += value[e];
+            }
+        }
+        for (; row < last; row += DEEP) {
+            float value[VEC];
+            load<T, VEC>(column + row * pitch, value);
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) sum[e] += value[e];
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) scratch[depth][lane * VEC + e] = sum[e];
+    __syncthreads();
+    for (int half = DEEP / 2; half > 0; half /= 2) {
+        if (depth < half)
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) scratch[depth][lane * VEC + e] += scratch[depth + half][lane * VEC + e];
+        __syncthreads();
+    }
+    for (int c = threadIdx.x; c < LANES * VEC; c += 256) {
+        const int out = blockIdx.x * LANES * VEC + c;
+        if (out < channels) partials[i64(blockIdx.y) * channels + out] = scratch[0][c];
+    }
+}
+#endif
+
+#ifdef SPLIT
+extern "C" __global__ void __launch_bounds__(256)
+sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count, int accumulate) {
+    constexpr int WIDTH = 256 / SPLIT;
+    __shared__ float scratch[SPLIT][WIDTH];
+    const int lane = threadIdx.x % WIDTH, part = threadIdx.x / WIDTH;
+    const i64 i = i64(blockIdx.x) * WIDTH + lane;
+    float sum = 0.0f;
+    if (i < count)
+#pragma unroll 8
+        for (int chunk = part; chunk < chunks; chunk += SPLIT) sum += partials[chunk * count + i];
+    scratch[part][lane] = sum;
+    __syncthreads();
+    if (part > 0 || i >= count) return;
+#pragma unroll
+    for (int other = 1; other < SPLIT; ++other) sum += scratch[other][lane];
+    out[i] = accumulate ? out[i] + sum : sum;
+}
+#endif

@@ -1,0 +1,64 @@
+"""Sums over rows and over chunks, in a fixed order; the kernels are in channel_sum.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.conv2d_plan import BLOCKS_WANTED, lanes_along
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = ["channel_sum", "check_sum", "sum_partials"]
+
+BLOCK = 256
+DEEPEST = 8  # chunks that a block of sum_partials_kernel adds side by side, at most
+ROWS_PER_THREAD = 8  # below that a block does little but its final reduction
+
+
+def check_sum(who: str, out: Any) -> None:
+    """TypeError or ValueError unless ``out`` is a dense float32 array, as the summing kernels assume."""
+    if out.dtype != float32:
+        raise checks.bad_dtype(who, "out", "float32", out.dtype)
+    if not out.flags.c_contiguous:
+        raise checks.bad_value(who, "out", "dense", f"strides {out.strides}")
+
+
+def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
+    """The gradient of a bias: ``out`` (C,) float32 = the sum of dy (..., C) over its rows; overwritten, or added to."""
+    check_sum("channel_sum", out)
+    if out.shape != dy.shape[-1:]:
+        raise checks.bad_shape("channel_sum", "out", str(dy.shape[-1:]), out.shape)
+    code = dtype_code(dy, "channel_sum", "dy")
+    if dy.size == 0:
+        sum_partials(None, 0, out, accumulate)
+        return
+    dy = as_rows(dy)
+    count, channels, pitch = rows(dy)
+    vec = min(vector_width(dy), ACCESS // dy.itemsize)
+    lanes = lanes_along(channels, vec, dy.itemsize)
+    slabs = ceil_div(channels, lanes * vec)
+    # Chunks follow from the sizes alone (and from the vector width, which the layout sets), never from the device.
+    most = ceil_div(count, BLOCK // lanes * ROWS_PER_THREAD)
+    chunk = ceil_div(count, min(most, max(1, 2 * BLOCKS_WANTED // slabs)))
+    chunks = ceil_div(count, chunk)
+    partials = empty((chunks, channels), float32)
+    sizes = np.int64(count), np.int64(chunk), np.int32(channels), np.int64(pitch)
+    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes}
+    launch("channel_sum", "channel_sum_kernel", (slabs, chunks), BLOCK, dy, partials, *sizes, defines=defines)
+    sum_partials(partials, chunks, out, accumulate)
+
+
+def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) -> None:
+    """``out`` (+)= the sum over ``partials``, (chunks, out.size) float32, in the order of the chunks."""
+    split = 1
+    while split < DEEPEST and 2 * split <= chunks:
+        split *= 2
+    sizes = np.int32(chunks), np.int64(out.size), np.int32(accumulate)
+    grid = ceil_div(out.size, BLOCK // split)
+    launch("channel_sum", "sum_partials_kernel", grid, BLOCK, partials, out, *sizes, defines={"SPLIT": split})

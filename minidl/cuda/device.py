@@ -1,0 +1,135 @@
+"""The device a launcher plans for: the GPU in use, or the one a dry run imagines.
+
+Launchers read a frozen record instead of asking the driver, so that everything they decide (tile sizes, grids, kernel
+variants) can be decided, tested and compiled on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from minidl import checks
+
+__all__ = ["BUILT_IN", "DRY_RUN", "DeviceRecord", "DryRun", "Launch", "active_dry_run", "current_device", "import_cupy"]
+
+KIB, MIB = 1024, 1024 * 1024
+
+
+@dataclass(frozen=True)
+class DeviceRecord:
+    """What a launcher may know about a GPU.
+
+    Attributes:
+        name: as the driver spells it.
+        arch: compute capability (major, minor).
+        multiprocessors: number of streaming multiprocessors.
+        shared_per_block: most shared memory one block may ask for (opt-in limit), bytes.
+        l2_bytes: size of the second-level cache.
+        memory_bytes: size of the device memory.
+    """
+
+    name: str
+    arch: tuple[int, int]
+    multiprocessors: int
+    shared_per_block: int
+    l2_bytes: int
+    memory_bytes: int
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` gives the same record back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> DeviceRecord:
+        """The record that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "arch": tuple(fields["arch"])})
+
+
+# Limits from the CUDA programming guide's table of compute capabilities, sizes as the driver reports them.
+BUILT_IN = {
+    "A100": DeviceRecord("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, 40 * MIB, 81153 * MIB),
+    "RTX 3090": DeviceRecord("NVIDIA GeForce RTX 3090", (8, 6), 82, 99 * KIB, 6 * MIB, 24237 * MIB),
+    "L40": DeviceRecord("NVIDIA L40", (8, 9), 142, 99 * KIB, 96 * MIB, 45589 * MIB),
+    "H100": DeviceRecord("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 * KIB, 50 * MIB, 81079 * MIB),
+    "H200": DeviceRecord("NVIDIA H200", (9, 0), 132, 227 * KIB, 60 * MIB, 143156 * MIB),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of a dry run."""
+
+    stem: str
+    name: str
+    defines: tuple[tuple[str, int | str], ...]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+
+
+@dataclass
+class DryRun:
+    """The log of a dry run: the imagined device and every launch that would have happened, in order."""
+
+    device: DeviceRecord
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def variants(self) -> list[tuple[str, tuple[tuple[str, int | str], ...]]]:
+        """Each distinct (stem, defines) once, sorted: what has to be compiled."""
+        return sorted({(launch.stem, launch.defines) for launch in self.launches}, key=str)
+
+
+DRY_RUN: ContextVar[DryRun | None] = ContextVar("minidl_dry_run", default=None)
+active_dry_run = DRY_RUN.get
+
+_live: dict[int, DeviceRecord] = {}
+
+
+def import_cupy() -> Any:
+    """The CuPy module.
+
+    Raises:
+        ImportError: when CuPy is not installed, naming the extra that brings it.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise checks.missing_extra("the CUDA backend", "cuda13", error) from error
+    return cupy
+
+
+def current_device() -> DeviceRecord:
+    """The record of CuPy's current device, or that of the dry run around the call.
+
+    Raises:
+        ImportError: when CuPy is not installed.
+        RuntimeError: when there is no usable GPU or driver.
+    """
+    dry = active_dry_run()
+    if dry is not None:
+        return dry.device
+    cupy = import_cupy()
+    try:
+        index = cupy.cuda.runtime.getDevice()
+        if index not in _live:
+            _live[index] = _read(cupy.cuda.runtime.getDeviceProperties(index))
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"no usable GPU: {error}; is there an NVIDIA GPU with a recent driver?") from error
+    return _live[index]
+
+
+def _read(properties: dict[str, Any]) -> DeviceRecord:
+    return DeviceRecord(
+        name=properties["name"].decode(),
+        arch=(properties["major"], properties["minor"]),
+        multiprocessors=properties["multiProcessorCount"],
+        shared_per_block=properties["sharedMemPerBlockOptin"],
+        l2_bytes=properties["l2CacheSize"],
+        memory_bytes=properties["totalGlobalMem"],
+    )

@@ -1,0 +1,178 @@
+"""The one road from Python to a kernel.
+
+`launch` compiles a variant on first use, keeps its function per device and starts it on CuPy's current stream. Inside
+`dry_run` it records what it would have started, so that every launcher can be exercised without a GPU and without CuPy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda import nvrtc
+from minidl.cuda.device import (
+    BUILT_IN,
+    DRY_RUN,
+    DeviceRecord,
+    DryRun,
+    Launch,
+    active_dry_run,
+    current_device,
+    import_cupy,
+)
+
+__all__ = ["dry_run", "launch"]
+
+DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
+
+_NULL = np.uint64(0)
+_NO_DEFINES: Mapping[str, int | str] = MappingProxyType({})
+_PLAIN = (int, float, bool, complex)
+
+
+class _Kernel:
+    """A loaded kernel and the dynamic shared memory it has been granted so far."""
+
+    __slots__ = ("function", "granted")
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.granted = 0
+
+
+_modules: dict[tuple, Any] = {}
+_kernels: dict[tuple, _Kernel] = {}
+_get_device = None
+
+
+def launch(
+    stem: str,
+    name: str,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    *args: Any,
+    defines: Mapping[str, int | str] = _NO_DEFINES,
+    shared: int = 0,
+) -> None:
+    """Start the ``extern "C"`` kernel ``name`` of ``<stem>.cu`` on CuPy's current stream.
+
+    Args:
+        stem: file name without ``.cu``.
+        grid, block: sizes, an int or a tuple of up to three; an empty grid starts nothing.
+        args: arrays (passed as pointers), None (a null pointer), NumPy scalars, or NumPy arrays of size 1 (by value).
+        defines: macros of this variant; each distinct set is compiled once.
+        shared: dynamic shared memory in bytes.
+
+    Raises:
+        TypeError: for a plain Python number, whose width in C would be a guess.
+        RuntimeError: when the variant does not compile, or (with MINIDL_DEBUG=1) when the kernel fails.
+    """
+    if type(grid) is not tuple:
+        grid = (grid,)
+    if type(block) is not tuple:
+        block = (block,)
+    dry = active_dry_run()
+    if dry is not None:
+        _record(dry, stem, name, grid, block, args, defines, shared)
+        return
+    if 0 in grid:
+        return
+    global _get_device
+    if _get_device is None:
+        _get_device = import_cupy().cuda.runtime.getDevice
+    key = (_get_device(), stem, name, *defines.items())
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = _load(key, defines)
+    if shared > kernel.granted:
+        _grant(kernel, shared)
+    for argument in args:
+        if argument is None or type(argument) in _PLAIN:
+            args = _checked(name, args)
+            break
+    kernel.function(grid, block, args, shared)
+    if DEBUG:
+        _wait(f"{name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}")
+
+
+def _checked(name: str, args: tuple) -> tuple:
+    """``args`` with null pointers for None; refuses plain numbers."""
+    for argument in args:
+        if type(argument) in _PLAIN:
+            raise TypeError(
+                f"{name}: argument {argument!r} is a Python {type(argument).__name__}, whose width in C would be a "
+                "guess; pass a NumPy scalar"
+            )
+    return tuple(_NULL if argument is None else argument for argument in args)
+
+
+def _load(key: tuple, defines: Mapping[str, int | str]) -> _Kernel:
+    cupy = import_cupy()
+    device, stem, name = key[:3]
+    variant = (device, stem, *sorted(defines.items()))
+    module = _modules.get(variant)
+    if module is None:
+        image = nvrtc.build(stem, nvrtc.target(current_device().arch), defines).image
+        module = cupy.cuda.function.Module()
+        module.load(image)
+        _modules[variant] = module
+    return _Kernel(module.get_function(name))
+
+
+def _grant(kernel: _Kernel, shared: int) -> None:
+    """Raise the kernel's limit of dynamic shared memory: static and dynamic together may pass 48 KiB only on demand."""
+    from cupy_backends.cuda.api import driver
+
+    driver.funcSetAttribute(kernel.function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    kernel.granted = shared
+
+
+def _wait(what: str) -> None:
+    cupy = import_cupy()
+    stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        return
+    try:
+        stream.synchronize()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"kernel {what} failed: {error}") from error
+
+
+def _record(
+    dry: DryRun,
+    stem: str,
+    name: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple,
+    defines: Mapping[str, int | str],
+    shared: int,
+) -> None:
+    """Hold a dry launch to the driver's own limits, then log it."""
+    _checked(name, args)
+    assert all(limit >= size >= 0 for size, limit in zip(grid, (2**31 - 1, 65535, 65535), strict=False)), (name, grid)
+    assert all(size >= 1 for size in block) and math.prod(block) <= 1024, (name, block)
+    assert 0 <= shared <= dry.device.shared_per_block, (name, shared)
+    if 0 not in grid:
+        sizes = tuple(map(int, grid)), tuple(map(int, block))
+        dry.launches.append(Launch(stem, name, tuple(sorted(defines.items())), *sizes, int(shared)))
+
+
+@contextmanager
+def dry_run(device: DeviceRecord | None = None) -> Iterator[DryRun]:
+    """Run the operation table without a GPU: nothing is launched and arrays are NumPy arrays nobody touches.
+
+    Yields a log whose ``launches`` grows with each launch. The imagined device is an H200 unless given.
+    """
+    log = DryRun(device or BUILT_IN["H200"])
+    token = DRY_RUN.set(log)
+    try:
+        yield log
+    finally:
+        DRY_RUN.reset(token)

@@ -1,0 +1,119 @@
+"""Softmax cross entropy and its gradient; the kernels are in loss.cu."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, address, dtype_code, rows
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = ["softmax_cross_entropy", "softmax_cross_entropy_backward"]
+
+BLOCK = 256
+STAGED_CLASSES = 64  # longest row that one thread holds in registers
+BLOCK_CLASSES = 8192  # shortest row that gets a whole block
+MOST_PARTIALS = 4096  # blocks whose totals one more block can add in a few microseconds
+LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
+
+
+class _Plan(NamedTuple):
+    """Which kernel takes rows of this form: its macros, a block's rows per pass, its shared memory in bytes."""
+
+    defines: dict[str, int | str]
+    block_rows: int
+    shared: int
+
+    @property
+    def staged(self) -> bool:
+        return "CLASSES" in self.defines
+
+
+def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
+    """The kernel for ``logits``; ``out`` is the dense gradient, None in the forward pass."""
+    count, classes, pitch = rows(logits)
+    if labels.dtype not in LABELS:
+        raise checks.bad_dtype("softmax_cross_entropy", "labels", "uint8, int32 or int64", labels.dtype)
+    assert labels.shape == logits.shape[:-1] and classes > 0, (labels.shape, logits.shape)
+    size = logits.itemsize
+    defines: dict[str, int | str] = {
+        "DTYPE": dtype_code(logits, "softmax_cross_entropy", "logits"),
+        "LABEL": LABELS[labels.dtype],
+    }
+    vec = ACCESS // size
+    aligned = address(logits) % ACCESS == 0
+    if classes <= STAGED_CLASSES and classes % vec and pitch == classes and aligned:
+        return _Plan(defines | {"CLASSES": classes}, BLOCK, BLOCK * classes * size)
+    if out is not None:
+        # One vector boundary has to serve the row that is read and the one that is written.
+        while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:
+            vec //= 2
+    aligned = (address(logits) // size) % vec == 0 and pitch % vec == 0 and classes % vec == 0
+    vectors = ceil_div(classes, vec) + (not aligned)
+    lanes = BLOCK if classes >= BLOCK_CLASSES else min(32, 1 << (vectors - 1).bit_length())
+    steps = 1 << (min(4, ceil_div(vectors, lanes)) - 1).bit_length()
+    defines |= {"VEC": vec, "ALIGNED": int(aligned), "LANES": lanes, "STEPS": steps}
+    return _Plan(defines, BLOCK // lanes, 0)
+
+
+def _layout(plan: _Plan, logits: Any) -> tuple[Any, ...]:
+    """The arguments (classes, pitch) of kernels that do not have them as macros."""
+    _, classes, pitch = rows(logits)
+    return () if plan.staged else (np.int32(classes), np.int64(pitch))
+
+
+def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tuple[Any, Any]:
+    """Totals of the loss over this rank's rows, to be added over ranks before anything is divided.
+
+    Args:
+        logits: (..., K), any storage dtype, dense or pitched.
+        labels: (...) int32, int64 or uint8; ``ignore_index`` marks rows that do not count. Labels outside ``0 .. K-1``
+            are reported in ``totals[3]`` and do not count either.
+
+    Returns:
+        totals (4,) float64: sum of ``-log p[label]``, valid labels, labels that are the first largest logit of their
+        row, labels out of range; lse (...) float32: the logarithm of each row's sum of exponentials.
+    """
+    logits, labels = as_rows(logits), contiguous(labels)
+    plan = _plan(logits, labels, None)
+    count = labels.size
+    # A block's run of rows depends on their number only, never on the device.
+    passes = max(1, ceil_div(count, plan.block_rows * MOST_PARTIALS))
+    blocks = ceil_div(count, plan.block_rows * passes)
+    totals, lse = empty(4, np.float64), empty(labels.shape, float32)
+    partial = empty((blocks, 4), np.float64)
+    launch(
+        "loss", "softmax_cross_entropy", blocks, BLOCK, logits, labels, lse, partial, np.int64(count),
+        *_layout(plan, logits), np.int32(passes), np.int64(ignore_index), defines=plan.defines, shared=plan.shared,
+    )  # fmt: skip
+    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
+    return totals, lse
+
+
+def softmax_cross_entropy_backward(
+    logits: Any, labels: Any, lse: Any, totals: Any, scale: Any | None = None, *, ignore_index: int
+) -> Any:
+    """``(softmax - onehot) * scale / totals[1]`` in the dtype of ``logits``; 0 where the label does not count.
+
+    Args:
+        lse, totals: of the forward pass, the totals summed over all ranks.
+        scale: (1,) float32, the loss scale; None stands for 1.
+    """
+    logits, labels, lse = as_rows(logits), contiguous(labels), contiguous(lse)
+    assert lse.dtype == float32 and lse.shape == labels.shape, (lse.dtype, lse.shape)
+    assert totals.dtype == np.float64 and totals.shape == (4,), (totals.dtype, totals.shape)
+    assert scale is None or scale.dtype == float32, scale
+    dlogits = empty(logits.shape, logits.dtype)
+    plan = _plan(logits, labels, dlogits)
+    count = labels.size
+    launch(
+        "loss", "softmax_cross_entropy_backward", ceil_div(count, plan.block_rows), BLOCK, logits, labels, lse, totals,
+        scale, dlogits, np.int64(count), *_layout(plan, logits), np.int64(ignore_index),
+        defines=plan.defines, shared=plan.shared,
+    )  # fmt: skip
+    return dlogits

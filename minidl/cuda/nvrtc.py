@@ -1,0 +1,288 @@
+"""Compiles the `.cu` files of this folder with NVRTC, without a GPU, and keeps the results on disk.
+
+Own binding and own cache because a framework's cache key rarely covers the text of included headers and its options fix
+flush-to-zero. Here the key is everything that the result depends on: the source with its headers as text, the defines,
+the architecture, the options and NVRTC's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from minidl import checks
+
+__all__ = [
+    "Compiled",
+    "KernelReport",
+    "build",
+    "cache_directory",
+    "compile",
+    "compile_all",
+    "source_of",
+    "target",
+    "version",
+]
+
+Defines = Mapping[str, int | str]
+
+FOLDER = Path(__file__).parent
+OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
+NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """The assembler's word on one kernel: registers per thread; bytes of spilling, stack and static shared memory."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The outcome of one compilation.
+
+    Attributes:
+        image: a cubin, or PTX text where the target is virtual; the driver loads both.
+        log: what the compiler and the assembler wrote.
+        kernels: the assembler's report per kernel; empty for PTX.
+    """
+
+    image: bytes
+    log: str
+    kernels: tuple[KernelReport, ...]
+
+
+def target(arch: tuple[int, int]) -> str:
+    """NVRTC's name for a compute capability: exact where known, else PTX that the driver finishes.
+
+    Compute capability 9.0 gets ``sm_90a``: the image is for this very device, so architecture-specific instructions
+    (wgmma) cost no portability.
+    """
+    if arch < (8, 0):
+        raise RuntimeError(f"compute capability {arch[0]}.{arch[1]} is too old: minidl's kernels need 8.0 or newer")
+    if arch > NEWEST:
+        return f"compute_{NEWEST[0]}{NEWEST[1]}"
+    return f"sm_{arch[0]}{arch[1]}" + ("a" if arch == (9, 0) else "")
+
+
+# ---------------------------------------------------------------------------------------------------- source text
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*$', re.MULTILINE)
+
+
+def source_of(stem: str, folder: Path = FOLDER) -> str:
+    """The text of ``<stem>.cu`` with each of our headers in place of its first ``#include "..."``."""
+    return _expand(f"{stem}.cu", folder, set())
+
+
+def _expand(filename: str, folder: Path, seen: set[str]) -> str:
+    seen.add(filename)
+    parts, start, text = [f'#line 1 "{filename}"\n'], 0, (folder / filename).read_text()
+    for match in _INCLUDE.finditer(text):
+        parts.append(text[start : match.start()])
+        start = match.end()
+        if match[1] not in seen:
+            # The line numbers of compile errors and profilers stay those of the files as written.
+            line = text.count("\n", 0, match.end()) + 2
+            parts.append(_expand(match[1], folder, seen) + f'\n#line {line} "{filename}"')
+    return "".join([*parts, text[start:]])
+
+
+# -------------------------------------------------------------------------------------------------------- binding
+
+
+class _Nvrtc:
+    """The few functions of libnvrtc that are needed, each raising on an error code."""
+
+    def __init__(self) -> None:
+        try:
+            from cuda.pathfinder import load_nvidia_dynamic_lib
+
+            path = load_nvidia_dynamic_lib("nvrtc").abs_path
+        except (ImportError, RuntimeError) as error:
+            raise checks.missing_extra("NVRTC, the CUDA run-time compiler,", "cuda13", error) from error
+        self._library = ctypes.CDLL(path)
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise RuntimeError(f"{name}: {self._library.nvrtcGetErrorString(code).decode()}")
+
+    def read(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self.call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self.call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw
+
+
+@functools.cache
+def _nvrtc() -> _Nvrtc:
+    return _Nvrtc()
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """NVRTC's version (major, minor).
+
+    Raises:
+        ImportError: when the library is not installed, naming the extra that brings it.
+    """
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def _options(arch: str, defines: Defines) -> list[str]:
+    return [f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
+
+
+def compile(source: str, name: str, arch: str, defines: Defines | None = None) -> Compiled:
+    """Compile CUDA C++ ``source`` for ``arch`` (as `target` names it), past the cache.
+
+    Raises:
+        RuntimeError: when it does not compile, with the variant and the compiler's log.
+        ImportError: when NVRTC is not installed.
+    """
+    nvrtc, program, options = _nvrtc(), ctypes.c_void_p(), _options(arch, defines or {})
+    nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    try:
+        encoded = [option.encode() for option in options]
+        failure = None
+        try:
+            nvrtc.call("nvrtcCompileProgram", program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
+        except RuntimeError as error:
+            failure = error
+        log = nvrtc.read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+        if failure is not None:
+            raise RuntimeError(f"{name} does not compile ({' '.join(options)}): {failure}\n{log}") from failure
+        image = nvrtc.read("CUBIN" if arch.startswith("sm_") else "PTX", program)
+    finally:
+        nvrtc.call("nvrtcDestroyProgram", ctypes.byref(program))
+    return Compiled(image, log, _reports(log))
+
+
+_REPORT = re.compile(
+    r"Function properties for (?P<name>\w+)\s*(?:ptxas\s*\.)?\s*"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads\s*"
+    r"ptxas info\s*: Used (?P<registers>\d+) registers(?P<rest>[^\n]*)"
+)
+
+
+def _reports(log: str) -> tuple[KernelReport, ...]:
+    reports = []
+    for match in _REPORT.finditer(log):
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
+        spill = int(match["stores"]) + int(match["loads"])
+        size = int(shared[1]) if shared else 0
+        reports.append(KernelReport(match["name"], int(match["registers"]), spill, int(match["stack"]), size))
+    return tuple(reports)
+
+
+# ------------------------------------------------------------------------------------------------------ disk cache
+
+_MAGIC = b"minidl kernel 1\n"
+_temporary: tempfile.TemporaryDirectory | None = None
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: $MINIDL_CACHE, else $XDG_CACHE_HOME/minidl, else ~/.cache/minidl.
+
+    Where that cannot be written, a directory that lives as long as the process, with one warning.
+    """
+    global _temporary
+    chosen = os.environ.get("MINIDL_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(chosen) if chosen else Path(base) / "minidl"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if os.access(path, os.W_OK | os.X_OK):
+            return path
+        problem = "not writable"
+    except OSError as error:
+        problem = str(error)
+    if _temporary is None:
+        _temporary = tempfile.TemporaryDirectory(prefix="minidl-cache-")
+        warnings.warn(
+            f"kernel cache {path} cannot be used ({problem}): kernels are compiled anew by every process; "
+            "set MINIDL_CACHE to a directory that can be written",
+            stacklevel=2,
+        )
+    return Path(_temporary.name)
+
+
+def cache_key(source: str, arch: str, defines: Defines) -> str:
+    """SHA-256 over all that a compilation depends on, in hexadecimal."""
+    parts = [source, *_options(arch, defines), *map(str, version())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _store(path: Path, compiled: Compiled) -> None:
+    notes = json.dumps({"log": compiled.log, "kernels": [asdict(kernel) for kernel in compiled.kernels]}).encode()
+    payload = len(notes).to_bytes(8, "little") + notes + compiled.image
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + hashlib.sha256(payload).digest() + payload)
+            file.flush()
+            os.fsync(file.fileno())
+        # Other ranks see the whole file or none; of two that compile at once the later replaces equal bytes.
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path) -> Compiled | None:
+    """The stored result, or None when it is absent or not what was written."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, payload = data[len(_MAGIC) : len(_MAGIC) + 32], data[len(_MAGIC) + 32 :]
+    if not data.startswith(_MAGIC) or hashlib.sha256(payload).digest() != digest:
+        return None
+    size = int.from_bytes(payload[:8], "little")
+    notes = json.loads(payload[8 : 8 + size])
+    return Compiled(payload[8 + size :], notes["log"], tuple(KernelReport(**kernel) for kernel in notes["kernels"]))
+
+
+def build(stem: str, arch: str, defines: Defines | None = None) -> Compiled:
+    """One variant of ``<stem>.cu``, from the disk cache when it is there.
+
+    Raises:
+        RuntimeError: when it does not compile, with the variant and the compiler's log.
+        ImportError: when NVRTC is not installed.
+    """
+    defines = defines or {}
+    source = source_of(stem)
+    path = cache_directory() / f"{stem}-{arch}-{cache_key(source, arch, defines)[:40]}.cubin"
+    compiled = _load(path)
+    if compiled is None:
+        compiled = compile(source, f"{stem}.cu", arch, defines)
+        _store(path, compiled)
+    return compiled
+
+
+def compile_all(
+    variants: Iterable[tuple[str, Sequence[tuple[str, int | str]]]], arch: str, workers: int | None = None
+) -> list[Compiled]:
+    """Build many (stem, defines) variants on a pool of threads; NVRTC works outside Python's lock."""
+    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        return list(pool.map(lambda variant: build(variant[0], arch, dict(variant[1])), variants))

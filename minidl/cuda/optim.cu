@@ -1,0 +1,117 @@
+// Parameter updates on flat arenas. Learning rate, loss scale and the verdict on overflow stay on the device: the host
+// decides nothing, so a whole training step can be captured in a graph.
+//
+// sgd_update       master, momentum: (n,) float32, updated in place; grad: (n,) float32; working: (n,) storage type,
+//                  receives the rounded master; segment_of: (n / 64,) int32; segments: (S, 4) float32 rows
+//                  [lr_scale, weight_decay, momentum_scale, 0]; control: float32[8], see the enum.
+//                      g = grad / loss_scale + weight_decay * w;  buf = momentum * buf + g
+//                      w -= lr * lr_scale * (NESTEROV ? g + momentum * buf : buf)       (w -= lr * lr_scale * g without momentum)
+//                  momentum is Sutskever et al. 2013 with the learning rate outside the buffer.
+//                  One thread: UNROLL groups of four neighbours, all of whose loads are issued before the first use.
+//                  bytes per element: grad 4 + master 8 + momentum 8 + working 2 or 4 (+ 1/16 of a segment number); 8 FLOP.
+// find_nonfinite   grad: (n,) float32; control[3] = 1 when any element is Inf or NaN. Every writer writes the same value,
+//                  so the result does not depend on their order; clear_nonfinite zeroes the flag first. 4 bytes per element.
+// update_loss_scale  one thread: the dynamic loss scale of Micikevicius et al., "Mixed precision training" (ICLR 2018).
+//
+// -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte aligned.
+#include "common.cuh"
+
+#define BLOCK 256
+#define CHUNK 64  // elements that share a segment
+
+enum { LEARNING_RATE, MOMENTUM_FACTOR, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED_STEPS, GROWTH_INTERVAL };
+
+#ifdef MOMENTUM
+#define UNROLL 2
+
+__device__ __forceinline__ void step(float& w, float& buf, float g, float lr, float decay, float momentum, float unscale) {
+    g = g * unscale + decay * w;
+#if MOMENTUM
+    buf = momentum * buf + g;
+    g = NESTEROV ? g + momentum * buf : buf;
+#endif
+    w -= lr * g;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __restrict__ momentum_buffer,
+           T* __restrict__ working, const int* __restrict__ segment_of, const float4* __restrict__ segments,
+           const float* __restrict__ control, i64 n) {
+    if (control[NONFINITE] != 0.0f) return;
+    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
+    float4 w[UNROLL], g[UNROLL], buf[UNROLL], segment[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const i64 i = first + u * (BLOCK * 4);
+        if (i >= n) continue;
+        segment[u] = segments[segment_of[i / CHUNK]];
+        w[u] = *reinterpret_cast<const float4*>(master + i);
+        g[u] = *reinterpret_cast<const float4*>(grad + i);
+        if (MOMENTUM) buf[u] = *reinterpret_cast<const float4*>(momentum_buffer + i);
+    }
+    const float lr = control[LEARNING_RATE];
+    const float momentum = control[MOMENTUM_FACTOR];
+    const float unscale = 1.0f / control[LOSS_SCALE];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const i64 i = first + u * (BLOCK * 4);
+        if (i >= n) continue;
+        const float rate = lr * segment[u].x, decay = segment[u].y, factor = momentum * segment[u].z;
+        step(w[u].x, buf[u].x, g[u].x, rate, decay, factor, unscale);
+        step(w[u].y, buf[u].y, g[u].y, rate, decay, factor, unscale);
+        step(w[u].z, buf[u].z, g[u].z, rate, decay, factor, unscale);
+        step(w[u].w, buf[u].w, g[u].w, rate, decay, factor, unscale);
+        *reinterpret_cast<float4*>(master + i) = w[u];
+        if (MOMENTUM) *reinterpret_cast<float4*>(momentum_buffer + i) = buf[u];
+        if (WORKING) {
+            const float rounded[4] = {w[u].x, w[u].y, w[u].z, w[u].w};
+            store(working + i, rounded);
+        }
+    }
+}
+
+#else
+
+#define UNROLL 4
+
+extern "C" __global__ void clear_nonfinite(float* control) {
+    control[NONFINITE] = 0.0f;
+}
+
+// Inf and NaN are exactly the patterns whose exponent is all ones: the largest magnitude, as an integer, tells.
+__device__ __forceinline__ u32 magnitude(float value) {
+    return __float_as_uint(value) & 0x7fffffffu;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+find_nonfinite(const float* __restrict__ grad, float* __restrict__ control, i64 n) {
+    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
+    u32 largest = 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const i64 i = first + u * (BLOCK * 4);
+        if (i >= n) continue;
+        if (i + 4 <= n) {
+            const float4 g = *reinterpret_cast<const float4*>(grad + i);
+            largest = max(largest, max(max(magnitude(g.x), magnitude(g.y)), max(magnitude(g.z), magnitude(g.w))));
+        } else {
+            for (i64 k = i; k < n; ++k) largest = max(largest, magnitude(grad[k]));
+        }
+    }
+    if (largest >= 0x7f800000u) control[NONFINITE] = 1.0f;
+}
+
+extern "C" __global__ void update_loss_scale(float* control) {
+    if (control[NONFINITE] != 0.0f) {
+        control[LOSS_SCALE] = fmaxf(control[LOSS_SCALE] * 0.5f, 1.0f);
+        control[GOOD_STEPS] = 0.0f;
+        control[SKIPPED_STEPS] += 1.0f;
+        return;
+    }
+    control[GOOD_STEPS] += 1.0f;
+    if (control[GOOD_STEPS] < control[GROWTH_INTERVAL]) return;
+    control[LOSS_SCALE] = fminf(control[LOSS_SCALE] * 2.0f, 16777216.0f);
+    control[GOOD_STEPS] = 0.0f;
+}
+
+#endif

@@ -1,0 +1,90 @@
+"""Parameter updates on flat arenas, decided on the device; the kernels are in optim.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import DTYPE, address
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = ["find_nonfinite", "sgd_update", "update_loss_scale"]
+
+BLOCK = 256
+CHUNK = 64  # elements that share a segment
+PER_BLOCK = {"sgd_update": BLOCK * 4 * 2, "find_nonfinite": BLOCK * 4 * 4}  # elements, as unrolled in optim.cu
+
+
+def _check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -> None:
+    """The kernels read 16 bytes at a time and trust the length, so a wrong arena would corrupt memory."""
+    if x.dtype != dtype:
+        raise checks.bad_dtype(who, argument, dtype, x.dtype)
+    if x.shape != (n,) or not x.flags.c_contiguous or address(x) % 16:
+        raise checks.bad_shape(who, argument, f"({n},), dense and aligned to 16 bytes", x.shape)
+
+
+def sgd_update(
+    master: Any,
+    grad: Any,
+    momentum: Any | None,
+    working: Any | None,
+    segment_of: Any,
+    segments: Any,
+    control: Any,
+    *,
+    nesterov: bool,
+) -> None:
+    """One step of stochastic gradient descent with momentum and weight decay, in place.
+
+    Args:
+        master: (n,) float32 weights, n a multiple of 64; updated.
+        grad: (n,) float32, still multiplied by the loss scale.
+        momentum: (n,) float32 buffer, updated, or None.
+        working: (n,) storage dtype, gets the rounded weights, or None.
+        segment_of: (n / 64,) int32, the segment of each chunk of 64 elements.
+        segments: (S, 4) float32 rows [lr_scale, weight_decay, momentum_scale, 0].
+        control: (8,) float32 [lr, momentum, loss_scale, nonfinite, ...]. Nothing changes while nonfinite is not zero.
+        nesterov: look ahead along the buffer; needs ``momentum``.
+    """
+    n = master.size
+    if n % CHUNK:
+        raise checks.bad_shape("sgd_update", "master", f"(n,), n a multiple of {CHUNK}", master.shape)
+    _check_arena("sgd_update", "master", master, n)
+    _check_arena("sgd_update", "grad", grad, n)
+    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
+    assert segment_of.flags.c_contiguous and control.flags.c_contiguous
+    assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
+    assert control.dtype == float32 and control.shape == (8,), control.shape
+    if momentum is not None:
+        _check_arena("sgd_update", "momentum", momentum, n)
+    elif nesterov:
+        raise checks.bad_value("sgd_update", "nesterov", "False without a momentum buffer", nesterov)
+    if working is not None:
+        if working.dtype not in DTYPE:
+            raise checks.bad_dtype("sgd_update", "working", "float32, bfloat16 or float16", working.dtype)
+        _check_arena("sgd_update", "working", working, n, working.dtype)
+    defines = {
+        "DTYPE": DTYPE[float32 if working is None else working.dtype],
+        "MOMENTUM": int(momentum is not None),
+        "NESTEROV": int(nesterov),
+        "WORKING": int(working is not None),
+    }
+    args = (master, grad, momentum, working, segment_of, segments, control, np.int64(n))
+    launch("optim", "sgd_update", ceil_div(n, PER_BLOCK["sgd_update"]), BLOCK, *args, defines=defines)
+
+
+def find_nonfinite(grad: Any, control: Any) -> None:
+    """control[3] = 1.0 when ``grad`` ((n,) float32) holds an Inf or a NaN, else 0.0."""
+    _check_arena("find_nonfinite", "grad", grad, grad.size)
+    n = np.int64(grad.size)
+    launch("optim", "clear_nonfinite", 1, 1, control)
+    launch("optim", "find_nonfinite", ceil_div(grad.size, PER_BLOCK["find_nonfinite"]), BLOCK, grad, control, n)
+
+
+def update_loss_scale(control: Any) -> None:
+    """Halve the loss scale (not below 1) after an overflow; double it (to at most 2^24) after growth_interval good steps."""
+    launch("optim", "update_loss_scale", 1, 1, control)

@@ -1,0 +1,167 @@
+"""How memory-bound kernels walk their arrays: rows of channels at a pitch, cut into vectors.
+
+The device side is ``Share`` in common.cuh.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl import checks, shapes
+from minidl.cuda.device import current_device
+from minidl.precision import bfloat16, float16, float32
+
+__all__ = ["DTYPE", "Walk", "address", "dtype_code", "rows", "vector_width", "walk", "walk_channels"]
+
+THREADS = 256
+ACCESS = 16  # bytes that one load or store moves at most
+ROW_LIMIT = 2**30  # kernels count rows in an int
+DTYPE = {float32: 0, bfloat16: 1, float16: 2}  # the macro DTYPE of common.cuh
+
+
+def dtype_code(x: Any, who: str, argument: str = "x") -> int:
+    """The value of the macro DTYPE for ``x``; TypeError when its dtype is no storage type."""
+    code = DTYPE.get(x.dtype)
+    if code is None:
+        raise checks.bad_dtype(who, argument, "float32, bfloat16 or float16", x.dtype)
+    return code
+
+
+def address(x: Any) -> int:
+    """The device address of an array; of a dry run's NumPy array, its host address."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def rows(x: Any) -> tuple[int, int, int]:
+    """``x`` as (number of rows, channels, pitch in elements).
+
+    Raises:
+        ValueError: when ``x`` is neither dense nor pitched; ``as_rows`` makes it so.
+    """
+    channels = x.shape[-1] if x.ndim else 1
+    pitch = channels if x.flags.c_contiguous else shapes.pixel_pitch(x.shape, x.strides, x.itemsize)
+    if pitch is None:
+        raise ValueError(f"{checks.describe(x)} has strides {x.strides}: rows of channels must lie at one pitch")
+    return math.prod(x.shape[:-1]), channels, pitch
+
+
+def _widest(itemsizes: tuple[int, ...], alignments: tuple[int, ...], channels: int = 0) -> int:
+    """The most elements per vector: a power of two that divides ``channels`` and whose accesses are aligned.
+
+    A vector wider than one access is split into several, so no array asks for more than 16 bytes.
+    """
+    width = ACCESS // min(itemsizes)
+    while width > 1 and (
+        channels % width or any(a % min(ACCESS, width * s) for a, s in zip(alignments, itemsizes, strict=True))
+    ):
+        width //= 2
+    return width
+
+
+def vector_width(*arrays: Any) -> int:
+    """The most channels that a thread may move at a time in each of the pitched ``arrays``: 1, 2, 4, 8 or 16.
+
+    At most 16 bytes of the narrowest type; divides every channel count; every row of every array starts aligned for it.
+    """
+    spans = [rows(x) for x in arrays]
+    itemsizes = tuple(x.itemsize for x in arrays)
+    alignments = tuple(
+        math.gcd(address(x), span[2] * x.itemsize, ACCESS) for x, span in zip(arrays, spans, strict=True)
+    )
+    return _widest(itemsizes, alignments, math.gcd(*(span[1] for span in spans)))
+
+
+class Walk(NamedTuple):
+    """A pass over arrays of one shape.
+
+    Attributes:
+        vec: elements per vector: the macro VEC.
+        grid, block: launch sizes; the grid is empty for empty arrays.
+        argument: the ``Walk`` of common.cuh, passed to the kernel by value.
+    """
+
+    vec: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    argument: np.ndarray
+
+
+_ARGUMENT = np.dtype(
+    [("size", np.int64), ("rows", np.int32), ("columns", np.int32), ("last", np.int32), ("pitch", np.int32, 4)],
+    align=True,
+)
+
+
+def _argument(size: int, rows: int, columns: int, last: int, pitches: tuple[int, ...]) -> np.ndarray:
+    assert rows < ROW_LIMIT and max(pitches) < 2**31, (rows, pitches)
+    padded = (*pitches, *[0] * (4 - len(pitches)))
+    argument = np.array([(size, rows, columns, last, padded)], _ARGUMENT)
+    argument.setflags(write=False)
+    return argument
+
+
+def walk(*arrays: Any, per_sm: int, unroll: int, in_bytes: bool = False) -> Walk:
+    """The pass over arrays of one shape when it does not matter which channel a thread sees.
+
+    Dense arrays are cut into rows of any length; pitched ones are walked like by `walk_channels`.
+
+    Args:
+        per_sm: blocks that fit on one multiprocessor, as the kernel's launch bounds say.
+        unroll: rows that a thread has in flight.
+        in_bytes: count bytes instead of elements (the arrays have one type, and the kernel does not care which).
+    """
+    resident = per_sm * current_device().multiprocessors
+    scale = arrays[0].itemsize if in_bytes else 1
+    itemsizes = tuple(x.itemsize // scale for x in arrays)
+    if all(x.flags.c_contiguous for x in arrays):
+        alignments = tuple(math.gcd(address(x), ACCESS) for x in arrays)
+        return _dense(arrays[0].size * scale, itemsizes, alignments, resident, unroll)
+    spans = [rows(x) for x in arrays]
+    count, channels = spans[0][0], spans[0][1] * scale
+    pitches = tuple(span[2] * scale for span in spans)
+    alignments = tuple(
+        math.gcd(address(x), pitch * size, ACCESS)
+        for x, pitch, size in zip(arrays, pitches, itemsizes, strict=True)
+    )
+    return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels), resident, unroll)
+
+
+def walk_channels(*arrays: Any, per_sm: int, unroll: int, parameters: tuple[Any, ...] = ()) -> Walk:
+    """The pass over arrays of one shape in which each thread keeps to its channels; arguments as in `walk`.
+
+    ``parameters`` are dense arrays of values per channel (or None) that the threads read in vectors, too.
+    """
+    spans = [rows(x) for x in arrays]
+    count, channels = spans[0][:2]
+    alignments = [math.gcd(address(x), span[2] * x.itemsize, ACCESS) for x, span in zip(arrays, spans, strict=True)]
+    present = [x for x in parameters if x is not None]
+    alignments += [math.gcd(address(x), ACCESS) for x in present]
+    itemsizes = tuple(x.itemsize for x in (*arrays, *present))
+    pitches = tuple(span[2] for span in spans)
+    resident = per_sm * current_device().multiprocessors
+    return _pitched(count, channels, pitches, _widest(itemsizes, tuple(alignments), channels), resident, unroll)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(size: int, itemsizes: tuple[int, ...], alignments: tuple[int, ...], resident: int, unroll: int) -> Walk:
+    vec = _widest(itemsizes, alignments)
+    count, last = divmod(size // vec, THREADS)
+    grid = min(shapes.ceil_div(size, THREADS * vec * unroll), resident)
+    pitches = (THREADS * vec,) * len(itemsizes)
+    return Walk(vec, (grid, 1), (THREADS, 1), _argument(size, count, THREADS, last, pitches))
+
+
+@functools.lru_cache(maxsize=4096)
+def _pitched(count: int, channels: int, pitches: tuple[int, ...], vec: int, resident: int, unroll: int) -> Walk:
+    columns = channels // vec
+    if count * columns == 0:
+        return Walk(vec, (0, 1), (THREADS, 1), _argument(0, 0, columns, 0, pitches))
+    tiles = shapes.ceil_div(columns, THREADS)
+    threads = shapes.ceil_div(columns, tiles)
+    lanes = THREADS // threads
+    grid = min(shapes.ceil_div(count, lanes * unroll), max(1, resident // tiles))
+    return Walk(vec, (grid, tiles), (threads, lanes), _argument(count * channels, count, columns, 0, pitches))

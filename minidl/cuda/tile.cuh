@@ -1,0 +1,246 @@
+// Operand tiles in shared memory and the product of two of them, for the implicit-GEMM convolutions.
+//
+// A stage of the pipeline holds 64 bytes of depth (the summed dimension): DEPTH = 32 values of 16 bits or 16 of 32 bits.
+// An operand tile has EXTENT rows (or columns) of the product and comes in two orders, whichever way the operand is
+// contiguous in memory; both take EXTENT * 64 bytes and are permuted in chunks of 16 bytes so that neither the
+// copies into them nor the fragment loads out of them meet a bank twice:
+//   DEPTH_INNER   EXTENT rows of 64 bytes of depth; chunk ^= row / 2 % 4
+//   otherwise     DEPTH rows of EXTENT values;      chunk ^= depth % 8 (16-bit) or depth % 4 * 2 (32-bit)
+// The accumulators stay in the registers of 128 threads; `stage` spreads them out as float32 rows in shared memory, where
+// the epilogue picks them up in the order in which they are written to global memory.
+//
+// Macros: DTYPE, and TF32 (1: float32 operands rounded to TF32 on tensor cores; 0: float32 products are exact FFMA).
+// Every sum runs over the depth in the same order whatever the tile, so results do not depend on the tile chosen.
+#pragma once
+#include "common.cuh"
+#include "mma.cuh"
+
+constexpr int THREADS = 128;
+constexpr int STAGES = 4;
+constexpr int DEPTH_BYTES = 64;
+constexpr int DEPTH = DEPTH_BYTES / sizeof(T);
+constexpr int CHUNK = 16 / sizeof(T);
+
+template <int EXTENT, bool DEPTH_INNER>
+struct Tile {
+    static constexpr int BYTES = EXTENT * DEPTH_BYTES;
+
+    // Byte offset of one value; the values of an aligned chunk of 16 bytes stay together.
+    static __device__ __forceinline__ int offset(int extent, int depth) {
+        if constexpr (DEPTH_INNER) {
+            const int byte = depth * static_cast<int>(sizeof(T));
+            return extent * DEPTH_BYTES + (((byte >> 4) ^ ((extent >> 1) & 3)) << 4) + (byte & 15);
+        } else {
+            const int byte = extent * static_cast<int>(sizeof(T));
+            const int twist = sizeof(T) == 2 ? depth & 7 : (depth & 3) << 1;
+            return depth * EXTENT * static_cast<int>(sizeof(T)) + (((byte >> 4) ^ twist) << 4) + (byte & 15);
+        }
+    }
+};
+
+// Copies COUNT neighbouring values into a tile, or zeros. cp.async moves at least 4 bytes: a single 16-bit value goes
+// through a register instead, and is there when the function returns.
+template <int COUNT>
+__device__ __forceinline__ void copy_values(unsigned char* shared, const T* global, bool valid) {
+    constexpr int BYTES = COUNT * sizeof(T);
+    if constexpr (BYTES >= 4) {
+        copy_async<BYTES>(shared, global, valid);
+    } else {
+        unsigned short bits = 0;
+        if (valid) bits = __ldg(reinterpret_cast<const unsigned short*>(global));
+        *reinterpret_cast<unsigned short*>(shared) = bits;
+    }
+}
+
+// Column of a staged float32 row: rows of a quad land in different banks when fragments are written.
+__device__ __forceinline__ int staged_column(int row, int column) { return column ^ ((row & 3) << 3); }
+
+#if DTYPE != 0 || TF32
+
+// Tensor-core product: 2 x 2 warps, each (ROWS / 2) x (COLUMNS / 2) in fragments of 16 x 8.
+template <int ROWS, int COLUMNS, bool A_DEPTH_INNER, bool B_DEPTH_INNER>
+struct TileProduct {
+    using A = Tile<ROWS, A_DEPTH_INNER>;
+    using B = Tile<COLUMNS, B_DEPTH_INNER>;
+    static constexpr int M = ROWS / 32;
+    static constexpr int N = COLUMNS / 16;
+    static constexpr int STEP = 32 / sizeof(T);  // depth of one mma: 32 bytes
+    static_assert(N % 2 == 0, "column fragments are loaded in pairs");
+
+    float sum[M][N][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int j = 0; j < N; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[i][j][e] = 0.0f;
+    }
+
+    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / 2 * (ROWS / 2); }
+    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2 * (COLUMNS / 2); }
+
+    static __device__ __forceinline__ void load_a(unsigned int (&a)[4], const unsigned char* tile, int row, int depth) {
+        const int lane = threadIdx.x % 32;
+        if constexpr (A_DEPTH_INNER) {
+            load_matrices(a, tile + A::offset(row + lane % 16, depth + lane / 16 * CHUNK));
+        } else if constexpr (sizeof(T) == 2) {
+            load_matrices_transposed(a, tile + A::offset(row + lane / 8 % 2 * 8, depth + lane % 8 + lane / 16 * 8));
+        } else {
+            // ldmatrix transposes 16-bit values only.
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                a[e] = *reinterpret_cast<const unsigned int*>(
+                    tile + A::offset(row + lane / 4 + e % 2 * 8, depth + lane % 4 + e / 2 * 4));
+        }
+    }
+
+    // Two neighbouring fragments of 8 columns.
+    static __device__ __forceinline__ void load_b(unsigned int (&b)[4], const unsigned char* tile, int column, int depth) {
+        const int lane = threadIdx.x % 32;
+        if constexpr (B_DEPTH_INNER) {
+            load_matrices(b, tile + B::offset(column + lane % 8 + lane / 16 * 8, depth + lane / 8 % 2 * CHUNK));
+        } else if constexpr (sizeof(T) == 2) {
+            load_matrices_transposed(b, tile + B::offset(column + lane / 16 * 8, depth + lane % 16));
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                b[e] = *reinterpret_cast<const unsigned int*>(
+                    tile + B::offset(column + lane / 4 + e / 2 * 8, depth + lane % 4 + e % 2 * 4));
+        }
+    }
+
+    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile) {
+#pragma unroll
+        for (int depth = 0; depth < DEPTH; depth += STEP) {
+            unsigned int a[M][4], b[N][2];
+#pragma unroll
+            for (int i = 0; i < M; ++i) load_a(a[i], a_tile, warp_row() + 16 * i, depth);
+#pragma unroll
+            for (int j = 0; j < N; j += 2) {
+                unsigned int pair[4];
+                load_b(pair, b_tile, warp_column() + 8 * j, depth);
+                b[j][0] = pair[0], b[j][1] = pair[1], b[j + 1][0] = pair[2], b[j + 1][1] = pair[3];
+            }
+#if DTYPE == 0
+#pragma unroll
+            for (int i = 0; i < M; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) a[i][e] = round_to_tf32(a[i][e]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) b[j][0] = round_to_tf32(b[j][0]), b[j][1] = round_to_tf32(b[j][1]);
+#endif
+#pragma unroll
+            for (int i = 0; i < M; ++i)
+#pragma unroll
+                for (int j = 0; j < N; ++j) {
+#if DTYPE == 0
+                    mma_tf32(sum[i][j], a[i], b[j]);
+#elif DTYPE == 1
+                    mma_bf16(sum[i][j], a[i], b[j]);
+#else
+                    mma_f16(sum[i][j], a[i], b[j]);
+#endif
+                }
+        }
+    }
+
+    __device__ __forceinline__ void stage(float* rows) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int j = 0; j < N; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = warp_row() + 16 * i + 8 * half + lane / 4;
+                    const int column = staged_column(row, warp_column() + 8 * j + lane % 4 * 2);
+                    *reinterpret_cast<float2*>(rows + row * COLUMNS + column) =
+                        make_float2(sum[i][j][2 * half], sum[i][j][2 * half + 1]);
+                }
+    }
+};
+
+#else
+
+// Exact float32: 16 x 8 threads of (ROWS / 16) x 8 sums each. Depth-inner operands are read in pairs along the depth,
+// so a thread's rows are 16 apart and its columns 8 apart; the others in fours along the extent.
+template <int ROWS, int COLUMNS, bool A_DEPTH_INNER, bool B_DEPTH_INNER>
+struct TileProduct {
+    using A = Tile<ROWS, A_DEPTH_INNER>;
+    using B = Tile<COLUMNS, B_DEPTH_INNER>;
+    static constexpr int M = ROWS / 16;
+    static constexpr int N = COLUMNS / 8;
+    static_assert(M % 4 == 0 && N % 4 == 0, "rows and columns are read in fours");
+
+    float sum[M][N];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int j = 0; j < N; ++j) sum[i][j] = 0.0f;
+    }
+
+    static __device__ __forceinline__ int row(int i) {
+        const int y = threadIdx.x / 8;
+        return A_DEPTH_INNER ? y + 16 * i : i / 4 * 64 + y * 4 + i % 4;
+    }
+
+    static __device__ __forceinline__ int column(int j) {
+        const int x = threadIdx.x % 8;
+        return B_DEPTH_INNER ? x + 8 * j : j / 4 * 32 + x * 4 + j % 4;
+    }
+
+    // values[d][e] for two depths from `depth` and COUNT rows or columns; `at` maps e to its place in the tile.
+    template <class Operand, bool INNER, int COUNT, class Place>
+    static __device__ __forceinline__ void load(float (&values)[2][COUNT], const unsigned char* tile, int depth, Place at) {
+        if constexpr (INNER) {
+#pragma unroll
+            for (int e = 0; e < COUNT; ++e) {
+                const float2 v = *reinterpret_cast<const float2*>(tile + Operand::offset(at(e), depth));
+                values[0][e] = v.x, values[1][e] = v.y;
+            }
+        } else {
+#pragma unroll
+            for (int d = 0; d < 2; ++d)
+#pragma unroll
+                for (int e = 0; e < COUNT; e += 4) {
+                    const float4 v = *reinterpret_cast<const float4*>(tile + Operand::offset(at(e), depth + d));
+                    values[d][e] = v.x, values[d][e + 1] = v.y, values[d][e + 2] = v.z, values[d][e + 3] = v.w;
+                }
+        }
+    }
+
+    // A stage is summed apart before it joins the total: with n terms that leaves the rounding error of n / 4 in sequence.
+    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile) {
+        float part[M][N] = {};
+        // Unrolled further, the compiler would hold more operands than there are registers.
+#pragma unroll 2
+        for (int depth = 0; depth < DEPTH; depth += 2) {
+            float a[2][M], b[2][N];
+            load<A, A_DEPTH_INNER>(a, a_tile, depth, row);
+            load<B, B_DEPTH_INNER>(b, b_tile, depth, column);
+#pragma unroll
+            for (int d = 0; d < 2; ++d)
+#pragma unroll
+                for (int i = 0; i < M; ++i)
+#pragma unroll
+                    for (int j = 0; j < N; ++j) part[i][j] = fmaf(a[d][i], b[d][j], part[i][j]);
+        }
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int j = 0; j < N; ++j) sum[i][j] += part[i][j];
+    }
+
+    __device__ __forceinline__ void stage(float* rows) const {
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int j = 0; j < N; ++j) rows[row(i) * COLUMNS + staged_column(row(i), column(j))] = sum[i][j];
+    }
+};
+
+#endif

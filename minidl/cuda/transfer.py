@@ -1,0 +1,78 @@
+"""Arrays from elsewhere: other libraries', and a loader's through pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda.array import empty
+from minidl.cuda.device import import_cupy
+
+__all__ = ["Uploader", "from_dlpack", "uploader"]
+
+
+def from_dlpack(array: Any) -> Any:
+    """The memory of a CUDA array of another library as a CuPy array, without a copy.
+
+    CuPy's current stream waits for the producer's, as the DLPack protocol has it.
+
+    Raises:
+        BufferError, TypeError, RuntimeError: when that library refuses, for instance an array that records gradients.
+    """
+    return import_cupy().from_dlpack(array)
+
+
+def uploader() -> Callable[[np.ndarray], Any]:
+    """A function that brings a batch to the GPU beside the step that is running; see `Uploader`."""
+    return Uploader()
+
+
+class Uploader:
+    """Copies host arrays to the device through pinned memory on a stream of its own.
+
+    Each call fills one of a ring of pinned buffers and returns at once with an array that later work on the current
+    stream may read. The ring holds two batches of images and labels, as the loader asks for one batch ahead; before a
+    buffer is filled again the host waits for its copy, which by then is long done.
+    """
+
+    RING = 6
+
+    def __init__(self) -> None:
+        cupy = import_cupy()
+        self._cupy = cupy
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._buffers: list[Any] = [None] * self.RING
+        self._events = [cupy.cuda.Event(disable_timing=True) for _ in range(self.RING)]
+        self._next = 0
+
+    def __call__(self, host: np.ndarray) -> Any:
+        """``host`` (dense) on the device.
+
+        The copy starts when work already enqueued is done, since the pool may have handed out memory that this work
+        still reads; so it runs beside the step that is enqueued after this call.
+        """
+        array = empty(host.shape, host.dtype)
+        if host.size == 0:
+            return array
+        slot, self._next = self._next, (self._next + 1) % self.RING
+        self._events[slot].synchronize()
+        staged = self._pinned(slot, host.nbytes)[: host.nbytes]
+        staged[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        compute = self._cupy.cuda.get_current_stream()
+        self._stream.wait_event(compute.record())
+        runtime = self._cupy.cuda.runtime
+        runtime.memcpyAsync(
+            array.data.ptr, staged.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr
+        )
+        self._events[slot].record(self._stream)
+        compute.wait_event(self._events[slot])
+        return array
+
+    def _pinned(self, slot: int, size: int) -> np.ndarray:
+        """The slot's buffer, grown to at least ``size`` bytes."""
+        if self._buffers[slot] is None or self._buffers[slot].size < size:
+            memory = self._cupy.cuda.alloc_pinned_memory(size)
+            self._buffers[slot] = np.frombuffer(memory, np.uint8, size)
+        return self._buffers[slot]

@@ -1,0 +1,117 @@
+"""What a data set is, data sets that live in memory, and the data sets that have a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from minidl import checks
+
+__all__ = ["ArrayDataset", "Dataset", "dataset", "datasets", "register"]
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Two methods make a data set; a list of (image, label) pairs is one.
+
+    An image is (height, width, channels), float32 as it goes into the network or uint8, which the loader scales to
+    [0, 1]. A label is an integer, or an integer array (height, width) with one class for each pixel. All images have
+    one shape and dtype. ``dataset[i]`` is called from several threads at a time when the loader has several workers.
+
+    Optional attributes: ``num_classes``; ``mean`` and ``std``, one number per channel, for images scaled to [0, 1];
+    ``take(indices) -> (images, labels)``, which fetches many items at once.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any]: ...
+
+
+class ArrayDataset:
+    """Images and labels that fit into memory.
+
+    Args:
+        images: (N, H, W, C), float32 or uint8.
+        labels: (N,) or (N, H, W) integers.
+        num_classes: how many classes the labels may name.
+        mean, std: of each channel, for images scaled to [0, 1].
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        num_classes: int,
+        *,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+    ):
+        if images.ndim != 4:
+            raise checks.bad_shape("ArrayDataset", "images", "(N, H, W, C)", images.shape)
+        if images.dtype not in (np.float32, np.uint8):
+            raise checks.bad_dtype("ArrayDataset", "images", "float32 or uint8", images.dtype)
+        if labels.shape not in (images.shape[:1], images.shape[:3]):
+            expected = f"{images.shape[:1]} or {images.shape[:3]}, like the images"
+            raise checks.bad_shape("ArrayDataset", "labels", expected, labels.shape)
+        if labels.dtype.kind not in "iu":
+            raise checks.bad_dtype("ArrayDataset", "labels", "integers", labels.dtype)
+        self.images, self.labels, self.num_classes, self.mean, self.std = images, labels, num_classes, mean, std
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any]:
+        return self.images[index], self.labels[index]
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of the items at ``indices``."""
+        return self.images[indices], self.labels[indices]
+
+
+Factory = Callable[..., Dataset]
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Decorator: make a function of ``(path, split, **options)`` known to :func:`dataset` under ``name``."""
+
+    def add(factory: Factory) -> Factory:
+        _FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def datasets() -> list[str]:
+    """The names that :func:`dataset` knows."""
+    return sorted(_FACTORIES)
+
+
+def dataset(name: str, path: str | Path | None = None, split: str = "train", **options: Any) -> Dataset:
+    """The ``split`` ("train" or "test") of a data set by its name.
+
+    Args:
+        name: "digits", "cifar10", "synthetic", or what was registered.
+        path: where the files are; only for data sets that have files.
+        options: of the data set, such as ``shape=(224, 224, 3)`` of "synthetic".
+
+    Raises:
+        ValueError: unknown name or split, missing or superfluous path, damaged file.
+        TypeError: an option that the data set does not have.
+        FileNotFoundError: a missing file.
+        ImportError: the data set needs an extra that is not installed.
+    """
+    if name not in _FACTORIES:
+        raise checks.unknown("data set", name, _FACTORIES)
+    if split not in ("train", "test"):
+        raise checks.unknown("split", split, ("train", "test"))
+    return _FACTORIES[name](path, split, **options)
+
+
+def refuse_path(name: str, path: str | Path | None) -> None:
+    """ValueError when a path was given to a data set that has no files: a switch that cannot apply is an error."""
+    if path is not None:
+        raise checks.bad_value(f"data set {name!r}", "path", "left out, since it has no files", str(path))

@@ -1,0 +1,168 @@
+"""One rank's failure ends the job, with that rank's words.
+
+Without this a rank that raises, or calls ``sys.exit(3)``, leaves the others waiting in a collective for ever (seen
+with Open MPI 5.0 and MPICH 5.0, started as plain ``mpiexec python script.py``). `install` hooks the three ways in
+which Python reports a failure; each ends in `abort`, which speaks, then kills all ranks, in bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+__all__ = ["Departure", "abort", "before_abort", "context", "departure", "describe", "exit_code", "install"]
+
+ENGINE_SECONDS = 2.0  # for engines to let go of the GPU
+KILL_SECONDS = 5.0  # for MPI to end the job; afterwards at least this process goes
+
+context: dict[str, object] = {}
+"""What the program is doing, for the message: the training loop keeps ``step`` and ``layer`` here."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How this rank leaves: exit status ``code`` (0: in good order) and, for a failure, what to print."""
+
+    code: int
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    rank: int
+    size: int
+    kill: Callable[[int], None]
+    calls: Callable[[], int]
+    process: int
+
+
+_job: _Job | None = None
+_engines: list[Callable[[], None]] = []
+_aborting = threading.Lock()
+_exit: tuple[int, Departure] | None = None  # calls made before sys.exit, and its status
+
+
+def install(rank: int, size: int, kill: Callable[[int], None], calls: Callable[[], int]) -> None:
+    """Hook ``sys.excepthook``, ``threading.excepthook`` and ``sys.exit`` of this process, once.
+
+    Args:
+        rank, size: this rank among all, for the message.
+        kill: ends all ranks with a status.
+        calls: how many collectives this rank has called so far.
+    """
+    global _job
+    first, _job = _job is None, _Job(rank, size, kill, calls, os.getpid())
+    if first:
+        sys.excepthook = _except_hook(sys.excepthook)
+        threading.excepthook = _thread_hook(threading.excepthook)
+        sys.exit = _exit_hook(sys.exit)
+
+
+def before_abort(action: Callable[[], None]) -> None:
+    """Let an engine free itself (NCCL: abort its communicators) before the job is killed."""
+    _engines.append(action)
+
+
+def describe(rank: int, size: int, headline: str, details: str = "") -> str:
+    """The message of a failing rank: ``rank 1 of 4 (node3, step 12, layer conv1): headline``, then the details."""
+    doing = ", ".join([socket.gethostname(), *(f"{key} {value}" for key, value in context.items())])
+    text = f"minidl: rank {rank} of {size} ({doing}): {headline}\n"
+    return text + (details if not details or details.endswith("\n") else details + "\n")
+
+
+def exit_code(status: Any) -> int:
+    """The process status that Python gives ``sys.exit(status)``, kept non-zero where a shell would cut it to zero."""
+    if status is None or status == 0:
+        return 0
+    return (status & 0xFF or 1) if isinstance(status, int) else 1
+
+
+def abort(headline: str, details: str = "", code: int = 1) -> NoReturn:
+    """Print what happened on this rank, then end all ranks with status ``code``."""
+    if not _aborting.acquire(blocking=False):
+        threading.Event().wait()  # another thread of this process is at it, and the first failure is the one to tell
+    assert _job is not None, "abort before install"
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        # One write: the lines of ranks that fail together stay together.
+        sys.stderr.write(describe(_job.rank, _job.size, f"{headline}; ending all ranks", details))
+        sys.stderr.flush()
+    last_resort = threading.Timer(ENGINE_SECONDS + KILL_SECONDS, os._exit, (code,))
+    last_resort.daemon = True
+    last_resort.start()
+    release = threading.Thread(target=_release_engines, daemon=True)
+    release.start()
+    release.join(ENGINE_SECONDS)
+    with contextlib.suppress(Exception):
+        _job.kill(code)
+    os._exit(code)
+
+
+def departure() -> Departure:
+    """How this rank is leaving at this moment: with an exception on its way, after a ``sys.exit``, or in good order."""
+    error = sys.exception()
+    if error is not None and not isinstance(error, SystemExit):
+        return Departure(_code_of(type(error)), "".join(traceback.format_exception(error)))
+    # A collective after sys.exit means that somebody caught it and the program went on.
+    if _exit is not None and _job is not None and _exit[0] == _job.calls():
+        return _exit[1]
+    return Departure(0)
+
+
+def _release_engines() -> None:
+    for action in _engines:
+        with contextlib.suppress(Exception):
+            action()
+
+
+def _code_of(kind: type[BaseException]) -> int:
+    return 130 if issubclass(kind, KeyboardInterrupt) else 1  # 130: what shells report after an interrupt
+
+
+def _foreign() -> bool:
+    """In a forked child: its failures are its parent's business."""
+    return _job is None or os.getpid() != _job.process
+
+
+def _except_hook(previous: Callable[..., Any]) -> Callable[..., None]:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _foreign():
+            previous(kind, error, trace)
+            return
+        abort("uncaught exception", "".join(traceback.format_exception(kind, error, trace)), _code_of(kind))
+
+    return hook
+
+
+def _thread_hook(previous: Callable[..., Any]) -> Callable[..., None]:
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if _foreign() or issubclass(args.exc_type, SystemExit):
+            previous(args)
+            return
+        name = args.thread.name if args.thread else "unknown"
+        trace = traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        abort(f"uncaught exception in thread {name}", "".join(trace), _code_of(args.exc_type))
+
+    return hook
+
+
+def _exit_hook(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    def hook(status: Any = None) -> NoReturn:
+        global _exit
+        code = exit_code(status)
+        if code and not _foreign() and threading.current_thread() is threading.main_thread():
+            assert _job is not None
+            where = "".join(traceback.format_stack(sys._getframe(1)))
+            _exit = _job.calls(), Departure(code, f"sys.exit({status!r}) called from\n{where}")
+        previous(status)
+
+    return hook

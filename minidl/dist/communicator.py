@@ -1,0 +1,141 @@
+"""What every engine offers: collectives on arrays, a control plane for small objects, and the engine of one rank.
+
+A collective is called by all ranks in the same program order, with arrays of the same shape and dtype. Arrays are
+dense. "In stream order" means like a kernel launched on the current CUDA stream; on the CPU such a call blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from minidl import checks
+
+__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Work", "check_array", "check_root"]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """A started message. Keep it until `wait` was called: it keeps the message's memory alive."""
+
+    def wait(self) -> None:
+        """Order what follows after the message: the current stream waits on a GPU, the caller on a CPU."""
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """The ranks of one job, seen from one of them.
+
+    Attributes:
+        rank, size: this rank among all ranks.
+        local_rank, local_size: this rank among the ranks of its host.
+        name: the engine: solo, mpi or nccl.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    name: str
+
+    def all_reduce(self, array: Any) -> None:
+        """Replace ``array`` by its sum over all ranks, in stream order; the same bits on every rank.
+
+        Raises:
+            TypeError: for an array of another kind, or a dtype that the engine cannot add.
+            ValueError: for an array that is not dense or not writeable.
+        """
+
+    def start_all_reduce(self, array: Any) -> Work:
+        """Like `all_reduce`, but return at once; the message starts when all work enqueued so far is done.
+
+        Until `Work.wait` nobody may read or write ``array``. Started messages run one after another, beside compute
+        and beside the other collectives.
+        """
+
+    def all_gather(self, array: Any) -> Any:
+        """The arrays of all ranks, (size, ...) in rank order, any dtype, in stream order.
+
+        The result is to be read only: with one rank it is a view of ``array``.
+        """
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        """Overwrite ``array`` by that of rank ``root``, any dtype, in stream order."""
+
+    def barrier(self) -> None:
+        """Return when every rank's host has come this far; work queued on a GPU may still run."""
+
+    def share(self, value: Any) -> list[Any]:
+        """The values of all ranks in rank order: small picklable objects, through the host."""
+
+    def close(self) -> None:
+        """Part from the other ranks; a collective itself. Further calls do nothing."""
+
+
+def check_array(who: str, array: Any, *, written: bool) -> None:
+    """Refuse what an engine could not send as one run of bytes, or could not write to.
+
+    Raises:
+        TypeError: when ``array`` is neither a NumPy nor a CUDA array.
+        ValueError: when it is not dense in C order, or read-only although it is ``written``.
+    """
+    if not (isinstance(array, np.ndarray) or hasattr(type(array), "__cuda_array_interface__")):
+        raise checks.bad_dtype(who, "array", "a NumPy or CuPy array", checks.describe(array))
+    if not array.flags.c_contiguous:
+        raise checks.bad_value(who, "array", "dense in C order", array.strides, "copy it with ops.contiguous first")
+    if written and not getattr(array.flags, "writeable", True):
+        raise checks.bad_value(who, "array", "writeable", "a read-only array")
+
+
+class _Done:
+    """The work of a message that nobody had to send."""
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+class SoloCommunicator:
+    """One rank alone: sums are there already, and nobody is waited for."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+    name = "solo"
+
+    def all_reduce(self, array: Any) -> None:
+        check_array("all_reduce", array, written=True)
+
+    def start_all_reduce(self, array: Any) -> Work:
+        check_array("start_all_reduce", array, written=True)
+        return _DONE
+
+    def all_gather(self, array: Any) -> Any:
+        check_array("all_gather", array, written=False)
+        return array[None]
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        check_array("broadcast", array, written=True)
+        check_root(root, self.size)
+
+    def barrier(self) -> None:
+        pass
+
+    def share(self, value: Any) -> list[Any]:
+        return [value]
+
+    def close(self) -> None:
+        pass
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise ValueError unless ``root`` is a rank."""
+    if not 0 <= root < size:
+        raise checks.bad_value("broadcast", "root", f"a rank from 0 to {size - 1}", root)
+
+
+SOLO = SoloCommunicator()

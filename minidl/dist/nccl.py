@@ -1,0 +1,212 @@
+"""Collectives on CuPy arrays by NCCL, each rank on a GPU of its own; MPI carries the control plane.
+
+Two NCCL communicators, because one runs its operations in the order of their calls whatever their streams: a batch
+norm's sum must not wait behind the gradients under way. Every rank enqueues on both in program order, and no kernel
+that a collective could wait for waits for it, so the two cannot block each other.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from minidl import backend, checks
+from minidl.dist import abort
+from minidl.dist.agree import rank_list, require_same, together
+from minidl.dist.communicator import Work, check_array, check_root
+from minidl.dist.mpi import MPICommunicator
+
+__all__ = ["NCCLCommunicator", "bind_device", "load_nccl", "refuse_shared_devices"]
+
+_SUMMABLE = {
+    "float32": "NCCL_FLOAT32",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float16": "NCCL_FLOAT16",
+    "float64": "NCCL_FLOAT64",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+}
+_HIGHEST_PRIORITY = -5  # CUDA takes the nearest that the device has
+_RELEASE_SECONDS = 1.0
+
+
+def load_nccl() -> ModuleType:
+    """CuPy's NCCL module.
+
+    Raises:
+        ImportError: when CuPy finds no NCCL library, with the command that installs it.
+    """
+    import cupy
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns where the error below says the same
+        from cupy.cuda import nccl
+    if not nccl.available:
+        raise checks.missing_extra("NCCL", f"cuda{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+    return nccl
+
+
+def bind_device(control: MPICommunicator) -> int:
+    """Make one GPU this rank's current device and return its index; a collective.
+
+    The GPU is that of the local rank, or the only one where the launcher shows each rank its own.
+
+    Raises:
+        RuntimeError: on every rank, when a rank has no GPU or two ranks share one.
+    """
+
+    def choose() -> tuple[str, str, int]:
+        import cupy
+
+        index = control.local_rank % cupy.cuda.runtime.getDeviceCount()
+        cupy.cuda.Device(index).use()
+        return socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(index), index
+
+    places = together(control, "binding a GPU to each rank", choose)
+    refuse_shared_devices([(host, bus) for host, bus, _ in places])
+    return places[control.rank][2]
+
+
+def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
+    """Raise RuntimeError when two ranks have the same (host, PCI bus id), naming them."""
+    for host, bus in sorted(set(places)):
+        ranks = [rank for rank, place in enumerate(places) if place == (host, bus)]
+        if len(ranks) > 1:
+            raise checks.order(
+                "init", f"ranks {rank_list(ranks)} share GPU {bus} of {host}", "start at most one rank per GPU"
+            )
+
+
+class _Message:
+    """An all-reduce on the communication stream."""
+
+    def __init__(self, cuda: ModuleType, done: Any, array: Any) -> None:
+        self._cuda, self._done, self._array = cuda, done, array
+
+    def wait(self) -> None:
+        self._cuda.get_current_stream().wait_event(self._done)
+        self._array = None  # from here on stream order keeps its memory safe
+
+
+class NCCLCommunicator:
+    """Ranks joined by NCCL; arrays are CuPy's, on the device bound at the start.
+
+    Sums: float32, float64, bfloat16 and float16 (these two rounded at each hop), int32, int64; other calls take any
+    dtype. All calls but the control plane's (`barrier`, `share`) may be captured in a CUDA graph, by all ranks alike.
+    """
+
+    name = "nccl"
+
+    def __init__(self, control: MPICommunicator, device: int) -> None:
+        """Join all ranks of ``control``, each with its current device ``device`` (`bind_device`); a collective.
+
+        Raises:
+            RuntimeError, ValueError: on every rank, when NCCL is missing on one, or its versions differ.
+        """
+        # Multicast reductions (NVLS) differ in their last bits from call to call; results here are reproducible.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        versions = together(control, "loading NCCL", lambda: load_nccl().get_version())
+        require_same(control, "NCCL version", [str(versions[control.rank])])
+        self._nccl = load_nccl()
+        self._ops = backend.get_ops("cuda")
+        self._control, self._device, self.closed = control, device, False
+        self.rank, self.size = control.rank, control.size
+        self.local_rank, self.local_size = control.local_rank, control.local_size
+        self._connect()
+        control.roll_call.watch(self._check_health)
+        abort.before_abort(self._abort)
+
+    def _connect(self) -> None:
+        import cupy
+
+        self._cuda, make_id = cupy.cuda, self._nccl.get_unique_id
+        ids = together(self, "making the NCCL ids", lambda: (make_id(), make_id()) if self.rank == 0 else ())[0]
+        # A rank that fails in here cannot tell the others, who wait inside NCCL: its exception ends the job.
+        self._inline, self._messages = (self._nccl.NcclCommunicator(self.size, unique, self.rank) for unique in ids)
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+        self._ready = cupy.cuda.Event(disable_timing=True)
+        # NCCL sets up its connections in the first operation; none of that belongs into a timed or captured step.
+        first = cupy.zeros(1, cupy.float32)
+        self.all_reduce(first)
+        self.start_all_reduce(first).wait()
+        cupy.cuda.get_current_stream().synchronize()
+
+    def all_reduce(self, array: Any) -> None:
+        kind = self._admit("all_reduce", array, summed=True)
+        stream = self._cuda.get_current_stream().ptr
+        self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream)
+
+    def start_all_reduce(self, array: Any) -> Work:
+        kind = self._admit("start_all_reduce", array, summed=True)
+        # A wait refers to the last record before it, so one event serves all messages.
+        self._ready.record(self._cuda.get_current_stream())
+        self._stream.wait_event(self._ready)
+        pointer = array.data.ptr
+        self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
+        done = self._cuda.Event(disable_timing=True)
+        done.record(self._stream)
+        return _Message(self._cuda, done, array)
+
+    def all_gather(self, array: Any) -> Any:
+        self._admit("all_gather", array, written=False)
+        out = self._ops.empty((self.size, *array.shape), array.dtype)
+        stream = self._cuda.get_current_stream().ptr
+        self._inline.allGather(array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, stream)
+        return out
+
+    def broadcast(self, array: Any, root: int = 0) -> None:
+        check_root(root, self.size)
+        self._admit("broadcast", array)
+        stream = self._cuda.get_current_stream().ptr
+        self._inline.broadcast(array.data.ptr, array.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, root, stream)
+
+    def barrier(self) -> None:
+        self._control.barrier()
+
+    def share(self, value: Any) -> list[Any]:
+        return self._control.share(value)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._control.depart()  # from here on no message lacks its partners, so the device comes to an end
+        self.closed = True
+        self._cuda.Device(self._device).synchronize()
+        # NCCL waits here for the end of every CUDA graph that holds a message, which may be that of the program.
+        release = threading.Thread(target=self._destroy, name="minidl-nccl-release", daemon=True)
+        release.start()
+        release.join(_RELEASE_SECONDS)
+        self._control.close()
+
+    def _admit(self, call: str, array: Any, *, written: bool = True, summed: bool = False) -> int | None:
+        """Check ``array`` and count the call; NCCL's name for its dtype where it is ``summed``."""
+        check_array(call, array, written=written)
+        if not isinstance(array, self._ops.Array):
+            remedy = "start with init(device='cpu') for arrays on the host"
+            raise checks.bad_dtype(call, "array", "a CuPy array", checks.describe(array), remedy)
+        kind = _SUMMABLE.get(array.dtype.name)
+        if summed and kind is None:
+            raise checks.bad_dtype(call, "array", f"one of {', '.join(_SUMMABLE)}", array.dtype)
+        self._control.enter(call)
+        return getattr(self._nccl, kind) if summed else None
+
+    def _check_health(self) -> None:
+        for engine in (self._inline, self._messages):
+            engine.check_async_error()
+
+    def _destroy(self) -> None:
+        with self._cuda.Device(self._device):
+            self._inline.destroy()
+            self._messages.destroy()
+
+    def _abort(self) -> None:
+        if self.closed:
+            return
+        with self._cuda.Device(self._device):
+            self._inline.abort()
+            self._messages.abort()

@@ -1,0 +1,58 @@
+"""CPU threads per rank: launchers give every rank all cores, or one, and each rank would start a thread per core."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from minidl import checks
+from minidl.dist.communicator import Communicator
+
+__all__ = ["available_cores", "cap_threads", "count_sharing", "ranks_sharing_cores"]
+
+_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def available_cores() -> frozenset[int]:
+    """The cores that this process may run on (what a launcher bound it to)."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))  # macOS binds no process
+
+
+def ranks_sharing_cores(comm: Communicator) -> int:
+    """How many ranks, this one included, may run on this rank's cores; a collective.
+
+    All of its host under MPICH, which binds nothing; one where Open MPI bound each rank to its own core.
+    """
+    places = comm.share((socket.gethostname(), available_cores()))
+    return count_sharing(places, comm.rank)
+
+
+def count_sharing(places: Sequence[tuple[str, frozenset[int]]], rank: int) -> int:
+    """The number of (host, cores) pairs that overlap with that of ``rank``."""
+    host, cores = places[rank]
+    return sum(other == host and bool(cores & theirs) for other, theirs in places)
+
+
+def cap_threads(ranks_sharing: int) -> int:
+    """Limit OpenMP and BLAS to this rank's part of its cores, at least one, and return that number of threads.
+
+    A user's OMP_NUM_THREADS wins. OpenMP runtimes already loaded take the limit for the calling thread only, which is
+    the one that computes; libraries loaded and processes started later find it in the environment.
+
+    Raises:
+        ImportError: when threadpoolctl is missing.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return int(os.environ["OMP_NUM_THREADS"])
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError as error:
+        raise checks.missing_extra("sharing cores between ranks", "mpi", error) from error
+    threads = max(1, len(available_cores()) // ranks_sharing)
+    for variable in _VARIABLES:
+        os.environ.setdefault(variable, str(threads))
+    threadpool_limits(threads)
+    return threads

@@ -1,0 +1,131 @@
+"""`init` joins the ranks of a job, `world` is what it joined; one process alone is a world too."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import ModuleType
+
+from minidl import checks
+from minidl.dist import abort
+from minidl.dist.agree import rank_list, together
+from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.mpi import MPICommunicator
+from minidl.dist.nccl import NCCLCommunicator, bind_device
+from minidl.dist.threads import cap_threads, ranks_sharing_cores
+
+__all__ = ["init", "launched_size", "world"]
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+# Number of ranks as told by Open MPI, by MPICH, Intel MPI and others with its process manager, by MVAPICH2, and by
+# srun (SLURM_NTASKS is also set in a batch script's own single process, this one is not).
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+_world: Communicator = SOLO
+_device: str | None = None  # of the last init, until the communicator is closed
+
+
+def world() -> Communicator:
+    """The communicator over all ranks: that of `init`, `SOLO` before it and after its communicator was closed."""
+    return SOLO if getattr(_world, "closed", False) else _world
+
+
+def init(device: str = "auto") -> Communicator:
+    """Join the ranks of this job and return the communicator over them; a collective.
+
+    A process that no MPI launcher started is alone and gets `SOLO`; neither MPI nor a GPU is touched then. With more
+    ranks the CPU threads are shared out, a failing rank ends the job from now on (`minidl.dist.abort`), and with
+    ``"cuda"`` each rank is bound to a GPU of its own.
+
+    Args:
+        device: where the arrays to be sent live: ``"cpu"`` (MPI), ``"cuda"`` (NCCL), or ``"auto"``: cuda where every
+            rank has a GPU, cpu where none has.
+
+    Raises:
+        ValueError: for another device, or with ``"auto"`` when only some ranks have a GPU.
+        ImportError: under a launcher without mpi4py.
+        RuntimeError: when the job cannot be joined, on all ranks alike; when called again for another device.
+    """
+    global _world, _device
+    if device not in _DEVICES:
+        raise checks.unknown("device", device, _DEVICES)
+    if getattr(_world, "closed", False):
+        _world, _device = SOLO, None
+    if _device in (None, "auto") and _world is SOLO:
+        size = launched_size()
+        _world, _device = (SOLO, device) if size == 1 else _join(device, _load_mpi(size))
+    elif device not in ("auto", _device):
+        raise checks.order("init", f"called for {device} after {_device}", "close the communicator first")
+    return _world
+
+
+def launched_size() -> int:
+    """The number of ranks that this process was started as one of; 1 when no launcher started it."""
+    sizes = [int(os.environ.get(variable) or 1) for variable in _SIZE_VARIABLES]
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        sizes.append(mpi.COMM_WORLD.size)
+    return max(sizes)
+
+
+def _load_mpi(size: int) -> ModuleType:
+    """The module ``mpi4py.MPI``, having joined the ``size`` ranks that were launched."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        extra = "mpi" if isinstance(error, ModuleNotFoundError) else "mpi-wheel"  # which brings an MPI library too
+        what = f"this process was started as one of {size} ranks, and mpi4py, which joins them,"
+        raise checks.missing_extra(what, extra, error) from error
+    library = MPI.Get_library_version().splitlines()[0].strip("\0 ,")
+    if MPI.COMM_WORLD.size == 1:
+        raise checks.order(
+            "init",
+            f"this process was started as one of {size} ranks, but mpi4py's MPI library ({library}) sees only itself",
+            "start the job with that library's own mpiexec (with srun: --mpi=pmix or --mpi=pmi2)",
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise checks.order(
+            "init",
+            f"messages run beside the program in threads, for which {library} offers no MPI_THREAD_MULTIPLE",
+            "use an MPI library built with it, and leave mpi4py.rc.thread_level alone",
+        )
+    return MPI
+
+
+def _join(device: str, mpi: ModuleType) -> tuple[Communicator, str]:
+    comm = MPICommunicator(mpi)
+    abort.install(comm.rank, comm.size, mpi.COMM_WORLD.Abort, lambda: comm.roll_call.calls)
+    try:
+        sharing = ranks_sharing_cores(comm)
+        together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
+        device = _agree_on_device(comm, device)
+        joined = comm if device == "cpu" else NCCLCommunicator(comm, bind_device(comm))
+    except BaseException:
+        comm.close()
+        raise
+    atexit.register(_part)
+    return joined, device
+
+
+def _agree_on_device(comm: Communicator, device: str) -> str:
+    wanted = comm.share(_find_device() if device == "auto" else device)
+    if len(set(wanted)) == 1:
+        return wanted[0]
+    holders = {name: [rank for rank, other in enumerate(wanted) if other == name] for name in sorted(set(wanted))}
+    found = ", ".join(f"{name} on ranks {rank_list(ranks)}" for name, ranks in holders.items())
+    raise ValueError(f"init: device {device!r} means {found}; all ranks need the same")
+
+
+def _find_device() -> str:
+    try:
+        import cupy
+    except ImportError:
+        return "cpu"
+    return "cuda" if cupy.cuda.is_available() else "cpu"
+
+
+def _part() -> None:
+    """At the normal end of the program."""
+    world().close()

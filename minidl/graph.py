@@ -1,0 +1,149 @@
+"""Graph: a flat list of nodes in execution order, built by calling layers on nodes.
+
+    graph = Graph()
+    x = graph.input((32, 32, 3))
+    with scope("stem"):
+        x = ReLU()(BatchNorm2d(16, name="bn")(Conv2d(3, 16, 3, padding=1, name="conv")(x)))
+    graph.output(x)
+
+Planners, the profiler, checkpoints and the order of messages all read this one list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from minidl import checks
+from minidl.layer import Layer
+
+__all__ = ["Graph", "Node", "scope"]
+
+_scopes: ContextVar[tuple[str, ...]] = ContextVar("minidl_scopes", default=())
+
+
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of all layers added inside: ``with scope("layer1.0"):`` makes ``layer1.0.conv1``."""
+    token = _scopes.set((*_scopes.get(), name))
+    try:
+        yield
+    finally:
+        _scopes.reset(token)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One step of a graph. ``shape`` is that of one sample; the input node has no layer.
+
+    Attributes:
+        index: position in execution order.
+        layer: what runs here.
+        inputs: indices of the nodes whose outputs it takes, in order.
+    """
+
+    graph: Graph = field(repr=False)
+    index: int
+    layer: Layer | None
+    inputs: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.layer.name if self.layer is not None else "input"
+
+
+class Graph:
+    """A network: one input, one output, nodes in execution order."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._names: dict[str, Node] = {}
+        self._output: int | None = None
+
+    def input(self, shape: Sequence[int]) -> Node:
+        """The graph's input: shape of one sample, (H, W, C) or (C,)."""
+        if self.nodes:
+            raise checks.order("graph", "it has an input already", "a graph has one input")
+        sizes = tuple(checks.at_least("graph", "input shape", size, 1) for size in shape)
+        self.nodes.append(Node(self, 0, None, (), sizes))
+        return self.nodes[0]
+
+    def output(self, node: Node) -> Graph:
+        """Declare the graph's output and check that every node leads to it."""
+        if node.graph is not self:
+            raise checks.bad_value("graph", "output", "a node of this graph", node.name)
+        needed = {node.index}
+        for other in reversed(self.nodes):
+            if other.index in needed:
+                needed.update(other.inputs)
+        unused = [n.name for n in self.nodes if n.index not in needed]
+        if unused:
+            expected = "a node that every layer leads to"
+            raise checks.bad_value("graph", "output", expected, f"{node.name}, without {unused}")
+        self._output = node.index
+        return self
+
+    @property
+    def output_node(self) -> Node:
+        """The node declared by `output`."""
+        if self._output is None:
+            raise checks.order("graph", "its output is not known yet", "call graph.output(node) when it is built")
+        return self.nodes[self._output]
+
+    def add(self, layer: Layer, inputs: Sequence[Node]) -> Node:
+        """Append ``layer`` on ``inputs``; `Layer.__call__` does this. Gives the layer its full name."""
+        if any(node.layer is layer for node in self.nodes):
+            raise checks.order(layer.name, "it stands in this graph already", "make another layer for each place")
+        if any(node.graph is not self for node in inputs):
+            raise checks.bad_value(layer.name, "inputs", "nodes of one graph", "nodes of several")
+        if len(inputs) != layer.num_inputs and layer.num_inputs > 0:
+            raise checks.bad_value(layer.name, "number of inputs", str(layer.num_inputs), len(inputs))
+        name = ".".join((*_scopes.get(), layer.name))
+        if name in self._names or name == "input":
+            raise checks.bad_value(
+                type(layer).__name__, "name", f"new in the graph (add name=... or a scope around {name!r})", name
+            )
+        layer.name = name
+        shape = layer.output_shape(*((1, *node.shape) for node in inputs))
+        node = Node(self, len(self.nodes), layer, tuple(node.index for node in inputs), shape[1:])
+        self.nodes.append(node)
+        self._names[name] = node
+        return node
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers in execution order."""
+        return [node.layer for node in self.nodes if node.layer is not None]
+
+    def __getitem__(self, name: str) -> Node:
+        if name not in self._names:
+            raise checks.unknown("layer", name, self._names)
+        return self._names[name]
+
+    def consumers(self) -> list[list[int]]:
+        """For every node the indices of the nodes that read it, in execution order."""
+        readers: list[list[int]] = [[] for _ in self.nodes]
+        for node in self.nodes:
+            for i in node.inputs:
+                readers[i].append(node.index)
+        return readers
+
+    def shapes(self, input_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The output shape of every node for this input shape, batch first.
+
+        Raises:
+            ValueError: naming the first layer that cannot take what reaches it.
+        """
+        found: list[tuple[int, ...]] = []
+        for node in self.nodes:
+            if node.layer is None:
+                if len(input_shape) != len(node.shape) + 1 or input_shape[-1] != node.shape[-1]:
+                    wanted = ("N, H, W, " if len(node.shape) == 3 else "N, ") + str(node.shape[-1])
+                    raise checks.bad_shape("model", "x", f"({wanted})", input_shape)
+                found.append(tuple(input_shape))
+            else:
+                found.append(node.layer.output_shape(*(found[i] for i in node.inputs)))
+        return found

@@ -1,0 +1,54 @@
+"""Start a script as several MPI ranks of this host: ``python -m minidl.launch -n 4 script.py args...``.
+
+A thin wrapper around ``mpiexec``, with the flags that each MPI needs to start on a laptop, in a container or as root.
+On a cluster use its own launcher (``srun``, ``mpirun --hostfile``); minidl does not care who started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from minidl import checks
+from minidl.dist import mpiexec
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Become the ``mpiexec`` of the command line; return 2 where there is none.
+
+    The process is replaced, so the exit status, signals and the terminal are those of ``mpiexec`` itself.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        launcher = mpiexec.find()
+    except ImportError as error:
+        print(f"minidl.launch: {error}", file=sys.stderr)
+        return 2
+    run = ["-m", options.script] if options.module else [options.script]
+    command = launcher.command(options.ranks, [sys.executable, *run, *options.arguments])
+    print(f"minidl.launch: {options.ranks} ranks by {launcher.family} ({launcher.path})", file=sys.stderr, flush=True)
+    os.execv(command[0], command)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m minidl.launch", description=__doc__.split("\n")[0])
+    parser.add_argument("-n", "--ranks", type=_rank_count, required=True, help="number of processes")
+    parser.add_argument("-m", "--module", action="store_true", help="run a module, like python -m")
+    parser.add_argument("script", help="Python script (or module) to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _rank_count(text: str) -> int:
+    try:
+        return checks.at_least("minidl.launch", "-n", int(text), 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

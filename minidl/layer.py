@@ -1,0 +1,343 @@
+"""Layer: explicit forward and backward, its own parameters, and four services that default to doing nothing.
+
+A layer's author writes `output_shape`, `compute`, `backward_weight` and `backward_data`. The base class gives `forward`
+and `backward`, which check at the door, keep the order *weight gradient → message → input gradient* (so that a layer's
+own input gradient hides its all-reduce) and open the profiler's spans.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from minidl import backend, checkpoint, checks, interop
+from minidl.dist.communicator import SOLO, Communicator
+from minidl.initializers import Initializer
+from minidl.params import Arena, Gradient, LayerParams, ParameterSpec
+from minidl.precision import Precision, bfloat16, float16, float32
+from minidl.precision import precision as parse_precision
+from minidl.profile import Cost, Profiler
+from minidl.profile.spans import NULL_PROFILER
+from minidl.random import RandomCounter
+from minidl.shapes import Pair
+from minidl.store import TensorStore
+from minidl.value import Value
+
+__all__ = ["Layer"]
+
+_STORAGE = (float32, bfloat16, float16)
+_NO_PARAMS: dict[str, Any] = {}
+
+
+class Layer:
+    """Base class of all layers.
+
+    Attributes:
+        name: dotted path in its graph ("layer1.0.conv1"), or the class name while it stands alone.
+        params: named views of the parameters (see `minidl.params.LayerParams`).
+        buffers: arrays kept but not trained, float32.
+        training: batch statistics or running ones, dropout on or off; nothing else depends on it.
+        needs_input_grad: False where nothing below is trained; `backward` then skips `backward_data`.
+        comm, store, profiler, random: services; alone, they communicate with nobody, keep everything, see nothing.
+    """
+
+    num_inputs = 1
+    accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
+    accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
+
+    def __init__(self, name: str | None = None):
+        self.name = name or type(self).__name__.lower()
+        self.named = name is not None
+        self.ops: ModuleType | None = None
+        self.precision: Precision | None = None
+        self.params: LayerParams | dict[str, Any] = _NO_PARAMS
+        self.buffers: dict[str, Any] = {}
+        self.training = True
+        self.needs_input_grad = True
+        self.seed = 0
+        self.comm: Communicator = SOLO
+        self.store = TensorStore()
+        self.profiler: Profiler = NULL_PROFILER
+        self.random = RandomCounter()
+        self.specs: list[ParameterSpec] = []
+        self.buffer_specs: dict[str, np.ndarray] = {}
+        self._bound = False  # part of a model, which then counts the steps and owns the arena
+        self._arena: Arena | None = None  # only a layer that works alone owns one
+        self._grad_enabled = True
+        self._taken: SimpleNamespace | None = None
+        self._checked: Any = None
+
+    # -- written by the author --------------------------------------------------------------------------------------
+
+    def output_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the output for these input shapes, batch first. Pure.
+
+        Raises:
+            ValueError: for shapes the layer cannot take, naming the layer, what it expects and what came.
+        """
+        raise NotImplementedError
+
+    def cost(self, *shapes: tuple[int, ...], itemsize: int = 4) -> Cost:
+        """Least work of each pass for these input shapes, with ``itemsize`` bytes per stored element. Pure."""
+        raise NotImplementedError
+
+    def compute(self, *x: Any) -> Any:
+        """The forward pass on arrays already checked; keeps what backward needs with `save`."""
+        raise NotImplementedError
+
+    def backward_weight(self, dy: Any) -> None:
+        """Write the parameter gradients into the views that `grad` names. Default: no parameters."""
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        """The gradient of the input (a tuple for several inputs), plus ``add`` where `accepts_add` is declared."""
+        raise NotImplementedError
+
+    # -- for the author ---------------------------------------------------------------------------------------------
+
+    def declare(self, name: str, shape: Sequence[int], init: Initializer, *, product: bool) -> None:
+        """Declare a parameter; ``product``: it enters matrix products, so it is read in the storage dtype."""
+        self.specs.append(ParameterSpec(name, tuple(shape), init, product))
+
+    def save(self, **items: Any) -> None:
+        """Keep arrays and facts for the backward pass: the only road to the store."""
+        if self._grad_enabled:
+            self.store.save(self.name, items)
+
+    def saved(self) -> SimpleNamespace:
+        """What `save` kept in the forward pass that this backward pass belongs to."""
+        assert self._taken is not None, "saved() is for use inside backward"
+        return self._taken
+
+    def grad(self, name: str) -> Gradient | None:
+        """Where to write the gradient of a parameter, and whether to overwrite; None if it is absent or frozen."""
+        return self.params.grad(name) if isinstance(self.params, LayerParams) else None
+
+    @property
+    def tf32(self) -> bool:
+        """Whether float32 products may round their operands to TF32."""
+        return self.precision is not None and self.precision.tf32
+
+    @property
+    def stream(self) -> int:
+        """A number of its own for every layer name: the random stream it draws from."""
+        return zlib.crc32(self.name.encode())
+
+    # -- the templates ----------------------------------------------------------------------------------------------
+
+    def __call__(self, *x: Any) -> Any:
+        """On graph nodes: add this layer to their graph. On arrays: `forward`."""
+        if x and all(hasattr(item, "graph") for item in x):
+            return x[0].graph.add(self, x)
+        return self.forward(*x)
+
+    def forward(self, *x: Any, grad: bool = True) -> Any:
+        """Run the layer.
+
+        Args:
+            x: NHWC arrays (NumPy, CuPy, or anything that speaks DLPack, answered in kind).
+            grad: keep what `backward` needs; False for inference.
+
+        Raises:
+            ValueError: for a shape the layer cannot take.
+            TypeError: for a dtype, array kind or device it cannot take.
+        """
+        arrays = self._enter(x)
+        self._grad_enabled = grad
+        if not self._bound and self.training and grad:
+            self.random.advance()
+        with self.profiler.span(self.name, "forward"):
+            y = self.compute(*arrays)
+        return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
+
+    def backward(self, dy: Any, add: Any = None) -> Any:
+        """Back through the last forward pass: parameter gradients, their message, then the input gradient.
+
+        Args:
+            dy: gradient of the output, in its shape and dtype.
+            add: a gradient to add to the result, in the input's shape.
+
+        Returns:
+            The gradient of the input; a tuple for several inputs; None when `needs_input_grad` is False.
+        """
+        array = self._enter_gradient(dy)
+        self._taken = self.store.take(self.name)
+        if self._arena is not None:
+            self._arena.begin_step()
+        try:
+            with self.profiler.span(self.name, "backward_weight"):
+                self.backward_weight(array)
+            if isinstance(self.params, LayerParams):
+                with self.profiler.span(self.name, "message"):
+                    self.params.ready()
+            dx = None
+            if self.needs_input_grad:
+                with self.profiler.span(self.name, "backward_data"):
+                    dx = self._data_gradient(array, add)
+        finally:
+            self._taken = None
+        if self._arena is not None:
+            for _ in self._arena.finished():
+                pass  # a layer alone hands over finished gradients
+        if array is dy:
+            return dx
+        answer = interop.answer_in_kind(dy)
+        return tuple(answer(part) for part in dx) if isinstance(dx, tuple) else answer(dx)
+
+    def _data_gradient(self, dy: Any, add: Any) -> Any:
+        if add is None:
+            return self.backward_data(dy)
+        if self.accepts_add:
+            return self.backward_data(dy, add=add)
+        return self.ops.add(self.backward_data(dy), add)
+
+    # -- at the door ------------------------------------------------------------------------------------------------
+
+    def _enter(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs as arrays of this layer's table, checked. ``x`` itself when nothing had to be converted."""
+        if len(x) != self.num_inputs and self.num_inputs > 0:
+            raise checks.bad_value(self.name, "number of inputs", str(self.num_inputs), len(x))
+        arrays, table = x, None
+        for i, item in enumerate(x):
+            if isinstance(item, Value):
+                if not self.accepts_unfinished:
+                    raise checks.order(self.name, "got an unfinished value", "call minidl.value.materialize first")
+                continue
+            array, ops = interop.take_in(item, self.name, "x")
+            if array is not item:
+                arrays = (*arrays[:i], array, *arrays[i + 1 :])
+            if table is not None and ops is not table:
+                raise checks.bad_dtype(self.name, "all inputs", f"on one device ({table.name})", f"one on {ops.name}")
+            table = ops
+        facts = (table, tuple((a.shape, a.dtype) for a in arrays))
+        if facts != self._checked:
+            self._adopt(table or self.ops, arrays[0].dtype)
+            for a in arrays:
+                if a.dtype != arrays[0].dtype:
+                    raise checks.bad_dtype(self.name, "all inputs", f"of one dtype ({arrays[0].dtype})", a.dtype)
+            self.output_shape(*(a.shape for a in arrays))
+            self._checked = facts
+        return arrays
+
+    def _enter_gradient(self, dy: Any) -> Any:
+        array, ops = interop.take_in(dy, self.name, "dy")
+        if self.ops is not None and ops is not self.ops:
+            raise checks.bad_dtype(self.name, "dy", f"a {self.ops.name} array", f"a {ops.name} array")
+        if self._checked is not None:
+            expected = self.output_shape(*(shape for shape, _ in self._checked[1]))
+            dtype = self._checked[1][0][1]
+            if array.shape != expected:
+                raise checks.bad_shape(self.name, "dy", str(expected), array.shape)
+            if array.dtype != dtype:
+                remedy = f"convert it with dy.astype({str(dtype)!r})"
+                raise checks.bad_dtype(self.name, "dy", dtype, array.dtype, remedy)
+        return array
+
+    def _adopt(self, ops: ModuleType, dtype: Any) -> None:
+        """Take over the table and dtype of the first input; later inputs must agree where parameters live."""
+        dtype = np.dtype(dtype)
+        if dtype not in _STORAGE:
+            raise checks.bad_dtype(
+                self.name, "x", "float32, bfloat16 or float16", dtype, "convert it with x.astype('float32')"
+            )
+        stateful = bool(self.specs or self.buffer_specs)
+        if self.ops is None or not stateful:
+            self.ops = ops
+            self.precision = self.precision or parse_precision(dtype)
+            if stateful:
+                self._settle_alone()
+        if ops is not self.ops:
+            raise checks.bad_dtype(
+                self.name, "x", f"a {self.ops.name} array", f"a {ops.name} array", f"move the layer: .to({ops.name!r})"
+            )
+        if any(spec.product for spec in self.specs) and dtype != self.precision.storage:
+            own = str(self.precision.storage)
+            remedy = f"convert x with .astype({own!r}) or the layer with .to(precision={str(dtype)!r})"
+            raise checks.bad_dtype(self.name, "x", f"{own} like its weights", dtype, remedy)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def bind(self, arena: Arena, ops: ModuleType, **services: Any) -> None:
+        """Give the layer its place in a model: views into the shared arena, its device and its services."""
+        self.ops, self.precision, self._arena, self._bound = ops, arena.precision, None, True
+        self.params = arena.layer(self.name)
+        self.buffers = {name: ops.from_host(values) for name, values in self.buffer_specs.items()}
+        for name, service in services.items():
+            setattr(self, name, service)
+
+    def _settle_alone(self) -> None:
+        """Own parameters, in an arena of one layer."""
+        self._arena = Arena(self.ops, [("", self.specs)], self.precision, seed=self.seed)
+        self._arena.connect(self.comm)
+        self.params = self._arena.layer("")
+        self.buffers = {name: self.ops.from_host(values) for name, values in self.buffer_specs.items()}
+
+    def to(self, device: str | None = None, precision: Any = None) -> Layer:
+        """Move a layer that works alone to ``"cpu"`` or ``"cuda"``, or give its products another precision."""
+        if self._bound:
+            raise checks.order(self.name, "it belongs to a model", "build the Model with device= and precision=")
+        state = self.state_dict() if self._arena is not None else None
+        if device is not None or self.ops is None:
+            self.ops = backend.get_ops(device or "cpu")
+        self.precision = parse_precision(precision or self.precision or "fp32")
+        if self.tf32 and self.ops.name == "cpu":
+            raise checks.bad_value(self.name, "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+        self._checked = None
+        if self.specs or self.buffer_specs:
+            self._settle_alone()
+            if state is not None:
+                self.load_state_dict(state)
+        return self
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Parameters (float32) and buffers by name, as host copies."""
+        self._require_state()
+        named = {s.name: self.params.master(s.name) for s in self.specs}
+        return {name: self.ops.to_host(array) for name, array in {**named, **self.buffers}.items()}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        """Overwrite parameters and buffers; names, shapes and dtypes (float32) must match exactly."""
+        self._require_state()
+        own = {s.name: self.params.master(s.name) for s in self.specs} | self.buffers
+        checkpoint.match(own, state, f"state of {self.name}")
+        for name, target in own.items():
+            self.ops.copy_into(target, self.ops.from_host(state[name]))
+        if self._arena is not None:
+            self._arena.refresh_working()
+
+    def _require_state(self) -> None:
+        """Settle on the CPU if no input has told yet where the layer lives."""
+        if self.ops is None:
+            self.to("cpu")
+
+    def describe(self) -> str:
+        """Constructor arguments as text."""
+        return ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()})"
+
+    # -- shape checks that several layers share -----------------------------------------------------------------------
+
+    def _image(self, shape: tuple[int, ...], channels: int | None = None) -> tuple[int, int, int, int]:
+        """``shape`` as (N, H, W, C), with ``channels`` channels if given."""
+        wanted = f"(N, H, W, {channels if channels is not None else 'C'})"
+        if len(shape) != 4:
+            raise checks.bad_shape(self.name, "x", wanted, shape, "minidl's images are NHWC")
+        if channels is not None and shape[3] != channels:
+            remedy = None
+            if shape[1] == channels:
+                remedy = "it looks like NCHW: pass x.permute(0, 2, 3, 1).contiguous() (torch), x.transpose(0, 2, 3, 1)"
+            raise checks.bad_shape(self.name, "x", wanted, shape, remedy)
+        return shape
+
+    def _fitting(self, shape: tuple[int, ...], out: Pair) -> Pair:
+        """``out`` if both output sizes are positive."""
+        if min(out) < 1:
+            raise checks.bad_shape(
+                self.name, "x", "(N, H, W, C), at least as large as the kernel", shape, "enlarge the image or the padding"
+            )
+        return out

@@ -1,0 +1,27 @@
+"""The layers, one file per family. Names and arguments follow torch.nn; arrays are NHWC, filters KRSC."""
+
+from minidl.layers.activation import ReLU
+from minidl.layers.batch_norm import BatchNorm2d
+from minidl.layers.conv2d import Conv2d, ConvTranspose2d
+from minidl.layers.dropout import Dropout
+from minidl.layers.flatten import Flatten
+from minidl.layers.join import Add, Concat
+from minidl.layers.linear import Linear
+from minidl.layers.pad2d import Pad
+from minidl.layers.pool2d import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
+
+__all__ = [
+    "AdaptiveAvgPool2d",
+    "Add",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Concat",
+    "Conv2d",
+    "ConvTranspose2d",
+    "Dropout",
+    "Flatten",
+    "Linear",
+    "MaxPool2d",
+    "Pad",
+    "ReLU",
+]

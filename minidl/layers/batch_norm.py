@@ -1,0 +1,123 @@
+"""Batch normalisation."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.initializers import Initializer, ones, zeros
+from minidl.layer import Layer
+from minidl.profile import Cost, PassCost
+
+__all__ = ["BatchNorm2d"]
+
+
+class BatchNorm2d(Layer):
+    """Normalises each channel over batch and image (Ioffe and Szegedy 2015), then scales and shifts it.
+
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        momentum: weight of the newest batch in the running statistics.
+        affine: learn a scale (weight) and a shift (bias) per channel.
+        sync: in training, use the statistics of the joined batch of all ranks.
+
+    Shapes:
+        x (N, H, W, C) or (N, C) → the same; weight, bias, running_mean, running_var (C,) float32.
+
+    Statistics are merged pairwise as (count, mean, squared deviations) (Chan et al. 1983); the running variance is the
+    unbiased one, as in PyTorch. In evaluation mode the running statistics are constants, also for `backward`.
+
+    Raises:
+        ValueError: in training with a single value per channel, whose variance says nothing.
+    """
+
+    accepts_add = True
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        *,
+        sync: bool = False,
+        weight_init: Initializer = ones,
+        name: str | None = None,
+    ):
+        super().__init__(name)
+        self.num_features = checks.at_least(self.name, "num_features", num_features, 1)
+        if not eps > 0:
+            raise checks.bad_value(self.name, "eps", "positive", eps)
+        if not 0 <= momentum <= 1:
+            raise checks.bad_value(self.name, "momentum", "in [0, 1]", momentum)
+        self.eps, self.momentum, self.sync = eps, momentum, sync
+        if affine:
+            self.declare("weight", (num_features,), weight_init, product=False)
+            self.declare("bias", (num_features,), zeros, product=False)
+        self.buffer_specs = {
+            "running_mean": np.zeros(num_features, np.float32),
+            "running_var": np.ones(num_features, np.float32),
+        }
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) != 2:
+            return self._image(shape, self.num_features)
+        if shape[1] != self.num_features:
+            raise checks.bad_shape(self.name, "x", f"(N, {self.num_features})", shape)
+        return shape
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        # Forward: statistics read x, normalising reads and writes. Backward: sums read dy and x, dx reads both, writes.
+        n = prod(shape)
+        return Cost(
+            forward=PassCost(7 * n, 3 * n * itemsize),
+            backward_data=PassCost(6 * n, 3 * n * itemsize),
+            backward_weight=PassCost(5 * n, 2 * n * itemsize),
+        )
+
+    @property
+    def _synchronised(self) -> bool:
+        return self.sync and self.comm.size > 1
+
+    def compute(self, x: Any) -> Any:
+        moments, count = self._batch_moments(x) if self.training else (self._running_moments(), None)
+        self.save(x=x, moments=moments, count=count)
+        return self.ops.batch_norm_apply(x, moments, self.params.get("weight"), self.params.get("bias"))
+
+    def _batch_moments(self, x: Any) -> tuple[Any, Any]:
+        if prod(x.shape[:-1]) <= 1 and not self._synchronised and not (self._bound and x.shape[0] == 0):
+            expected = "more than one value per channel in training"
+            raise checks.bad_shape(self.name, "x", expected, x.shape, "use a larger batch or evaluation mode")
+        stats = self.ops.batch_norm_stats(x)
+        if self._synchronised:
+            stats = self.comm.all_gather(stats)
+        return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)
+
+    def _running_moments(self) -> Any:
+        return self.ops.batch_norm_eval_moments(self.buffers["running_mean"], self.buffers["running_var"], self.eps)
+
+    def backward_weight(self, dy: Any) -> None:
+        kept = self.saved()
+        weight, bias = self.grad("weight"), self.grad("bias")
+        accumulate = any(not g.first for g in (weight, bias) if g is not None)
+        # Parameter gradients are the sums over this rank alone: their message adds up the ranks.
+        kept.sums = self.ops.batch_norm_backward_stats(
+            dy, kept.x, kept.moments,
+            dgamma=weight.view if weight else None, dbeta=bias.view if bias else None, accumulate=accumulate,
+        )  # fmt: skip
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        kept = self.saved()
+        sums = kept.sums if kept.count is not None else None  # running statistics are constants
+        if sums is not None and self._synchronised:
+            self.comm.all_reduce(sums)
+        return self.ops.batch_norm_backward_apply(
+            dy, kept.x, kept.moments, self.params.get("weight"), sums, kept.count, add=add
+        )
+
+    def describe(self) -> str:
+        return str(self.num_features) + ("" if self.specs else ", affine=False") + (", sync=True" if self.sync else "")

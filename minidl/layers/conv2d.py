@@ -1,0 +1,206 @@
+"""Convolution and transposed convolution."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from minidl import checks
+from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
+from minidl.layer import Layer
+from minidl.profile import Cost, PassCost
+from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
+
+__all__ = ["Conv2d", "ConvTranspose2d"]
+
+
+class _Convolution(Layer):
+    """What the two convolutions share: geometry, parameters, weight and bias gradients."""
+
+    accepts_add = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair,
+        padding: int | Pair,
+        dilation: int | Pair,
+        groups: int,
+        name: str | None,
+    ):
+        super().__init__(name)
+        self.in_channels = checks.at_least(self.name, "in_channels", in_channels, 1)
+        self.out_channels = checks.at_least(self.name, "out_channels", out_channels, 1)
+        self.kernel_size = checks.positive_pair(self.name, "kernel_size", kernel_size)
+        self.stride = checks.positive_pair(self.name, "stride", stride)
+        self.padding = checks.positive_pair(self.name, "padding", padding, least=0)
+        self.dilation = checks.positive_pair(self.name, "dilation", dilation)
+        self.groups = checks.at_least(self.name, "groups", groups, 1)
+        for argument, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if channels % groups:
+                raise checks.bad_value(self.name, argument, f"a multiple of groups ({groups})", channels)
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """Keyword arguments of the convolution operations."""
+        return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
+
+    def _cost(self, multiply_adds: int, x: int, y: int, itemsize: int) -> Cost:
+        """Cost of three products over tensors of ``x`` and ``y`` elements; the weight gradient is float32."""
+        w = prod(self.specs[0].shape)
+        return Cost(
+            forward=PassCost(2 * multiply_adds, (x + w + y) * itemsize),
+            backward_data=PassCost(2 * multiply_adds, (x + w + y) * itemsize),
+            backward_weight=PassCost(2 * multiply_adds, (x + y) * itemsize + 4 * w),
+        )
+
+    def describe(self) -> str:
+        parts = [str(self.in_channels), str(self.out_channels), f"kernel_size={self.kernel_size}"]
+        defaults = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+        parts += [f"{key}={value}" for key, value in self.geometry.items() if value != defaults[key]]
+        if not any(spec.name == "bias" for spec in self.specs):
+            parts.append("bias=False")
+        return ", ".join(parts)
+
+
+class Conv2d(_Convolution):
+    """Two-dimensional convolution (cross-correlation) of NHWC images with KRSC filters.
+
+    Args:
+        in_channels, out_channels: C and K.
+        kernel_size, stride, padding, dilation: an integer or (height, width); padding is with zeros.
+        groups: channels are split into this many independent convolutions; ``groups=in_channels`` is depthwise.
+        bias: add a learned vector of K elements.
+        weight_init: starting weights; default as in torch.nn.
+
+    Shapes:
+        x (N, H, W, C) → (N, P, Q, K) with P = (H + 2·padding − dilation·(kernel − 1) − 1) // stride + 1.
+        weight (K, R, S, C / groups), bias (K,).
+
+    Raises:
+        ValueError: bad sizes; an input that is not NHWC with C channels, or smaller than the kernel.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        weight_init: Initializer | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
+        shape = (self.out_channels, *self.kernel_size, self.in_channels // self.groups)
+        self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
+        if bias:
+            self.declare("bias", (self.out_channels,), uniform_fan_in(prod(shape[1:])), product=False)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n, h, w, _ = self._image(shape, self.in_channels)
+        sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        p, q = self._fitting(shape, tuple(conv_output_size(*axis) for axis in sizes))
+        return n, p, q, self.out_channels
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        y = prod(self.output_shape(shape))
+        return self._cost(y * prod(self.specs[0].shape[1:]), prod(shape), y, itemsize)
+
+    def compute(self, x: Any) -> Any:
+        self.save(x=x)
+        return self.ops.conv2d(x, self.params["weight"], self.params.get("bias"), **self.geometry, tf32=self.tf32)
+
+    def backward_weight(self, dy: Any) -> None:
+        x = self.saved().x
+        if (weight := self.grad("weight")) is not None:
+            self.ops.conv2d_backward_weight(
+                dy, x, **self.geometry, out=weight.view, accumulate=not weight.first, tf32=self.tf32
+            )
+        if (bias := self.grad("bias")) is not None:
+            self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        return self.ops.conv2d_backward_data(
+            dy, self.params["weight"], self.saved().x.shape, **self.geometry, add=add, tf32=self.tf32
+        )
+
+
+class ConvTranspose2d(_Convolution):
+    """Transposed convolution: the data gradient of a convolution used as a forward pass (upsampling by ``stride``).
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in torch.nn.
+        output_padding: rows and columns added at the bottom and right, to choose among the input sizes that the
+            matching convolution would map to one; smaller than stride or dilation.
+
+    Shapes:
+        x (N, H, W, C) → (N, P, Q, K) with P = (H − 1)·stride − 2·padding + dilation·(kernel − 1) + output_padding + 1.
+        weight (C, R, S, K / groups), bias (K,).
+    """
+
+    accepts_add = False
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        output_padding: int | Pair = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | Pair = 1,
+        *,
+        weight_init: Initializer | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
+        self.output_padding = checks.positive_pair(self.name, "output_padding", output_padding, least=0)
+        for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True):
+            if extra >= max(s, d):
+                raise checks.bad_value(self.name, "output_padding", "smaller than stride or dilation", output_padding)
+        shape = (self.in_channels, *self.kernel_size, self.out_channels // self.groups)
+        self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
+        if bias:
+            self.declare("bias", (self.out_channels,), uniform_fan_in(prod(shape[1:])), product=False)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n, h, w, _ = self._image(shape, self.in_channels)
+        sizes = zip(
+            (h, w), self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding, strict=True
+        )
+        p, q = self._fitting(shape, tuple(conv_transpose_output_size(*axis) for axis in sizes))
+        return n, p, q, self.out_channels
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        x = prod(shape)
+        return self._cost(x * prod(self.specs[0].shape[1:]), x, prod(self.output_shape(shape)), itemsize)
+
+    def compute(self, x: Any) -> Any:
+        self.save(x=x)
+        return self.ops.conv2d_backward_data(
+            x, self.params["weight"], self.output_shape(x.shape), **self.geometry,
+            bias=self.params.get("bias"), tf32=self.tf32,
+        )  # fmt: skip
+
+    def backward_weight(self, dy: Any) -> None:
+        x = self.saved().x
+        if (weight := self.grad("weight")) is not None:
+            # The roles of input and output are swapped: x is the gradient-shaped operand here.
+            self.ops.conv2d_backward_weight(
+                x, dy, **self.geometry, out=weight.view, accumulate=not weight.first, tf32=self.tf32
+            )
+        if (bias := self.grad("bias")) is not None:
+            self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        assert add is None, "not declared in accepts_add"
+        return self.ops.conv2d(dy, self.params["weight"], **self.geometry, tf32=self.tf32)

@@ -1,0 +1,82 @@
+"""Fully connected layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minidl import checks
+from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
+from minidl.layer import Layer
+from minidl.profile import Cost, PassCost
+
+__all__ = ["Linear"]
+
+_POINT = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+
+
+class Linear(Layer):
+    """``y = x·weightᵀ + bias`` for vectors: a 1×1 convolution of one-pixel images, and computed as one.
+
+    Shapes:
+        x (N, in_features) → (N, out_features); weight (out_features, in_features), bias (out_features,).
+    """
+
+    accepts_add = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_init: Initializer | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name)
+        self.in_features = checks.at_least(self.name, "in_features", in_features, 1)
+        self.out_features = checks.at_least(self.name, "out_features", out_features, 1)
+        self.declare("weight", (out_features, in_features), weight_init or kaiming_uniform(), product=True)
+        if bias:
+            self.declare("bias", (out_features,), uniform_fan_in(in_features), product=False)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) != 2 or shape[1] != self.in_features:
+            remedy = "put a Flatten() before it" if len(shape) > 2 else None
+            raise checks.bad_shape(self.name, "x", f"(N, {self.in_features})", shape, remedy)
+        return shape[0], self.out_features
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        n, x, y = shape[0], shape[0] * self.in_features, shape[0] * self.out_features
+        w = self.in_features * self.out_features
+        product = PassCost(2 * n * w, (x + w + y) * itemsize)
+        return Cost(product, product, PassCost(2 * n * w, (x + y) * itemsize + 4 * w))
+
+    def compute(self, x: Any) -> Any:
+        self.save(x=x)
+        y = self.ops.conv2d(_image(x), _image(self.params["weight"]), self.params.get("bias"), **_POINT, tf32=self.tf32)
+        return y.reshape(x.shape[0], self.out_features)
+
+    def backward_weight(self, dy: Any) -> None:
+        if (weight := self.grad("weight")) is not None:
+            self.ops.conv2d_backward_weight(
+                _image(dy), _image(self.saved().x), **_POINT,
+                out=_image(weight.view), accumulate=not weight.first, tf32=self.tf32,
+            )  # fmt: skip
+        if (bias := self.grad("bias")) is not None:
+            self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        n = dy.shape[0]
+        dx = self.ops.conv2d_backward_data(
+            _image(dy), _image(self.params["weight"]), (n, 1, 1, self.in_features), **_POINT,
+            add=None if add is None else _image(add), tf32=self.tf32,
+        )  # fmt: skip
+        return dx.reshape(n, self.in_features)
+
+    def describe(self) -> str:
+        return f"{self.in_features}, {self.out_features}" + ("" if len(self.specs) == 2 else ", bias=False")
+
+
+def _image(matrix: Any) -> Any:
+    """(rows, columns) as one-pixel images (rows, 1, 1, columns); a view, also of a pitched matrix."""
+    return matrix[:, None, None, :]

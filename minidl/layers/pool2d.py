@@ -1,0 +1,152 @@
+"""Pooling."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from minidl import checks
+from minidl.layer import Layer
+from minidl.profile import Cost, PassCost
+from minidl.shapes import Pair, pool_output_size
+
+__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
+
+
+class _Pool(Layer):
+    """Windows of ``kernel_size`` every ``stride`` pixels (default: the kernel size) of the padded image."""
+
+    def __init__(
+        self,
+        kernel_size: int | Pair,
+        stride: int | Pair | None,
+        padding: int | Pair,
+        dilation: int | Pair,
+        ceil_mode: bool,
+        name: str | None,
+    ):
+        super().__init__(name)
+        self.kernel_size = checks.positive_pair(self.name, "kernel_size", kernel_size)
+        self.stride = checks.positive_pair(self.name, "stride", kernel_size if stride is None else stride)
+        self.padding = checks.positive_pair(self.name, "padding", padding, least=0)
+        self.dilation = checks.positive_pair(self.name, "dilation", dilation)
+        self.ceil_mode = ceil_mode
+        if any(2 * p > k for p, k in zip(self.padding, self.kernel_size, strict=True)):
+            raise checks.bad_value(self.name, "padding", f"at most half the kernel {self.kernel_size}", padding)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n, h, w, c = self._image(shape)
+        sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        p, q = self._fitting(shape, tuple(pool_output_size(*axis, self.ceil_mode) for axis in sizes))
+        return n, p, q, c
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        x, y = prod(shape), prod(self.output_shape(shape))
+        both = PassCost(y * prod(self.kernel_size), (x + y) * itemsize)
+        return Cost(forward=both, backward_data=both)
+
+    def describe(self) -> str:
+        return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class MaxPool2d(_Pool):
+    """The largest element of each window; padding counts as −∞, NaN wins.
+
+    Args:
+        kernel_size, stride, padding, dilation: an integer or (height, width).
+        ceil_mode: keep a last window that is only partly inside.
+
+    Shapes:
+        x (N, H, W, C) → (N, P, Q, C).
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | Pair,
+        stride: int | Pair | None = None,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        ceil_mode: bool = False,
+        *,
+        name: str | None = None,
+    ):
+        super().__init__(kernel_size, stride, padding, dilation, ceil_mode, name)
+
+    @property
+    def _window(self) -> dict[str, Pair]:
+        return {
+            "kernel": self.kernel_size, "stride": self.stride, "padding": self.padding, "dilation": self.dilation,
+        }  # fmt: skip
+
+    def compute(self, x: Any) -> Any:
+        y, index = self.ops.max_pool2d(x, **self._window, ceil_mode=self.ceil_mode)
+        self.save(index=index, shape=x.shape)
+        return y
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        kept = self.saved()
+        return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
+
+
+class AvgPool2d(_Pool):
+    """The mean of each window.
+
+    Args:
+        kernel_size, stride, padding, ceil_mode: as in `MaxPool2d`.
+        count_include_pad: padding zeros count in the divisor.
+    """
+
+    def __init__(
+        self,
+        kernel_size: int | Pair,
+        stride: int | Pair | None = None,
+        padding: int | Pair = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        *,
+        name: str | None = None,
+    ):
+        super().__init__(kernel_size, stride, padding, 1, ceil_mode, name)
+        self.count_include_pad = count_include_pad
+
+    @property
+    def _window(self) -> dict[str, Any]:
+        return {
+            "kernel": self.kernel_size, "stride": self.stride, "padding": self.padding,
+            "ceil_mode": self.ceil_mode, "count_include_pad": self.count_include_pad,
+        }  # fmt: skip
+
+    def compute(self, x: Any) -> Any:
+        self.save(shape=x.shape)
+        return self.ops.avg_pool2d(x, **self._window)
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        return self.ops.avg_pool2d_backward(dy, self.saved().shape, **self._window)
+
+
+class AdaptiveAvgPool2d(Layer):
+    """Means over bins that divide any image into ``output_size`` (height, width) parts; 1 is global average pooling."""
+
+    def __init__(self, output_size: int | Pair, *, name: str | None = None):
+        super().__init__(name)
+        self.output_size = checks.positive_pair(self.name, "output_size", output_size)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        n, h, w, c = self._image(shape)
+        self._fitting(shape, (h, w))
+        return n, *self.output_size, c
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        x, y = prod(shape), prod(self.output_shape(shape))
+        both = PassCost(x, (x + y) * itemsize)
+        return Cost(forward=both, backward_data=both)
+
+    def compute(self, x: Any) -> Any:
+        self.save(shape=x.shape)
+        return self.ops.adaptive_avg_pool2d(x, self.output_size)
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        return self.ops.adaptive_avg_pool2d_backward(dy, self.saved().shape)
+
+    def describe(self) -> str:
+        return f"{self.output_size}"

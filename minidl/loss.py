@@ -1,0 +1,109 @@
+"""Losses. `forward` gives totals that are already joined over ranks, `backward` the first gradient.
+
+A loss is divided by the *global* number of labels, and gradient messages are sums; so N ranks equal one rank on the
+joined batch, also with uneven shards or ignored labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from types import ModuleType
+from typing import Any
+
+from minidl import checks, interop
+from minidl.dist.communicator import SOLO, Communicator
+
+__all__ = ["SoftmaxCrossEntropy", "Totals"]
+
+_LABELS = ("int32", "int64", "uint8")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a loss adds up, still on the device: float64[4] of loss sum, labels, correct ones, labels out of range.
+
+    Reading any property waits for the device; training loops read only the steps they report.
+    """
+
+    ops: ModuleType
+    array: Any
+    num_classes: int
+
+    def read(self) -> tuple[float, int, int]:
+        """(summed loss, labels counted, correct predictions).
+
+        Raises:
+            ValueError: when labels lay outside the classes.
+        """
+        loss, count, correct, bad = self.ops.to_host(self.array).tolist()
+        if bad:
+            raise checks.bad_value(
+                "loss", "labels", f"in 0..{self.num_classes - 1} or the ignored index", f"{int(bad)} labels outside"
+            )
+        return loss, int(count), int(correct)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over all counted labels; 0 when there are none."""
+        loss, count, _ = self.read()
+        return loss / count if count else 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of counted labels whose class has the largest logit."""
+        _, count, correct = self.read()
+        return correct / count if count else 0.0
+
+
+class SoftmaxCrossEntropy:
+    """Mean of −log softmax(logits)[label] over all labels that are not ignored, of all ranks.
+
+    Args:
+        ignore_index: label that does not count.
+        comm: communicator whose ranks hold the shards of one batch.
+
+    Shapes:
+        logits (N, K) with labels (N,), or (N, H, W, K) with labels (N, H, W) for a loss per pixel; labels int32,
+        int64 or uint8.
+    """
+
+    def __init__(self, ignore_index: int = -100, comm: Communicator = SOLO):
+        self.ignore_index = ignore_index
+        self.comm = comm
+        self._saved: tuple[Any, ...] | None = None
+
+    def forward(self, logits: Any, labels: Any, grad: bool = True) -> Totals:
+        """Evaluate the loss; keeps what `backward` needs unless ``grad`` is False.
+
+        Raises:
+            ValueError: when the shapes do not belong together.
+            TypeError: for labels that are not integers.
+        """
+        array, ops = interop.take_in(logits, "loss", "logits")
+        labels, label_ops = interop.take_in(labels, "loss", "labels")
+        if label_ops is not ops:
+            raise checks.bad_dtype("loss", "labels", f"a {ops.name} array like the logits", f"a {label_ops.name} array")
+        if array.ndim < 2 or labels.shape != array.shape[:-1]:
+            raise checks.bad_shape("loss", "labels", f"{array.shape[:-1]} (the logits without classes)", labels.shape)
+        if str(labels.dtype) not in _LABELS:
+            raise checks.bad_dtype("loss", "labels", "int32, int64 or uint8", labels.dtype)
+        totals, lse = ops.softmax_cross_entropy(array, labels, ignore_index=self.ignore_index)
+        self.comm.all_reduce(totals)
+        self._saved = (ops, array, labels, lse, totals, interop.answer_in_kind(logits)) if grad else None
+        return Totals(ops, totals, array.shape[-1])
+
+    def backward(self, scale: Any = None) -> Any:
+        """Gradient of the mean loss by the logits, times ``scale`` (a float32[1] device array: the loss scale).
+
+        Raises:
+            RuntimeError: without a forward pass.
+        """
+        if self._saved is None:
+            raise checks.order("loss", "backward without a forward pass", "call forward(logits, labels) first")
+        ops, logits, labels, lse, totals, answer = self._saved
+        self._saved = None
+        assert prod(logits.shape[:-1]) == prod(labels.shape)
+        return answer(
+            ops.softmax_cross_entropy_backward(logits, labels, lse, totals, scale, ignore_index=self.ignore_index)
+        )

@@ -1,0 +1,243 @@
+"""Model: a graph with its parameters on a device. The one place where layers are called.
+
+Forward, nodes run in order, and an activation is dropped after its last reader (what backward needs is in the store).
+Backward, they run in reverse; where several layers read one value their gradients are summed, each visited layer
+getting the sum so far to add in its own kernel if it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from minidl import backend, checkpoint, checks
+from minidl.dist.agree import require_same, require_same_arrays
+from minidl.dist.communicator import SOLO, Communicator
+from minidl.graph import Graph, Node
+from minidl.layer import Layer
+from minidl.params import Arena
+from minidl.precision import Precision, float32
+from minidl.precision import precision as parse_precision
+from minidl.profile import Profiler
+from minidl.profile.spans import NULL_PROFILER
+from minidl.random import RandomCounter
+from minidl.store import TensorStore
+from minidl.value import Value, materialize
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A network ready to train.
+
+    Args:
+        graph: the network; its layers are bound to this model and to no other.
+        device: ``"cpu"`` or ``"cuda"``.
+        precision: ``"fp32"``, ``"tf32"`` (GPU), ``"bf16"`` or ``"fp16"``.
+        comm: communicator over the ranks that train this model together.
+        seed: starting weights and dropout are functions of it.
+        frozen: patterns of parameter names that are not trained (``"layer1.*"``).
+        store: where tensors saved for backward live.
+        profiler: sees every pass of every layer.
+        group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
+
+    Raises:
+        ValueError: unknown names, a plan or starting weights that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        device: str = "cpu",
+        precision: str | Precision = "fp32",
+        comm: Communicator = SOLO,
+        seed: int = 0,
+        frozen: Sequence[str] = (),
+        store: TensorStore | None = None,
+        profiler: Profiler = NULL_PROFILER,
+        group_bytes: int = 4 << 20,
+    ):
+        self.graph = graph
+        self.output_node = graph.output_node
+        self.ops = backend.get_ops(device)
+        self.precision = parse_precision(precision)
+        if self.precision.tf32 and device == "cpu":
+            raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+        self.comm = comm
+        self.store = store or TensorStore()
+        self.profiler = profiler
+        self.random = RandomCounter(seed)
+        taken = [layer.name for layer in graph.layers if layer.ops is not None]
+        if taken:
+            raise checks.order("model", f"layers {taken[:3]} belong to another model", "build the graph again")
+        self.arena = Arena(
+            self.ops, [(layer.name, layer.specs) for layer in graph.layers], self.precision, seed=seed, frozen=frozen
+        )
+        services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
+        for layer in graph.layers:
+            layer.bind(self.arena, self.ops, **services)
+        self.arena.connect(comm, group_bytes)
+        self._readers = graph.consumers()
+        self._needs_grad = _needs_grad(graph)
+        self._shapes: tuple[int, ...] | None = None
+        self.training = True
+        self._agree()
+
+    def _agree(self) -> None:
+        """Refuse to train when ranks disagree about the plan or the starting weights."""
+        plan = [segment.describe() for segment in self.arena.segments]
+        plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
+        require_same(self.comm, "parameter plan", [f"precision {self.precision.name}", *plan])
+        if self.comm.size > 1:
+            require_same_arrays(self.comm, "starting weights", {"weights": self.ops.to_host(self.arena.master)})
+
+    # -- the two passes ---------------------------------------------------------------------------------------------
+
+    def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0) -> Any:
+        """Run the network.
+
+        Args:
+            x: (N, H, W, C) or (N, C) array of the model's device and storage dtype.
+            grad: keep what backward needs; default: in training mode.
+            first_sample: global index of ``x[0]``, so that dropout does not depend on how a batch is sharded.
+
+        Returns:
+            The output array.
+        """
+        grad = self.training if grad is None else grad
+        self._check_input(x)
+        if self.training and grad:
+            self.random.advance(first_sample)
+        self.store.clear()
+        values: list[Value | None] = [None] * len(self.graph.nodes)
+        left = [len(readers) for readers in self._readers]
+        for node in self.graph.nodes:
+            keep = grad and self._needs_grad[node.index]
+            values[node.index] = Value(x) if node.layer is None else self._run(node, values, keep)
+            for i in node.inputs:
+                left[i] -= 1
+                if left[i] == 0:
+                    values[i] = None
+        return materialize(self.ops, values[self.output_node.index]).array
+
+    def _run(self, node: Node, values: list[Value | None], grad: bool) -> Value:
+        """One layer on its inputs, which are filled in first unless the layer takes them unfinished."""
+        layer = node.layer
+        if layer.accepts_unfinished:
+            y = layer.forward(*(values[i] for i in node.inputs), grad=grad)
+        else:
+            for i in node.inputs:
+                values[i] = materialize(self.ops, values[i])
+            y = layer.forward(*(values[i].array for i in node.inputs), grad=grad)
+        return y if isinstance(y, Value) else Value(y)
+
+    def backward(self, dy: Any, *, accumulate: bool = False, send: bool = True) -> None:
+        """Back through the last forward pass; gradients land in the arena and their messages start.
+
+        Args:
+            dy: gradient of the output.
+            accumulate, send: see `minidl.params.Arena.begin_step`.
+        """
+        self.arena.begin_step(accumulate=accumulate, send=send)
+        grads: list[Any] = [None] * len(self.graph.nodes)
+        grads[self.output_node.index] = dy
+        for node in reversed(self.graph.nodes):
+            if node.layer is None or not self._needs_grad[node.index]:
+                continue
+            layer, dy = node.layer, grads[node.index]
+            grads[node.index] = None
+            layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
+            single = node.inputs[0] if len(node.inputs) == 1 else None
+            dx = layer.backward(dy, add=grads[single] if single is not None else None)
+            if not layer.needs_input_grad:
+                continue
+            if single is not None:
+                grads[single] = dx
+            else:
+                self._spread(node, dx, grads)
+
+    def _spread(self, node: Node, dx: Sequence[Any], grads: list[Any]) -> None:
+        """Add the gradients of a join's inputs to what other readers contributed."""
+        for i, part in zip(node.inputs, dx, strict=True):
+            if self._needs_grad[i]:
+                grads[i] = part if grads[i] is None else self.ops.add(grads[i], part)
+
+    def _check_input(self, x: Any) -> None:
+        if backend.ops_of(x) is not self.ops:
+            raise checks.bad_dtype(
+                "model", "x", f"a {self.ops.name} array", checks.describe(x), "copy it with model.ops.from_host(x)"
+            )
+        if x.dtype != self.precision.storage:
+            raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, f"convert it: {self.precision.name}")
+        if x.shape != self._shapes:
+            self.graph.shapes(x.shape)
+            self._shapes = x.shape
+
+    # -- modes and state --------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers in execution order."""
+        return self.graph.layers
+
+    def train(self, mode: bool = True) -> Model:
+        """Training mode: batch statistics, dropout."""
+        self.training = mode
+        for layer in self.layers:
+            layer.training = mode
+        return self
+
+    def eval(self) -> Model:
+        """Evaluation mode: running statistics, no dropout; forward saves nothing unless asked."""
+        return self.train(False)
+
+    def average_buffers(self) -> None:
+        """Replace running statistics by their mean over the ranks, which see different shards."""
+        if self.comm.size == 1:
+            return
+        for layer in self.layers:
+            for array in layer.buffers.values():
+                self.comm.all_reduce(array)
+                self.ops.copy_into(array, array / np.float32(self.comm.size))
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Parameters (float32) and buffers by full name, as host copies."""
+        host = self.ops.to_host(self.arena.master)
+        state = {s.full_name: host[s.offset : s.offset + s.size].reshape(s.shape).copy() for s in self.arena.segments}
+        for layer in self.layers:
+            state |= {f"{layer.name}.{name}": self.ops.to_host(array) for name, array in layer.buffers.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Overwrite all parameters and buffers.
+
+        Raises:
+            ValueError: listing what is missing, unexpected, or of another shape or dtype.
+        """
+        buffers = {f"{layer.name}.{name}": array for layer in self.layers for name, array in layer.buffers.items()}
+        parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
+        checkpoint.match(parameters | buffers, state, "state")
+        host = self.ops.to_host(self.arena.master).copy()
+        for s in self.arena.segments:
+            host[s.offset : s.offset + s.size] = state[s.full_name].reshape(-1)
+        self.ops.copy_into(self.arena.master, self.ops.from_host(host))
+        self.arena.refresh_working()
+        for name, array in buffers.items():
+            self.ops.copy_into(array, self.ops.from_host(state[name]))
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained and frozen parameters."""
+        return sum(s.size for s in self.arena.segments)
+
+
+def _needs_grad(graph: Graph) -> list[bool]:
+    """Which nodes a gradient must reach: those with something trained at or below them."""
+    needs = [False] * len(graph.nodes)
+    for node in graph.nodes:
+        trained = node.layer is not None and any(node.layer.params.trainable(s.name) for s in node.layer.specs)
+        needs[node.index] = trained or any(needs[i] for i in node.inputs)
+    return needs

@@ -1,0 +1,34 @@
+"""Networks as functions that build a `Graph`, with the parameter names of torchvision where it has the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from minidl import checks
+from minidl.graph import Graph
+from minidl.models.densenet import densenet121
+from minidl.models.mlp import lenet, mlp
+from minidl.models.resnet import resnet18, resnet20, resnet34, resnet50, resnet101, resnet152
+from minidl.models.unet import unet
+from minidl.models.vgg import vgg16, vgg16_bn
+
+MODELS: dict[str, Callable[..., Graph]] = {
+    function.__name__: function
+    for function in (
+        densenet121, lenet, mlp, resnet18, resnet20, resnet34, resnet50, resnet101, resnet152, unet, vgg16, vgg16_bn,
+    )
+}  # fmt: skip
+
+__all__ = ["MODELS", "build", *MODELS]
+
+
+def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:
+    """The network called ``name`` for images of (H, W, C) and ``num_classes`` classes.
+
+    Raises:
+        ValueError: unknown name, listing the known ones; image too small, naming the layer it does not fit.
+    """
+    if name not in MODELS:
+        raise checks.unknown("model", name, MODELS)
+    return MODELS[name](num_classes=num_classes, image_shape=image_shape, **options)

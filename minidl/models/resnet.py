@@ -1,0 +1,104 @@
+"""Residual networks (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016).
+
+The ImageNet networks are version 1.5: a bottleneck's stride stands in its 3×3 convolution, as in torchvision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from minidl.graph import Graph, Node, scope
+from minidl.initializers import kaiming_normal
+from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
+
+__all__ = ["resnet18", "resnet20", "resnet34", "resnet50", "resnet101", "resnet152"]
+
+Block = Callable[[Node, int, int, bool], Node]
+
+
+def _conv(x: Node, channels: int, kernel: int, stride: int, name: str) -> Node:
+    """A convolution that keeps the image size at stride 1; its bias would be cancelled by the batch norm after it."""
+    return Conv2d(
+        x.shape[-1], channels, kernel, stride, kernel // 2, bias=False, weight_init=kaiming_normal("out"), name=name
+    )(x)
+
+
+def _norm(x: Node, sync: bool, name: str) -> Node:
+    return BatchNorm2d(x.shape[-1], sync=sync, name=name)(x)
+
+
+def _join(x: Node, shortcut: Node, channels: int, stride: int, sync: bool) -> Node:
+    """Add the block's input, projected where its shape changed, and apply the block's last ReLU."""
+    if stride != 1 or shortcut.shape[-1] != channels:
+        with scope("downsample"):
+            shortcut = _norm(_conv(shortcut, channels, 1, stride, "0"), sync, "1")
+    return ReLU(name="relu_out")(Add()(x, shortcut))
+
+
+def _basic(x: Node, width: int, stride: int, sync: bool) -> Node:
+    y = ReLU(name="relu1")(_norm(_conv(x, width, 3, stride, "conv1"), sync, "bn1"))
+    y = _norm(_conv(y, width, 3, 1, "conv2"), sync, "bn2")
+    return _join(y, x, width, stride, sync)
+
+
+def _bottleneck(x: Node, width: int, stride: int, sync: bool) -> Node:
+    y = ReLU(name="relu1")(_norm(_conv(x, width, 1, 1, "conv1"), sync, "bn1"))
+    y = ReLU(name="relu2")(_norm(_conv(y, width, 3, stride, "conv2"), sync, "bn2"))
+    y = _norm(_conv(y, 4 * width, 1, 1, "conv3"), sync, "bn3")
+    return _join(y, x, 4 * width, stride, sync)
+
+
+def _stages(x: Node, block: Block, depths: tuple[int, ...], width: int, sync: bool) -> Node:
+    """Stages of blocks; each stage but the first halves the image and doubles the width."""
+    for stage, depth in enumerate(depths):
+        for i in range(depth):
+            with scope(f"layer{stage + 1}.{i}"):
+                x = block(x, width << stage, 2 if stage > 0 and i == 0 else 1, sync)
+    return x
+
+
+def _head(graph: Graph, x: Node, num_classes: int) -> Graph:
+    x = Flatten()(AdaptiveAvgPool2d(1, name="avgpool")(x))
+    return graph.output(Linear(x.shape[-1], num_classes, name="fc")(x))
+
+
+def _imagenet(
+    block: Block,
+    depths: tuple[int, ...],
+    num_classes: int = 1000,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    sync_batch_norm: bool = False,
+) -> Graph:
+    """7×7 stem with stride 2, 3×3 max pooling with stride 2, four stages from width 64."""
+    graph = Graph()
+    x = _norm(_conv(graph.input(image_shape), 64, 7, 2, "conv1"), sync_batch_norm, "bn1")
+    x = MaxPool2d(3, 2, 1, name="maxpool")(ReLU(name="relu")(x))
+    return _head(graph, _stages(x, block, depths, 64, sync_batch_norm), num_classes)
+
+
+def _named(name: str, block: Block, depths: tuple[int, ...]) -> Callable[..., Graph]:
+    function = partial(_imagenet, block, depths)
+    function.__name__ = name
+    function.__doc__ = f"{name}: {_imagenet.__doc__} Blocks per stage: {depths}."
+    return function
+
+
+resnet18 = _named("resnet18", _basic, (2, 2, 2, 2))
+resnet34 = _named("resnet34", _basic, (3, 4, 6, 3))
+resnet50 = _named("resnet50", _bottleneck, (3, 4, 6, 3))
+resnet101 = _named("resnet101", _bottleneck, (3, 4, 23, 3))
+resnet152 = _named("resnet152", _bottleneck, (3, 8, 36, 3))
+
+
+def resnet20(
+    num_classes: int = 10, image_shape: tuple[int, int, int] = (32, 32, 3), sync_batch_norm: bool = False
+) -> Graph:
+    """The 20-layer network for small images of section 4.2 of the paper: three stages of three basic blocks, 16 wide.
+
+    Shortcuts that change shape are projections (option B), where the paper's CIFAR networks pad with zeros.
+    """
+    graph = Graph()
+    x = _norm(_conv(graph.input(image_shape), 16, 3, 1, "conv1"), sync_batch_norm, "bn1")
+    x = _stages(ReLU(name="relu")(x), _basic, (3, 3, 3), 16, sync_batch_norm)
+    return _head(graph, x, num_classes)

@@ -1,0 +1,56 @@
+"""U-Net (Ronneberger et al., MICCAI 2015) as usual today: padded convolutions with batch norm, logits per pixel."""
+
+from __future__ import annotations
+
+from minidl import checks
+from minidl.graph import Graph, Node, scope
+from minidl.layers import BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
+
+__all__ = ["unet"]
+
+
+def _double_conv(x: Node, width: int, sync: bool) -> Node:
+    """Two times 3×3 convolution, batch norm, ReLU."""
+    with scope("double_conv"):
+        for i in (0, 3):
+            x = Conv2d(x.shape[-1], width, 3, padding=1, bias=False, name=f"{i}")(x)
+            x = ReLU(name=f"{i + 2}")(BatchNorm2d(width, sync=sync, name=f"{i + 1}")(x))
+    return x
+
+
+def unet(
+    num_classes: int = 2,
+    image_shape: tuple[int, int, int] = (256, 256, 3),
+    width: int = 64,
+    depth: int = 4,
+    sync_batch_norm: bool = False,
+) -> Graph:
+    """Encoder and decoder of ``depth`` levels, ``width`` to ``width·2**depth`` channels, joined by skip connections.
+
+    Raises:
+        ValueError: when the image does not divide by 2**depth.
+    """
+    step = 1 << depth
+    if image_shape[0] % step or image_shape[1] % step:
+        raise checks.bad_shape("unet", "images", f"(H, W, C) with H and W multiples of {step}", image_shape)
+    graph = Graph()
+    x = graph.input(image_shape)
+    with scope("inc"):
+        x = _double_conv(x, width, sync_batch_norm)
+    skips = []
+    for level in range(1, depth + 1):
+        skips.append(x)
+        with scope(f"down{level}.maxpool_conv"):
+            x = MaxPool2d(2, name="0")(x)
+            with scope("1"):
+                x = _double_conv(x, width << level, sync_batch_norm)
+    for level in range(1, depth + 1):
+        channels = x.shape[-1] // 2
+        with scope(f"up{level}"):
+            x = ConvTranspose2d(x.shape[-1], channels, 2, stride=2, name="up")(x)
+            x = Concat()(skips.pop(), x)
+            with scope("conv"):
+                x = _double_conv(x, channels, sync_batch_norm)
+    with scope("outc"):
+        x = Conv2d(x.shape[-1], num_classes, 1, name="conv")(x)
+    return graph.output(x)

@@ -1,0 +1,177 @@
+"""Optimizers: one kernel over flat slices of the arenas, waiting for each gradient message in the order they started.
+
+Learning rate, loss scale and the overflow flag live in a small array on the device, which the kernel reads: the host
+decides nothing inside a step, so a whole step can be captured and replayed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minidl import checkpoint, checks
+from minidl.model import Model
+from minidl.params import ALIGN, Segment
+
+__all__ = ["SGD", "ParameterGroup"]
+
+# Layout of the control array, float32 (see the sgd_update operation).
+LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)
+_CONTROL_SIZE = 8
+_FIRST_LOSS_SCALE = 2.0**16
+_GROWTH_INTERVAL = 2000
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters whose full name matches ``pattern`` (``fnmatch``): another learning rate or weight decay.
+
+    Attributes:
+        lr_scale: factor on the learning rate.
+        weight_decay: instead of the optimizer's; None keeps that.
+    """
+
+    pattern: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+class SGD:
+    """Stochastic gradient descent with momentum, as torch.optim.SGD computes it.
+
+        g = grad + weight_decay·w;  v = momentum·v + g;  w -= lr·(g + momentum·v if nesterov else v)
+
+    Args:
+        model: whose trainable parameters are updated.
+        lr: learning rate; change it between steps through `set_lr`.
+        momentum, weight_decay, nesterov: as above.
+        decay_norm_and_bias: False exempts biases and batch-norm parameters (all one-dimensional ones) from decay.
+        groups: exceptions by name; the first pattern that matches counts.
+        loss_scale: first scale of the loss, for float16; it then doubles after 2000 good steps and halves on overflow.
+
+    With float16 a step whose gradients overflow changes nothing; which it is, is decided on the device.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        decay_norm_and_bias: bool = True,
+        groups: Sequence[ParameterGroup] = (),
+        loss_scale: float = _FIRST_LOSS_SCALE,
+    ):
+        for argument, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise checks.bad_value("SGD", argument, "at least 0", value)
+        if nesterov and momentum == 0:
+            raise checks.bad_value("SGD", "momentum", "positive with nesterov=True", momentum)
+        self.model, self.arena, self.ops = model, model.arena, model.ops
+        self.nesterov = nesterov
+        self.weight_decay, self.decay_norm_and_bias, self.groups = weight_decay, decay_norm_and_bias, tuple(groups)
+        self._check_groups()
+        self.scales_loss = model.precision.loss_scaling
+        control = np.zeros(_CONTROL_SIZE, np.float32)
+        control[[LR, MOMENTUM]] = lr, momentum
+        control[LOSS_SCALE] = loss_scale if self.scales_loss else 1.0
+        control[GROWTH_INTERVAL] = _GROWTH_INTERVAL
+        self.control = self.ops.from_host(control)
+        self._lr = float(lr)
+        size = (self.arena.trainable_size,)
+        self.velocity = self.ops.zeros(size, np.dtype(np.float32)) if momentum else None
+        self.segment_of, self.segments = self.arena.table(self._row)
+
+    def _check_groups(self) -> None:
+        names = [s.full_name for s in self.arena.segments if s.trainable]
+        for group in self.groups:
+            if not fnmatch.filter(names, group.pattern):
+                raise checks.unknown("parameter pattern", group.pattern, names)
+
+    def _row(self, segment: Segment) -> tuple[float, float, float, float]:
+        """One row of the segment table: learning-rate scale, weight decay, momentum scale, unused."""
+        group = next((g for g in self.groups if fnmatch.fnmatchcase(segment.full_name, g.pattern)), None)
+        exempt = len(segment.shape) == 1 and not self.decay_norm_and_bias
+        decay = 0.0 if exempt else self.weight_decay
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        return (group.lr_scale if group else 1.0), decay, 1.0, 0.0
+
+    @property
+    def lr(self) -> float:
+        return self._lr
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the next step."""
+        if lr != self._lr:
+            self.ops.copy_into(self.control[LR : LR + 1], self.ops.from_host(np.array([lr], np.float32)))
+            self._lr = float(lr)
+
+    @property
+    def loss_scale(self) -> Any:
+        """Device array float32[1] to pass to the loss's `backward`; None where no scaling is needed."""
+        return self.control[LOSS_SCALE : LOSS_SCALE + 1] if self.scales_loss else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out so far because their gradients overflowed. Waits for the device."""
+        return int(self.ops.to_host(self.control)[SKIPPED])
+
+    def step(self) -> None:
+        """Update all parameters: group by group as messages arrive or, with loss scaling, after all of them."""
+        messages = self.arena.finished()
+        if not self.scales_loss:
+            for message in messages:
+                self._update(message.begin, message.end)
+            return
+        for _ in messages:
+            pass
+        self.ops.find_nonfinite(self.arena.grad, self.control)
+        self._update(0, self.arena.trainable_size)
+        self.ops.update_loss_scale(self.control)
+
+    def _update(self, begin: int, end: int) -> None:
+        arena, part = self.arena, slice(begin, end)
+        mixed = arena.working is not arena.master
+        self.ops.sgd_update(
+            arena.master[part],
+            arena.grad[part],
+            self.velocity[part] if self.velocity is not None else None,
+            arena.working[part] if mixed else None,
+            self.segment_of[begin // ALIGN : end // ALIGN],
+            self.segments,
+            self.control,
+            nesterov=self.nesterov,
+        )
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Momentum by parameter name, and the control array, as host copies."""
+        state = {"control": self.ops.to_host(self.control)}
+        if self.velocity is not None:
+            host = self.ops.to_host(self.velocity)
+            for s in self.arena.segments:
+                if s.trainable:
+                    state[f"momentum.{s.full_name}"] = host[s.offset : s.offset + s.size].reshape(s.shape).copy()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: when the names do not match this optimizer.
+        """
+        checkpoint.match(self.state_dict(), state, "optimizer state")
+        self.ops.copy_into(self.control, self.ops.from_host(state["control"]))
+        self._lr = float(state["control"][LR])
+        if self.velocity is not None:
+            host = np.zeros(self.arena.trainable_size, np.float32)
+            for s in self.arena.segments:
+                if s.trainable:
+                    host[s.offset : s.offset + s.size] = state[f"momentum.{s.full_name}"].reshape(-1)
+            self.ops.copy_into(self.velocity, self.ops.from_host(host))

@@ -1,0 +1,276 @@
+"""Parameters in flat arenas: layers hold named views, neighbours in the backward pass are neighbours in memory.
+
+One arena serves a whole model (or one layer working alone). Its trainable part is laid out in *backward order*, each
+segment aligned to 256 bytes, so the gradients of any run of neighbouring layers are one contiguous message and one
+update, whatever parameter groups they belong to. Frozen parameters lie behind it and have no gradient.
+
+    master   float32   every parameter                     | trainable, backward order | frozen |
+    working  storage   what products read; is ``master`` for float32
+    grad     float32   trainable part only
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl import checks
+from minidl.dist.communicator import SOLO, Communicator, Work
+from minidl.initializers import Initializer, generator
+from minidl.precision import Precision
+from minidl.shapes import round_up
+
+__all__ = ["ALIGN", "Arena", "Gradient", "LayerParams", "Message", "ParameterSpec", "Segment"]
+
+ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a layer declares: ``product`` parameters enter matrix products and are read in the storage dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    init: Initializer
+    product: bool
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place: ``offset`` and ``size`` in elements of the arena; JSON-able but for nothing."""
+
+    layer: str
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    product: bool
+    trainable: bool
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """End of the segment including its padding."""
+        return self.offset + round_up(self.size, ALIGN)
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.layer}.{self.name}" if self.layer else self.name
+
+    def describe(self) -> str:
+        """One line that is equal on two ranks exactly when their plans agree here."""
+        return f"{self.full_name} {self.shape} at {self.offset}{'' if self.trainable else ' frozen'}"
+
+
+class Gradient(NamedTuple):
+    """Where a layer writes a parameter gradient: float32 ``view``; ``first``: overwrite it, else add to it."""
+
+    view: Any
+    first: bool
+
+
+class LayerParams(Mapping[str, Any]):
+    """One layer's views: ``params["weight"]`` is what its forward pass reads."""
+
+    def __init__(self, arena: Arena, layer: str, segments: Sequence[Segment]):
+        self._arena = arena
+        self._layer = layer
+        self._segments = {s.name: s for s in segments}
+        self._views = {s.name: arena.view(s, arena.working if s.product else arena.master) for s in segments}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def master(self, name: str) -> Any:
+        """The float32 value that the optimizer updates."""
+        return self._arena.view(self._segments[name], self._arena.master)
+
+    def trainable(self, name: str) -> bool:
+        """Whether the layer has this parameter and it is not frozen."""
+        return name in self._segments and self._segments[name].trainable
+
+    def grad(self, name: str) -> Gradient | None:
+        """Where to write the gradient of ``name`` now; None when there is no such parameter or it is frozen."""
+        if not self.trainable(name):
+            return None
+        return Gradient(*self._arena.claim(self._segments[name]))
+
+    def gradients(self) -> dict[str, Any]:
+        """The gradients as they stand, float32, by name (trainable parameters only)."""
+        return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
+
+    def ready(self) -> None:
+        """All gradients of this layer are written: its all-reduce may start."""
+        self._arena.ready(self._layer)
+
+
+@dataclass
+class Message:
+    """A contiguous slice of gradients that is sent at once and updated at once: one layer or several neighbours."""
+
+    begin: int
+    end: int
+    layers: tuple[str, ...]
+    waiting: int = 0
+    work: Work | None = None
+
+
+class Arena:
+    """All parameters of a set of layers in flat arrays of one operation table.
+
+    Args:
+        ops: the operation table that owns the arrays.
+        layers: (name, specs) in forward order.
+        precision: storage dtype of the working copy.
+        seed: starting weights are a function of it and each parameter's name.
+        frozen: patterns (``fnmatch``) of full parameter names that are not trained.
+    """
+
+    def __init__(
+        self,
+        ops: ModuleType,
+        layers: Sequence[tuple[str, Sequence[ParameterSpec]]],
+        precision: Precision,
+        *,
+        seed: int = 0,
+        frozen: Sequence[str] = (),
+    ):
+        self.ops = ops
+        self.precision = precision
+        self.segments = _lay_out(layers, frozen)
+        self.trainable_size = max((s.stop for s in self.segments if s.trainable), default=0)
+        size = max((s.stop for s in self.segments), default=0)
+        host = np.zeros(size, np.float32)
+        inits = {(name, spec.name): spec.init for name, specs in layers for spec in specs}
+        for s in self.segments:
+            values = inits[s.layer, s.name](generator(seed, s.full_name), s.shape)
+            host[s.offset : s.offset + s.size] = values.reshape(-1)
+        self.master = ops.from_host(host)
+        self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
+        mixed = precision.storage != np.float32
+        self.working = ops.cast(self.master, precision.storage) if mixed else self.master
+        self._written: set[str] = set()
+        self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
+        self.messages: list[Message] = []
+        self.connect(SOLO)
+
+    def layer(self, name: str) -> LayerParams:
+        """The views of one layer."""
+        return LayerParams(self, name, self._layers[name])
+
+    def view(self, segment: Segment, arena: Any) -> Any:
+        """The part of a flat array that belongs to ``segment``, in its shape."""
+        return arena[segment.offset : segment.offset + segment.size].reshape(segment.shape)
+
+    def refresh_working(self) -> None:
+        """Round the master weights again into the working copy, after they were written from outside."""
+        if self.working is not self.master:
+            self.ops.copy_into(self.working, self.master)
+
+    def table(self, values: Callable[[Segment], Sequence[float]]) -> tuple[Any, Any]:
+        """The optimizer's segment table: (segment of each 64-element chunk, int32; ``values`` per segment, float32)."""
+        trainable = [s for s in self.segments if s.trainable]
+        chunk = np.zeros(self.trainable_size // ALIGN, np.int32)
+        for i, s in enumerate(trainable):
+            chunk[s.offset // ALIGN : s.stop // ALIGN] = i
+        rows = np.array([values(s) for s in trainable], np.float32).reshape(len(trainable), -1)
+        return self.ops.from_host(chunk), self.ops.from_host(rows)
+
+    # -- one backward pass ------------------------------------------------------------------------------------------
+
+    def connect(self, comm: Communicator, group_bytes: int = 0) -> None:
+        """Cut the gradients into messages: neighbouring layers share one until it holds ``group_bytes``."""
+        self.comm = comm
+        self.messages = []
+        for name in reversed(self._layers):
+            mine = [s for s in self._layers[name] if s.trainable]
+            if not mine:
+                continue
+            begin, end = mine[0].offset, mine[-1].stop
+            last = self.messages[-1] if self.messages else None
+            if last is not None and (last.end - last.begin) * 4 < group_bytes:
+                last.end, last.layers = end, (*last.layers, name)
+            else:
+                self.messages.append(Message(begin, end, (name,)))
+        self._message_of = {name: m for m in self.messages for name in m.layers}
+        self.begin_step()
+
+    def begin_step(self, *, accumulate: bool = False, send: bool = True) -> None:
+        """Before each backward pass.
+
+        Args:
+            accumulate: add to the gradients of the backward pass before (micro-batches) instead of overwriting them.
+            send: start messages; False for all micro-batches of a step but the last.
+        """
+        for message in self.messages:
+            if message.work is not None:
+                raise checks.order(
+                    "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
+                )
+            message.waiting = len(message.layers)
+        self._send = send
+        if not accumulate:
+            self._written.clear()
+
+    def claim(self, segment: Segment) -> tuple[Any, bool]:
+        """The gradient's view, and whether this is the first contribution of the step."""
+        first = segment.full_name not in self._written
+        self._written.add(segment.full_name)
+        return self.view(segment, self.grad), first
+
+    def ready(self, layer: str) -> None:
+        """Count a layer as done and start its message when it was the last of it."""
+        message = self._message_of.get(layer)
+        if message is None:
+            return
+        message.waiting -= 1
+        if message.waiting < 0:
+            raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
+        if message.waiting == 0 and self._send:
+            message.work = self.comm.start_all_reduce(self.grad[message.begin : message.end])
+
+    def finished(self) -> Iterator[Message]:
+        """The messages in the order they were started, each waited for (on the device's stream, not the host)."""
+        for message in self.messages:
+            if message.work is None:
+                raise checks.order(
+                    f"message of {', '.join(message.layers)}", "update before backward", "call model.backward() first"
+                )
+            message.work.wait()
+            message.work = None
+            yield message
+
+
+def _lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Sequence[str]) -> list[Segment]:
+    """Segments with offsets: trainable ones in backward order, then the frozen ones."""
+    found = [
+        Segment(name, spec.name, spec.shape, 0, spec.product, True)
+        for name, specs in reversed(layers)
+        for spec in specs
+    ]
+    for pattern in frozen:
+        if not any(fnmatch.fnmatchcase(s.full_name, pattern) for s in found):
+            raise checks.unknown("parameter pattern", pattern, [s.full_name for s in found])
+    placed: list[Segment] = []
+    offset = 0
+    held = [any(fnmatch.fnmatchcase(s.full_name, p) for p in frozen) for s in found]
+    for want_frozen in (False, True):
+        for s, is_frozen in zip(found, held, strict=True):
+            if is_frozen is want_frozen:
+                placed.append(Segment(s.layer, s.name, s.shape, offset, s.product, not is_frozen))
+                offset = placed[-1].stop
+    return placed

@@ -1,0 +1,60 @@
+"""Storage types and compute modes: what an array holds and how products of it are computed.
+
+Whatever the storage, sums, statistics, gradients of parameters and master weights are at least float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from minidl import checks
+
+__all__ = ["Precision", "bfloat16", "float16", "float32", "precision"]
+
+float32 = np.dtype(np.float32)
+float16 = np.dtype(np.float16)
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a model stores its activations and computes its products.
+
+    Attributes:
+        name: short name, as used in result files: fp32, tf32, bf16 or fp16.
+        storage: dtype of activations and of the weights that enter products.
+        tf32: products of float32 arrays may round their operands to TF32 (10-bit mantissa); GPU only.
+        loss_scaling: gradients need a scaled loss so that they do not underflow (float16).
+    """
+
+    name: str
+    storage: np.dtype
+    tf32: bool = False
+    loss_scaling: bool = False
+
+
+_PRECISIONS = {
+    "fp32": Precision("fp32", float32),
+    "tf32": Precision("tf32", float32, tf32=True),
+    "bf16": Precision("bf16", bfloat16),
+    "fp16": Precision("fp16", float16, loss_scaling=True),
+}
+_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def precision(spec: str | np.dtype | type | Precision) -> Precision:
+    """The precision of a name (``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bfloat16"``, ...) or of a dtype.
+
+    Raises:
+        ValueError: for any other name or dtype.
+    """
+    if isinstance(spec, Precision):
+        return spec
+    name = spec if isinstance(spec, str) else np.dtype(spec).name
+    name = _ALIASES.get(name, name)
+    if name not in _PRECISIONS:
+        raise checks.unknown("precision", name, [*_PRECISIONS, *_ALIASES])
+    return _PRECISIONS[name]

@@ -1,0 +1,159 @@
+"""Learning-rate schedules: small frozen functions from the training step (0, 1, 2, ...) to the learning rate.
+
+None of them remembers anything, so a resumed run needs the step alone.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minidl import checks
+
+__all__ = ["Constant", "Cosine", "Schedule", "Step", "Warmup", "parse", "warmup"]
+
+Schedule = Callable[[int], float]
+
+_FORMS = ("constant", "step:30,60,80", "step:30,60,80:0.1", "cosine", "cosine:0.001")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """``lr`` at every step."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        _rate("Constant", "lr", self.lr)
+
+    def __call__(self, step: int) -> float:
+        return self.lr
+
+
+@dataclass(frozen=True)
+class Step:
+    """``lr * gamma ** (number of milestones reached)``; a milestone is reached at its own step.
+
+    Args:
+        lr: before the first milestone.
+        milestones: steps, rising.
+        gamma: factor at each, above 0.
+    """
+
+    lr: float
+    milestones: tuple[int, ...]
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _rate("Step", "lr", self.lr)
+        milestones = tuple(checks.at_least("Step", "milestones", step, 0) for step in self.milestones)
+        if list(milestones) != sorted(set(milestones)):
+            raise checks.bad_value("Step", "milestones", "rising", self.milestones)
+        if not 0 < self.gamma < math.inf:
+            raise checks.bad_value("Step", "gamma", "above 0", self.gamma)
+        object.__setattr__(self, "milestones", milestones)
+
+    def __call__(self, step: int) -> float:
+        return self.lr * self.gamma ** bisect_right(self.milestones, step)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from ``lr`` at step 0 down to ``final`` at ``total_steps``, and ``final`` from there on.
+
+    ``final + (lr - final) * (1 + cos(pi * step / total_steps)) / 2`` (Loshchilov and Hutter, "SGDR", ICLR 2017, without
+    restarts).
+
+    Args:
+        lr: learning rate at the start.
+        total_steps: at least 1.
+        final: learning rate at the end.
+    """
+
+    lr: float
+    total_steps: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _rate("Cosine", "lr", self.lr)
+        checks.at_least("Cosine", "total_steps", self.total_steps, 1)
+        _rate("Cosine", "final", self.final)
+
+    def __call__(self, step: int) -> float:
+        progress = min(step / self.total_steps, 1.0)
+        return self.final + (self.lr - self.final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """A straight line from ``start`` at step 0 to what ``schedule`` gives at ``steps``; ``schedule`` from there on.
+
+    The schedule's own clock is not shifted: after the warm-up it is where it would have been without (Goyal et al.,
+    "Accurate, large minibatch SGD", 2017).
+    """
+
+    schedule: Schedule
+    steps: int
+    start: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.at_least("Warmup", "steps", self.steps, 0)
+        _rate("Warmup", "start", self.start)
+
+    def __call__(self, step: int) -> float:
+        if step >= self.steps:
+            return self.schedule(step)
+        return self.start + (self.schedule(self.steps) - self.start) * step / self.steps
+
+
+def warmup(schedule: Schedule, steps: int, start: float = 0.0) -> Schedule:
+    """``schedule`` behind a linear warm-up of ``steps`` steps; ``schedule`` itself for 0 steps.
+
+    Raises:
+        ValueError: negative ``steps`` or ``start``.
+    """
+    return Warmup(schedule, steps, start) if steps else schedule
+
+
+def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: float = 0.0) -> Schedule:
+    """The schedule of a command-line word.
+
+    Args:
+        spec: ``constant``; ``step:30,60,80`` with milestones in epochs, ``step:30,60,80:0.2`` with another factor than
+            0.1; ``cosine``, or ``cosine:0.001`` to end there and not at 0.
+        lr: learning rate after the warm-up.
+        epochs: of the whole run, warm-up included.
+        steps_per_epoch: steps in an epoch.
+        warmup: epochs of linear warm-up from 0, fractions allowed.
+
+    Raises:
+        ValueError: an unknown word, numbers that do not parse or are out of range, a warm-up longer than the run.
+    """
+    if not 0 <= warmup <= epochs:
+        raise checks.bad_value("learning-rate schedule", "warmup", f"in [0, {epochs}], the epochs of the run", warmup)
+    try:
+        schedule = _parse(spec, lr, epochs, steps_per_epoch)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"learning-rate schedule {spec!r}: {error}") from error
+    steps = round(warmup * steps_per_epoch)
+    return Warmup(schedule, steps) if steps else schedule
+
+
+def _parse(spec: str, lr: float, epochs: int, steps_per_epoch: int) -> Schedule:
+    name, *arguments = spec.split(":")
+    match name, arguments:
+        case "constant", []:
+            return Constant(lr)
+        case "step", [milestones, *gamma] if len(gamma) <= 1:
+            steps = tuple(round(float(epoch) * steps_per_epoch) for epoch in milestones.split(","))
+            return Step(lr, steps, *map(float, gamma))
+        case "cosine", [*final] if len(final) <= 1:
+            return Cosine(lr, epochs * steps_per_epoch, *map(float, final))
+    raise ValueError(f"expected one of the forms {', '.join(_FORMS)}")
+
+
+def _rate(who: str, argument: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise checks.bad_value(who, argument, "a finite number of at least 0", value)

@@ -1,0 +1,97 @@
+"""Shape arithmetic: integers in, integers out. Nothing here knows an array.
+
+Activations are NHWC (batch, height, width, channels) and filters are KRSC (out channels, kernel height,
+kernel width, in channels per group) everywhere in minidl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+Pair = tuple[int, int]
+
+__all__ = [
+    "Pair",
+    "ceil_div",
+    "conv_output_size",
+    "conv_transpose_output_size",
+    "pair",
+    "pixel_pitch",
+    "pool_output_size",
+    "round_up",
+]
+
+
+def pair(value: int | Sequence[int]) -> Pair:
+    """``3 -> (3, 3)`` and ``(3, 5) -> (3, 5)``: (height, width)."""
+    if isinstance(value, Sequence):
+        height, width = value
+        return int(height), int(width)
+    return int(value), int(value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The smallest integer not below ``a / b``, for positive ``b``."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` not below ``a``."""
+    return ceil_div(a, multiple) * multiple
+
+
+def conv_output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """Output length of a convolution along one axis; 0 or less when the kernel does not fit."""
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def conv_transpose_output_size(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, output_padding: int
+) -> int:
+    """Output length of a transposed convolution along one axis."""
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + output_padding + 1
+
+
+def pool_output_size(
+    size: int, kernel: int, stride: int, padding: int, dilation: int = 1, ceil_mode: bool = False
+) -> int:
+    """Output length of a pooling window along one axis.
+
+    With ``ceil_mode`` a last, partly filled window is kept, but never one that would start in the right-hand padding.
+    """
+    if not ceil_mode:
+        return conv_output_size(size, kernel, stride, padding, dilation)
+    out = ceil_div(size + 2 * padding - dilation * (kernel - 1) - 1, stride) + 1
+    if (out - 1) * stride >= size + padding:
+        out -= 1
+    return out
+
+
+def pixel_pitch(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int | None:
+    """Elements from one row of channels to the next when an array is seen as (rows, channels), or None.
+
+    minidl's activations may be *pitched*: a slice ``x[..., a:b]`` of the channels of a dense array is legal everywhere.
+    None means that the array is something else (transposed, cropped, reversed) and must be copied first.
+    """
+    if len(shape) == 0:
+        return None
+    channels = shape[-1]
+    if prod(shape) == 0:
+        return channels
+    if channels > 1 and strides[-1] != itemsize:
+        return None
+    # Axes of length one carry no information: their strides may be anything.
+    expected = None
+    pitch = channels
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is None:
+            if stride < channels * itemsize or stride % itemsize:
+                return None
+            pitch = stride // itemsize
+        elif stride != expected:
+            return None
+        expected = stride * size
+    return pitch

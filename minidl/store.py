@@ -1,0 +1,105 @@
+"""The one place where tensors saved for the backward pass live.
+
+Layers put arrays in with `TensorStore.save` and take them back with `TensorStore.take`; what happens in between is the
+store's business. This one keeps everything where it is. A memory planner's store moves slots to the host and back, or
+recomputes them, without any layer noticing: any store must give back the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+
+__all__ = ["Slot", "TensorStore", "slot_key"]
+
+
+def slot_key(array: Any) -> Hashable:
+    """Identity of a saved tensor: (address, shape, strides, dtype).
+
+    A ReLU's output is the next convolution's input: both save one buffer, which must be counted and moved once.
+    """
+    address = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    return address, array.shape, array.strides, str(array.dtype)
+
+
+@dataclass
+class Slot:
+    """One tensor and the number of layers that still need it.
+
+    ``source`` refers weakly to the array as it was saved. Once a store has moved its content away and the array is
+    gone, another tensor may lie at the same address: it is not this one.
+    """
+
+    array: Any
+    savers: int = 0
+    source: Any = None
+
+
+class TensorStore:
+    """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, Slot] = {}
+        self._stacks: dict[str, list[dict[str, Any]]] = {}
+
+    def save(self, owner: str, items: Mapping[str, Any]) -> None:
+        """Keep ``items`` of the layer named ``owner``. Arrays become shared slots, anything else is kept as it is."""
+        frame = {}
+        for name, item in items.items():
+            if hasattr(item, "strides") and item.size:
+                key = slot_key(item)
+                slot = self._slots.get(key)
+                if slot is None or slot.source() is None:
+                    slot = self._slots[key] = self.hold(item)
+                    slot.source = weakref.ref(item)
+                slot.savers += 1
+                frame[name] = (key, slot)
+            else:
+                frame[name] = item
+        self._stacks.setdefault(owner, []).append(frame)
+
+    def take(self, owner: str) -> SimpleNamespace:
+        """What ``owner`` saved last, by name; its slots are released when no other layer needs them.
+
+        Raises:
+            RuntimeError: when nothing is saved, because forward did not run (or ran with ``grad=False``).
+        """
+        stack = self._stacks.get(owner)
+        if not stack:
+            raise checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
+        taken = {}
+        for name, item in stack.pop().items():
+            if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Slot):
+                key, slot = item
+                taken[name] = self.fetch(slot)
+                slot.savers -= 1
+                if slot.savers == 0 and self._slots.get(key) is slot:
+                    del self._slots[key]
+            else:
+                taken[name] = item
+        return SimpleNamespace(**taken)
+
+    def hold(self, array: Any) -> Slot:
+        """A new slot for ``array``. Subclasses start moving it here."""
+        return Slot(array)
+
+    def fetch(self, slot: Slot) -> Any:
+        """The slot's array on the device. Subclasses bring it back here."""
+        return slot.array
+
+    def clear(self) -> None:
+        """Forget everything: a step was abandoned between forward and backward."""
+        self._slots.clear()
+        self._stacks.clear()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the distinct tensors now held."""
+        return sum(slot.array.nbytes for slot in self._slots.values())

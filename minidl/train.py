@@ -1,0 +1,232 @@
+"""Trainer: epochs over a loader, evaluation, checkpoints, resuming. The same on one rank and on many."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minidl import checkpoint, checks
+from minidl.data import Batch, Loader
+from minidl.dist import abort
+from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.progress import MetricsLog, Progress, progress
+
+__all__ = ["Trainer"]
+
+
+@dataclass
+class _Running:
+    """Sums of the steps that were not read yet, and of those that were."""
+
+    pending: list[Totals] = field(default_factory=list)
+    loss: float = 0.0
+    count: int = 0
+    correct: int = 0
+
+    def collect(self) -> float:
+        """Read what is pending; the mean loss of just that."""
+        loss, count = 0.0, 0
+        for totals in self.pending:
+            step_loss, step_count, correct = totals.read()
+            loss, count, self.correct = loss + step_loss, count + step_count, self.correct + correct
+        self.pending.clear()
+        self.loss, self.count = self.loss + loss, self.count + count
+        return loss / count if count else 0.0
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """(mean loss, accuracy) so far."""
+        return self.loss / max(self.count, 1), self.correct / max(self.count, 1)
+
+
+class Trainer:
+    """Trains a model with a loader, on all ranks of the model's communicator alike.
+
+    Args:
+        model, optimizer, loss: share one communicator.
+        train_loader: this rank's shards (`minidl.data.Loader` with the communicator's rank and size).
+        test_loader: evaluated after each epoch, joined exactly over ranks; None: no evaluation.
+        schedule: learning rate of a step, counted from 0.
+        epochs: to train in all, counting those before a resume.
+        output: folder for metrics and checkpoints; None writes nothing.
+        keep: newest checkpoints to keep.
+        report_every: steps between readings of the loss (a reading waits for the device).
+        settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
+
+    Raises:
+        FloatingPointError: from `fit`, when the training loss is not finite.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: SGD,
+        loss: SoftmaxCrossEntropy,
+        train_loader: Loader,
+        test_loader: Loader | None = None,
+        *,
+        schedule: Callable[[int], float],
+        epochs: int,
+        output: str | Path | None = None,
+        keep: int = 2,
+        report_every: int = 20,
+        settings: dict[str, Any] | None = None,
+        display: Progress | None = None,
+    ):
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.train_loader, self.test_loader = train_loader, test_loader
+        self.schedule = schedule
+        self.epochs = checks.at_least("Trainer", "epochs", epochs, 1)
+        self.output = Path(output) if output is not None else None
+        self.keep = checks.at_least("Trainer", "keep", keep, 1)
+        self.report_every = checks.at_least("Trainer", "report_every", report_every, 1)
+        self.settings = settings or {}
+        self.step = 0
+        self.comm = model.comm
+        self.display = display or progress(self.comm.rank)
+        self.log: MetricsLog | None = None
+        self.test: tuple[float, float] | None = None
+
+    def fit(self) -> dict[str, float]:
+        """Train to the last epoch; the last epoch's figures, named as in metrics.csv."""
+        if self.output is not None and self.comm.rank == 0:
+            self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
+        row: dict[str, float] = {}
+        while self.train_loader.epoch < self.epochs:
+            row = self._epoch()
+        return row
+
+    def _epoch(self) -> dict[str, float]:
+        epoch = self.train_loader.epoch
+        done = self.train_loader.state()["next_batch"]
+        self.display.start(f"epoch {epoch + 1}/{self.epochs}", len(self.train_loader), done)
+        running, images, started = _Running(), 0, time.perf_counter()
+        for batch in self.train_loader:
+            running.pending.append(self._train(batch))
+            images += batch.global_size
+            note = ""
+            if self.step % self.report_every == 0:
+                note = f"loss {self._read(running):.4f}"
+            self.display.advance(note)
+        self._read(running)
+        seconds = time.perf_counter() - started
+        loss, accuracy = running.means
+        row = {
+            "epoch": epoch, "step": self.step, "lr": self.optimizer.lr, "train_loss": loss, "train_accuracy": accuracy,
+            "seconds": round(seconds, 3), "images_per_s": round(images / seconds, 1),
+        }  # fmt: skip
+        summary = f"loss {loss:.4f}  accuracy {accuracy:.4f}  {row['images_per_s']:.0f} images/s"
+        if self.test_loader is not None:
+            row["test_loss"], row["test_accuracy"] = self.evaluate()
+            summary += f"  test accuracy {row['test_accuracy']:.4f}"
+        self.display.finish(summary)
+        if self.log is not None:
+            self.log.epoch(row)
+        if self.output is not None:
+            self.save()
+        return row
+
+    def _train(self, batch: Batch) -> Totals:
+        """One step."""
+        abort.context["step"] = self.step
+        self.optimizer.set_lr(self.schedule(self.step))
+        self.model.train()
+        logits = self.model.forward(batch.images, first_sample=batch.first_sample)
+        totals = self.loss.forward(logits, batch.labels)
+        self.model.backward(self.loss.backward(self.optimizer.loss_scale))
+        self.optimizer.step()
+        self.step += 1
+        return totals
+
+    def _read(self, running: _Running) -> float:
+        loss = running.collect()
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"training loss is {loss} at or before step {self.step}; lower the learning rate, or warm it up"
+            )
+        if self.log is not None:
+            self.log.report({"step": self.step, "loss": loss, "lr": self.optimizer.lr})
+        return loss
+
+    def evaluate(self, loader: Loader | None = None) -> tuple[float, float]:
+        """(mean loss, accuracy) over a whole loader, counted exactly over all ranks."""
+        loader = loader or self.test_loader
+        if loader is None:
+            raise checks.order("Trainer", "nothing to evaluate on", "pass a loader")
+        self.model.average_buffers()
+        self.model.eval()
+        running = _Running()
+        for batch in loader:
+            logits = self.model.forward(batch.images, grad=False)
+            running.pending.append(self.loss.forward(logits, batch.labels, grad=False))
+        running.collect()
+        self.model.train()
+        return running.means
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write a checkpoint (rank 0; the others wait). Everything a bit-exact continuation needs is in it.
+
+        Raises:
+            OSError: on every rank, when rank 0 could not write.
+        """
+        if self.output is None:
+            raise checks.order("Trainer", "it has no output folder", "pass output=")
+        self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
+        path = checkpoint.step_path(self.output, self.step)
+        failure = None
+        if self.comm.rank == 0:
+            tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+            tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
+            try:
+                checkpoint.save(path, tensors, self._state())
+                checkpoint.prune(self.output, self.keep)
+            except OSError as error:
+                failure = f"{path}: {error}"
+        failure = self.comm.share(failure)[0]
+        if failure is not None:
+            raise OSError(failure)
+        return path
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "random": {"seed": self.model.random.seed, "step": self.model.random.step},
+            "loader": self.train_loader.state(),
+            "settings": self.settings,
+        }
+
+    def resume(self, path: str | Path) -> None:
+        """Go on from a checkpoint, bit for bit with the same number of ranks.
+
+        Args:
+            path: a checkpoint file, or a folder whose newest one is taken.
+
+        Raises:
+            FileNotFoundError: nothing there.
+            ValueError: a damaged or foreign file, or one of another model, data set or setting.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = checkpoint.latest(path)
+        tensors, state = checkpoint.load(path)
+        differing = [
+            f"{key}: {state['settings'].get(key)!r} there, {value!r} here"
+            for key, value in self.settings.items()
+            if state["settings"].get(key) != value
+        ]
+        if differing:
+            raise ValueError(f"{path}: the checkpoint is of another run: {'; '.join(differing)}")
+        part = lambda prefix: {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
+        self.model.load_state_dict(part("model."))
+        self.optimizer.load_state_dict(part("optimizer."))
+        self.train_loader.restore(state["loader"])
+        self.step = state["step"]
+        self.model.random.seed, self.model.random.step = state["random"]["seed"], state["random"]["step"]

@@ -1,0 +1,50 @@
+"""Fixtures: the operation tables, so that every law is written once and holds on each of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minidl import backend
+from minidl.precision import bfloat16, float16, float32
+
+
+def _cuda_reason() -> str | None:
+    try:
+        backend.get_ops("cuda").require_device()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+_NO_CUDA = _cuda_reason()
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_NO_CUDA is not None, reason=f"needs a GPU: {_NO_CUDA}")]
+)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def ops(request):
+    """An operation table: every op law runs on each."""
+    return backend.get_ops(request.param)
+
+
+@pytest.fixture
+def cpu_ops():
+    return backend.get_ops("cpu")
+
+
+@pytest.fixture(params=[CUDA])
+def cuda_ops(request):
+    return backend.get_ops(request.param)
+
+
+@pytest.fixture(params=[float32, bfloat16, float16], ids=["fp32", "bf16", "fp16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def rng(request):
+    """Numbers that differ from test to test and stay the same from run to run."""
+    return np.random.default_rng([len(request.node.name), *request.node.name.encode()])

@@ -1,0 +1,163 @@
+"""What every communicator must obey, whatever its engine and number of ranks; each law runs on all ranks at once.
+
+A law calls its collectives first and asserts afterwards, so a rank where it fails does not leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minidl.dist import Communicator, Work, require_same, require_same_arrays
+from minidl.precision import bfloat16
+
+SHAPES = [(), (1,), (0,), (7,), (3, 0, 5), (5, 13, 3), (70001,)]
+SUMMED = ["float32", "float64", "int64", "int32"]
+MOVED = [*SUMMED, "float16", "uint8", "bool"]
+
+
+class CommunicatorLaws:
+    """Subclasses set ``comm`` and the operation table ``ops`` whose arrays it sends."""
+
+    comm: Communicator
+    ops: ModuleType
+
+    def make(self, shape: tuple[int, ...], dtype: Any, rank: int | None = None) -> np.ndarray:
+        """The array of a rank (default: this one) on the host: small integers, so that every sum is exact."""
+        rank = self.comm.rank if rank is None else rank
+        values = np.random.default_rng(rank + 1).integers(0, 50, shape)
+        return np.asarray(values).astype(dtype)
+
+    def every(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """The arrays of all ranks, (size, *shape)."""
+        return np.stack([self.make(shape, dtype, rank) for rank in range(self.comm.size)])
+
+    def send(self, host: np.ndarray) -> Any:
+        return self.ops.from_host(host)
+
+    def test_is_a_communicator(self):
+        assert isinstance(self.comm, Communicator)
+        assert 0 <= self.comm.rank < self.comm.size
+        assert 0 <= self.comm.local_rank < self.comm.local_size <= self.comm.size
+
+    def test_share_is_in_rank_order(self):
+        assert self.comm.share({"rank": self.comm.rank}) == [{"rank": rank} for rank in range(self.comm.size)]
+
+    @pytest.mark.parametrize("dtype", SUMMED)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_all_reduce_is_the_sum(self, shape, dtype):
+        array = self.send(self.make(shape, dtype))
+        self.comm.all_reduce(array)
+        assert array.shape == shape and array.dtype == dtype
+        np.testing.assert_array_equal(self.ops.to_host(array), self.every(shape, dtype).sum(0))
+
+    @pytest.mark.parametrize("dtype", SUMMED)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_started_all_reduce_is_the_sum(self, shape, dtype):
+        array = self.send(self.make(shape, dtype))
+        work = self.comm.start_all_reduce(array)
+        assert isinstance(work, Work)
+        work.wait()
+        work.wait()
+        np.testing.assert_array_equal(self.ops.to_host(array), self.every(shape, dtype).sum(0))
+
+    def test_sums_have_the_same_bits_on_every_rank(self):
+        host = np.random.default_rng(self.comm.rank).standard_normal(10007).astype("float32")
+        array = self.send(host)
+        self.comm.all_reduce(array)
+        total = self.ops.to_host(array)
+        for other, start in zip(self.comm.share(total.tobytes()), self.comm.share(host), strict=True):
+            assert other == total.tobytes()
+            assert start.shape == total.shape
+        assert np.abs(total - np.sum(self.comm.share(host), axis=0, dtype="float64")).max() < 1e-5
+
+    @pytest.mark.parametrize("dtype", [*MOVED, bfloat16], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_all_gather_is_in_rank_order(self, shape, dtype):
+        out = self.comm.all_gather(self.send(self.make(shape, dtype)))
+        assert isinstance(out, self.ops.Array)
+        assert out.shape == (self.comm.size, *shape) and out.dtype == dtype
+        np.testing.assert_array_equal(self.ops.to_host(out), self.every(shape, dtype))
+
+    @pytest.mark.parametrize("dtype", [*MOVED, bfloat16], ids=str)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_broadcast_from_every_root(self, shape, dtype):
+        for root in range(self.comm.size):
+            array = self.send(self.make(shape, dtype))
+            self.comm.broadcast(array, root)
+            np.testing.assert_array_equal(self.ops.to_host(array), self.make(shape, dtype, root))
+
+    def test_messages_may_be_awaited_in_any_order(self):
+        arrays = [self.send(self.make((1 + 997 * (i % 5),), "float32") + np.float32(i)) for i in range(60)]
+        works = [self.comm.start_all_reduce(array) for array in arrays]
+        for i in np.random.default_rng(self.comm.rank).permutation(60):  # another order on every rank
+            works[i].wait()
+            expected = self.every((1 + 997 * (i % 5),), "float32").sum(0) + np.float32(i * self.comm.size)
+            np.testing.assert_array_equal(self.ops.to_host(arrays[i]), expected)
+
+    def test_messages_run_beside_other_collectives(self):
+        started, works = [], []
+        for i in range(30):
+            started.append(self.send(self.make((40009,), "float32") * np.float32(i)))
+            works.append(self.comm.start_all_reduce(started[-1]))
+            inline = self.send(self.make((17,), "float64") + i)
+            self.comm.all_reduce(inline)
+            gathered = self.comm.all_gather(inline)
+            total = self.every((17,), "float64").sum(0) + i * self.comm.size
+            np.testing.assert_array_equal(self.ops.to_host(gathered), np.stack([total] * self.comm.size))
+        for i, (array, work) in enumerate(zip(started, works, strict=True)):
+            work.wait()
+            np.testing.assert_array_equal(self.ops.to_host(array), self.every((40009,), "float32").sum(0) * i)
+
+    def test_a_message_sees_what_was_enqueued_before_it(self):
+        array = self.send(np.zeros(100003, "float32"))
+        for value in range(20):
+            self.ops.copy_into(array, self.send(np.full(100003, value, "float32")))
+            self.comm.start_all_reduce(array).wait()
+            np.testing.assert_array_equal(self.ops.to_host(array), np.float32(value * self.comm.size))
+
+    def test_barrier_waits_for_all(self):
+        for _ in range(3):
+            self.comm.barrier()
+
+    def test_views_of_an_arena_leave_their_neighbours_alone(self):
+        arena = self.send(self.make((1000,), "float32"))
+        self.comm.start_all_reduce(arena[128:512]).wait()
+        expected = self.make((1000,), "float32")
+        expected[128:512] = self.every((1000,), "float32").sum(0)[128:512]
+        np.testing.assert_array_equal(self.ops.to_host(arena), expected)
+
+    @pytest.mark.parametrize("call", ["all_reduce", "start_all_reduce", "broadcast", "all_gather"])
+    def test_refuses_what_it_cannot_send(self, call):
+        with pytest.raises(ValueError, match=f"{call}: array must be dense"):
+            getattr(self.comm, call)(self.send(self.make((4, 6), "float32"))[:, ::2])
+        with pytest.raises(TypeError, match=f"{call}: array must be a NumPy or CuPy array, got list"):
+            getattr(self.comm, call)([1.0, 2.0])
+        with pytest.raises(TypeError, match=f"{call}: array must be"):
+            getattr(self.comm, call)(np.float32(3))
+
+    @pytest.mark.parametrize("dtype", ["float16", bfloat16], ids=str)
+    def test_half_precision_is_summed_or_refused(self, dtype):
+        array = self.send(self.make((301,), dtype))
+        if self.comm.name == "mpi":
+            with pytest.raises(TypeError, match="all_reduce: array must be one of float32"):
+                self.comm.all_reduce(array)
+            return
+        self.comm.all_reduce(array)
+        self.comm.start_all_reduce(half := self.send(self.make((302,), dtype))).wait()
+        for found in (array, half):  # small integers are exact in both types
+            expected = self.every(found.shape, "float32").sum(0)
+            np.testing.assert_array_equal(self.ops.to_host(found).astype("float32"), expected)
+
+    def test_refuses_a_root_that_is_no_rank(self):
+        for root in (-1, self.comm.size):
+            with pytest.raises(ValueError, match="root must be a rank from 0"):
+                self.comm.broadcast(self.send(self.make((2,), "float32")), root)
+
+    def test_equal_plans_and_weights_pass(self):
+        require_same(self.comm, "plan", ["conv1.weight (64, 3, 7, 7)", "conv1.bias (64,)"])
+        require_same_arrays(self.comm, "weights", {"a": self.send(np.arange(6.0)), "empty": self.send(np.zeros(0))})
+        require_same(self.comm, "nothing", [])

@@ -1,0 +1,163 @@
+"""Real MPI jobs on this machine: the laws on several ranks, what `init` answers, how a job ends when a rank fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from minidl.dist import mpiexec
+from tests.dist import job
+from tests.dist.job import FAULTS
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_laws_hold(ranks, tmp_path):
+    done = job.run("laws", ranks, tmp_path, "cpu")
+    assert done.status == 0, done.output
+    assert [answer["rank"] for answer in done.answers] == list(range(ranks))
+    for answer in done.answers:
+        assert answer["name"] == "mpi" and answer["size"] == ranks and answer["count"] > 100
+        assert answer["failures"] == {}
+
+
+def test_init_is_idempotent_and_starts_again_after_close(tmp_path):
+    done = job.run("joining", 2, tmp_path, "once")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["before"] and answer["same"] and answer["after"]
+        assert answer["other"] == "RuntimeError: init: called for cuda after cpu; close the communicator first"
+        assert "barrier called after close" in answer["closed"]
+        assert answer["total"] == [2.0] * 3 and answer["size"] == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_agreement_errors_are_raised_on_every_rank(ranks, tmp_path):
+    done = job.run("joining", ranks, tmp_path, "different_plans")
+    assert done.status == 0, done.output
+    assert len(done.answers) == ranks and all(answer == done.answers[0] for answer in done.answers)
+    others = "on rank 0" if ranks == 2 else "on ranks 0, 2"
+    answer = done.answers[0]
+    assert answer["shape"] == (
+        "ValueError: parameter plan differs between ranks, first in entry 1: "
+        f"{others}: fc.weight (1000, 512); on rank 1: fc.weight (10, 512)"
+    )
+    assert "first in entry 1" in answer["length"] if ranks > 2 else "fc.weight (10, 512)" in answer["length"]
+    assert "first in entry 1: on rank 0: fc.weight float32 (3, 2) sha256" in answer["weights"]
+
+
+def test_refused_arrays_leave_the_ranks_in_step(tmp_path):
+    done = job.run("joining", 2, tmp_path, "errors_leave_ranks_in_step")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        first, second, third = answer["errors"]
+        assert first.startswith("TypeError: all_reduce: array must be one of float32, float64, int32, int64, got float")
+        assert second.startswith("TypeError: start_all_reduce: array must be one of")
+        assert third.startswith("ValueError: all_reduce: array must be writeable")
+        assert answer["total"] == [2.0] * 4
+
+
+def test_one_failing_start_is_raised_on_every_rank(tmp_path):
+    done = job.run("joining", 3, tmp_path, "without_threadpoolctl")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["error"].startswith("RuntimeError: sharing the cores between ranks failed: on rank 1: Import")
+        assert "pip install 'minidl[mpi]'" in answer["error"]
+
+
+def test_cuda_without_gpu_is_refused_on_every_rank(tmp_path):
+    done = job.run("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on ranks 0-1: ")
+        assert answer["solo"]
+
+
+def test_different_devices_are_refused_on_every_rank(tmp_path):
+    done = job.run("joining", 2, tmp_path, "different_devices")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert "cpu on ranks 0, cuda on ranks 1" in answer["error"] and answer["solo"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_missing_mpi4py_under_a_launcher_is_an_error(ranks, tmp_path):
+    done = job.run("joining", ranks, tmp_path, "without_mpi4py")
+    assert len(done.answers) == ranks, done.output
+    for answer in done.answers:
+        if ranks == 1:  # alone, nobody misses it
+            assert answer["error"] == "no error"
+        else:
+            assert answer["error"].startswith("ImportError: this process was started as one of 2 ranks, and mpi4py")
+            assert answer["error"].endswith("pip install 'minidl[mpi]'")
+
+
+def test_too_low_a_thread_level_is_an_error(tmp_path):
+    done = job.run("joining", 2, tmp_path, "without_threads")
+    assert done.status == 0, done.output
+    assert len(done.answers) == 2
+    for answer in done.answers:
+        assert "MPI_THREAD_MULTIPLE" in answer["error"]
+
+
+def test_launcher_of_another_mpi_is_an_error(tmp_path):
+    done = job.run_alone("joining", tmp_path, "without_gpu", OMPI_COMM_WORLD_SIZE="4")
+    assert "started as one of 4 ranks" in done.answers[0]["error"], done.output
+    assert "sees only itself" in done.answers[0]["error"]
+
+
+def test_cores_are_shared_between_ranks(tmp_path):
+    done = job.run("joining", 2, tmp_path, "threads")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        share = max(1, answer["cores"] // 2)
+        assert answer["omp"] == str(share) and set(answer["blas"]) == {share}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_bound_ranks_use_their_own_core(tmp_path):
+    done = job.run("joining", 2, tmp_path, "bound_threads")
+    assert [answer["omp"] for answer in done.answers] == ["1", "1"], done.output
+    assert [answer["cores"] for answer in done.answers] == [1, 1]
+
+
+def test_a_users_thread_count_wins(tmp_path):
+    done = job.run("joining", 2, tmp_path, "threads", OMP_NUM_THREADS="2")
+    assert [answer["omp"] for answer in done.answers] == ["2", "2"], done.output
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failing_rank_ends_the_job(fault, tmp_path):
+    status, text = FAULTS[fault]
+    done = job.run("faults", 2, tmp_path, fault, "cpu")
+    assert done.status == status, done.output
+    assert text in done.output
+    assert "ending all ranks" in done.output
+    assert done.seconds < 5
+
+
+def test_the_failing_rank_tells_who_where_and_when(tmp_path):
+    done = job.run("faults", 3, tmp_path, "uncaught_exception", "cpu")
+    assert "minidl: rank 1 of 3 (" in done.output
+    assert ", step 12, layer layer1.0.conv2): uncaught exception" in done.output
+    assert "in uncaught_exception" in done.output  # the traceback
+    assert "rank 0 of 3" not in done.output
+
+
+@pytest.mark.parametrize(
+    "name", ["late_rank", "exit_that_is_caught", "message_never_awaited", "forked_child_fails", "all_exit_with_status"]
+)
+def test_what_is_no_fault_ends_in_good_order(name, tmp_path):
+    done = job.run("faults", 2, tmp_path, name, "cpu")
+    assert done.status == (3 if name == "all_exit_with_status" else 0), done.output
+    assert "ending all ranks" not in done.output
+
+
+def test_the_launcher_module_runs_a_script(tmp_path):
+    command = [sys.executable, "-m", "minidl.launch", "-n", "3", str(job.WORKERS / "joining.py"), str(tmp_path), "once"]
+    done = job._run(command, tmp_path, {})
+    assert done.status == 0, done.output
+    assert len(done.answers) == 3 and f"3 ranks by {mpiexec.find().family}" in done.output

@@ -1,0 +1,50 @@
+"""N ranks equal one rank on the joined batch: the same losses, the same weights, within float32 rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.conftest import CUDA
+from tests.dist import job
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    done = job.run_alone("training", tmp_path_factory.mktemp("alone"), "cpu", "0")
+    assert done.status == 0, done.output
+    return done.answers[0]
+
+
+def assert_equal_training(answers, alone):
+    for answer in answers:
+        for (loss, count), (expected, labels) in zip(answer["losses"], alone["losses"], strict=True):
+            assert count == labels
+            assert abs(loss - expected) <= 2e-5 * (1 + abs(expected))
+        np.testing.assert_allclose(answer["weights"], alone["weights"], rtol=2e-4, atol=2e-5)
+        assert answer["test"][1] == alone["test"][1]
+        assert answer["weights"] == answers[0]["weights"], "ranks must agree to the bit"
+
+
+@pytest.mark.parametrize(("ranks", "group_bytes"), [(2, 0), (2, 1 << 20), (3, 0), (4, 600)])
+def test_n_ranks_equal_one(ranks, group_bytes, alone, tmp_path):
+    done = job.run("training", ranks, tmp_path, "cpu", str(group_bytes))
+    assert done.status == 0, done.output
+    assert len(done.answers) == ranks
+    assert_equal_training(done.answers, alone)
+    losses = [loss for loss, _ in alone["losses"]]
+    assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4]), "it must have learnt, or equality says little"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("device", [CUDA])
+def test_two_gpus_equal_one_cpu(device, alone, tmp_path):
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    done = job.run("training", 2, tmp_path, device, "0")
+    assert done.status == 0, done.output
+    assert_equal_training(done.answers, alone)

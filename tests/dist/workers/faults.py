@@ -1,0 +1,134 @@
+"""One way in which a job can end, on purpose: ``faults.py OUT NAME DEVICE``. Rank 1 misbehaves, rank 0 waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from minidl.backend import get_ops
+from minidl.dist import abort, init
+
+out, name, device = sys.argv[1:]
+comm = init(device)
+ops = get_ops(device)
+array = ops.from_host(np.ones(1000, "float32"))
+misbehaves = comm.rank == 1
+
+
+def wait_for_the_others() -> None:
+    comm.all_reduce(array)
+    ops.synchronize()
+
+
+def uncaught_exception():
+    if misbehaves:
+        abort.context.update(step=12, layer="layer1.0.conv2")
+        raise ZeroDivisionError("broken on purpose")
+    wait_for_the_others()
+
+
+def exception_while_a_message_is_awaited():
+    work = comm.start_all_reduce(array) if not misbehaves else None
+    if misbehaves:
+        raise ZeroDivisionError("broken on purpose")
+    work.wait()
+    ops.synchronize()
+
+
+def exception_through_finally_close():
+    try:
+        uncaught_exception()
+    finally:
+        comm.close()
+
+
+def exception_in_thread():
+    if misbehaves:
+        thread = threading.Thread(target=lambda: 1 // 0, name="loader-3")
+        thread.start()
+        thread.join()
+    wait_for_the_others()
+    comm.barrier()
+
+
+def interrupt():
+    if misbehaves:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    wait_for_the_others()
+
+
+def exit_with_status():
+    if misbehaves:
+        sys.exit(3)
+    wait_for_the_others()
+
+
+def exit_with_text():
+    if misbehaves:
+        sys.exit("no data")
+    wait_for_the_others()
+
+
+def early_end():
+    wait_for_the_others()
+    if not misbehaves:
+        wait_for_the_others()
+
+
+def early_end_while_a_message_is_awaited():
+    if not misbehaves:
+        comm.start_all_reduce(array).wait()
+        ops.synchronize()
+
+
+def early_close():
+    if misbehaves:
+        comm.close()
+        time.sleep(10)
+    wait_for_the_others()
+
+
+def all_exit_with_status():
+    sys.exit(3)
+
+
+def late_rank():
+    """No fault: rank 0 still has work of its own when the others have ended."""
+    if not misbehaves:
+        time.sleep(2)
+
+
+def exit_that_is_caught():
+    """No fault either: the program goes on after it, and one rank takes its time at the end."""
+    if misbehaves:
+        with contextlib.suppress(SystemExit):
+            sys.exit(2)
+    wait_for_the_others()
+    if not misbehaves:
+        time.sleep(2)
+
+
+def message_never_awaited():
+    """No fault: started everywhere, and the program ends."""
+    comm.start_all_reduce(ops.from_host(np.ones(1_000_000, "float32")))
+
+
+def forked_child_fails():
+    """No fault of the rank: a child's exception is its parent's business."""
+    if misbehaves and os.fork() == 0:
+        sys.excepthook(ZeroDivisionError, ZeroDivisionError("in the child"), None)
+        os._exit(1)
+    wait_for_the_others()
+    time.sleep(0.5)
+
+
+globals()[name]()
+Path(out, f"{comm.rank}.json").write_text("{}")

@@ -1,0 +1,109 @@
+"""What `init` answers on this rank: ``joining.py OUT NAME``; the answer goes to OUT/<rank>.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from minidl.dist import SOLO, init, require_same, require_same_arrays, world
+
+
+def rank() -> int:
+    return int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+
+
+def error_of(function, *arguments) -> str:
+    try:
+        function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def once():
+    before = world() is SOLO
+    comm = init("cpu")
+    same = init("cpu") is comm and init("auto") is comm and world() is comm
+    other = error_of(init, "cuda")
+    comm.close()
+    closed = error_of(comm.barrier)
+    after = world() is SOLO
+    again = init("cpu")
+    total = np.ones(3)
+    again.all_reduce(total)
+    start = dict(before=before, same=same, other=other)
+    return dict(start, closed=closed, after=after, total=total.tolist(), size=again.size)
+
+
+def without_mpi4py():
+    sys.modules["mpi4py"] = None
+    return dict(error=error_of(init))
+
+
+def without_threads():
+    import mpi4py
+
+    mpi4py.rc.thread_level = "serialized"
+    return dict(error=error_of(init))
+
+
+def without_threadpoolctl():
+    if rank() == 1:
+        sys.modules["threadpoolctl"] = None
+    return dict(error=error_of(init, "cpu"))
+
+
+def without_gpu():
+    return dict(error=error_of(init, "cuda"), solo=world() is SOLO)
+
+
+def different_devices():
+    return dict(error=error_of(init, "cuda" if rank() == 1 else "cpu"), solo=world() is SOLO)
+
+
+def threads():
+    from threadpoolctl import threadpool_info
+
+    init("cpu")
+    blas = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return dict(blas=blas, omp=os.environ.get("OMP_NUM_THREADS"), cores=len(os.sched_getaffinity(0)))
+
+
+def bound_threads():
+    """As if the launcher had bound each rank to a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank() % len(cores)]})
+    return threads()
+
+
+def different_plans():
+    comm = init("cpu")
+    plan = ["conv1.weight (64, 3, 7, 7)", "fc.weight (1000, 512)", "fc.bias (1000,)"]
+    if comm.rank == 1:
+        plan[1] = "fc.weight (10, 512)"
+    shape = error_of(require_same, comm, "parameter plan", plan)
+    length = error_of(require_same, comm, "parameter plan", plan[: 2 if comm.rank == 0 else 3])
+    weights = {"conv1.weight": np.arange(9.0), "fc.weight": np.zeros((3, 2), "float32")}
+    if comm.rank == 0:
+        weights["fc.weight"][2, 1] = -0.0  # equal in value, not in bits
+    return dict(shape=shape, length=length, weights=error_of(require_same_arrays, comm, "starting weights", weights))
+
+
+def errors_leave_ranks_in_step():
+    comm = init("cpu")
+    halves = np.ones(4, "float16")
+    found = [error_of(getattr(comm, call), halves) for call in ("all_reduce", "start_all_reduce")]
+    read_only = np.ones(4)
+    read_only.flags.writeable = False
+    found.append(error_of(comm.all_reduce, read_only))
+    comm.all_reduce(total := np.ones(4))
+    return dict(errors=found, total=total.tolist())
+
+
+out, name = sys.argv[1:]
+answer = globals()[name]()
+Path(out, f"{rank()}.json").write_text(json.dumps(answer))

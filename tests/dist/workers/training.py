@@ -1,0 +1,64 @@
+"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES``; losses and weights go to OUT.
+
+The network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of
+7 samples does not divide by any number of ranks but one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import minidl as m
+from minidl import data, dist
+from minidl.train import Trainer
+
+IGNORED = 3
+
+
+def network():
+    graph = m.Graph()
+    x = m.Conv2d(3, 6, 3, padding=1, name="conv1")(graph.input((8, 8, 3)))
+    x = m.MaxPool2d(2, name="pool")(m.ReLU(name="relu")(m.BatchNorm2d(6, sync=True, name="bn1")(x)))
+    x = m.BatchNorm2d(6, sync=True, name="bn2")(m.Add()(m.Conv2d(6, 6, 3, padding=1, name="conv2")(x), x))
+    x = m.Dropout(0.2)(m.Flatten()(x))
+    return graph.output(m.Linear(96, 4, name="fc")(x))
+
+
+def main(out: Path, device: str, group_bytes: int) -> None:
+    comm = dist.init(device)
+    model = m.Model(network(), device=device, comm=comm, seed=3, group_bytes=group_bytes)
+    options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
+    loaders = [
+        data.Loader(
+            data.dataset("synthetic", None, split, **options), 7, rank=comm.rank, size=comm.size,
+            transfer=model.ops.uploader(),
+        )
+        for split in ("train", "test")
+    ]  # fmt: skip
+    optimizer = m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3)
+    loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm)
+    run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3)
+    losses, train = [], run._train
+
+    def recorded(batch):
+        totals = train(batch)
+        losses.append([totals.loss, totals.read()[1]])
+        return totals
+
+    run._train = recorded
+    row = run.fit()
+    weights = np.concatenate([v.ravel() for _, v in sorted(model.state_dict().items())])
+    answer = {
+        "rank": comm.rank, "size": comm.size, "losses": losses, "weights": weights.tolist(),
+        "test": [row["test_loss"], row["test_accuracy"]],
+    }  # fmt: skip
+    (out / f"{comm.rank}.json").write_text(json.dumps(answer))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

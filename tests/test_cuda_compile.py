@@ -1,0 +1,247 @@
+"""Every kernel that the CUDA table would launch compiles for every architecture minidl claims, and fits it.
+
+Each operation runs in a dry run, for an imagined device, over dtypes and shapes that reach its variants: large and small,
+odd channel counts, pitched and misaligned arrays, every option. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from minidl import cuda as ops
+from minidl.cuda import nvrtc
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+
+STORAGE = (float32, bfloat16, float16)
+REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
+ARCHITECTURES = {"sm_80": "A100", "sm_86": "RTX 3090", "sm_89": "L40", "sm_90": "H200"}
+
+# (stem, kernel) -> why its spills are accepted. Empty is the aim.
+ACCEPTED_SPILLS: dict[tuple[str, str], str] = {}
+
+
+def _parameters(*sizes: int) -> Iterator[np.ndarray]:
+    return (ops.empty(size, np.float32) for size in sizes)
+
+
+def _activations(dtype) -> Iterator[np.ndarray]:
+    """(N, H, W, C) arrays that reach every vector width: dense, pitched, misaligned, large, empty."""
+    for channels in (64, 12, 6, 3, 1, 200, 2048, 4100):
+        yield ops.empty((2, 7, 5, channels), dtype)
+    wide = ops.empty((2, 7, 5, 96), dtype)
+    for start in (0, 4, 2, 1):
+        yield wide[..., start : start + 32]
+    yield ops.empty((256, 56, 56, 64), dtype)
+    yield ops.empty((0, 7, 7, 16), dtype)
+
+
+def call_array() -> None:
+    for source, target in itertools.product((*STORAGE, np.dtype(np.uint8)), STORAGE):
+        for x in _activations(source):
+            ops.cast(x, target)
+    for dtype in (*STORAGE, np.dtype(np.uint8), np.dtype(np.int64), np.dtype(np.float64)):
+        for x in _activations(dtype):
+            ops.contiguous(x)
+            ops.copy_into(ops.empty(x.shape, dtype), x)
+            ops.to_host(x)
+    ops.from_host([1, 2, 3], np.float32)
+    ops.zeros((), np.float32)
+    ops.synchronize()
+
+
+def call_batch_norm() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            channels = x.shape[-1]
+            gamma, beta, mean, var, dgamma, dbeta = _parameters(*[channels] * 6)
+            stats = ops.batch_norm_stats(x)
+            assert stats.shape == (1 + 2 * channels,)
+            moments, count = ops.batch_norm_finalize(stats, 1e-5, running_mean=mean, running_var=var, momentum=0.1)
+            ops.batch_norm_finalize(ops.empty((4, 1 + 2 * channels), np.float64), 1e-5)
+            ops.batch_norm_eval_moments(mean, var, 1e-5)
+            sums = ops.batch_norm_backward_stats(x, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=True)
+            ops.batch_norm_backward_stats(ops.empty(x.shape, dtype), x, moments)
+            for add in (None, x):
+                assert ops.batch_norm_apply(x, moments, gamma, beta, add=add, relu=True).shape == x.shape
+                ops.batch_norm_apply(x, moments, add=add)
+                ops.batch_norm_backward_apply(x, x, moments, gamma, sums, count, add=add)
+                ops.batch_norm_backward_apply(x, x, moments, None, None, None, add=add)
+
+
+def call_activation() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            y = ops.relu(x)
+            ops.relu_backward(x, y)
+            ops.relu_backward(x, y, add=x)
+
+
+def call_join() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            ops.add(x, x)
+            assert ops.concat([x, x[..., :1], x]).shape[-1] == 2 * x.shape[-1] + 1
+
+
+# (N, H, W, C), K, kernel, stride, padding, dilation, groups
+CONVOLUTIONS = [
+    ((256, 224, 224, 3), 64, (7, 7), (2, 2), (3, 3), (1, 1), 1),
+    ((256, 56, 56, 64), 64, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    ((256, 56, 56, 64), 256, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((256, 56, 56, 256), 512, (1, 1), (2, 2), (0, 0), (1, 1), 1),
+    ((256, 28, 28, 128), 128, (3, 3), (2, 2), (1, 1), (1, 1), 1),
+    ((256, 7, 7, 2048), 512, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((32, 7, 7, 512), 512, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    ((2, 9, 11, 12), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1),
+    ((1, 5, 5, 7), 13, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    ((4, 14, 14, 6), 10, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((8, 14, 14, 128), 128, (3, 3), (1, 1), (1, 1), (1, 1), 32),
+    ((8, 14, 14, 9), 15, (3, 3), (1, 1), (1, 1), (1, 1), 3),
+    ((8, 28, 28, 96), 96, (3, 3), (1, 1), (1, 1), (1, 1), 96),
+    ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
+    ((8, 28, 28, 7), 7, (3, 3), (2, 2), (1, 1), (1, 1), 7),
+    ((512, 1, 1, 2048), 1000, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((0, 8, 8, 16), 16, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+]
+
+
+def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False) -> None:
+    where = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
+    w = ops.empty((filters, *kernel, x.shape[-1] // groups), x.dtype)
+    bias, input_bias, db = _parameters(filters, x.shape[-1], filters)
+    y = ops.conv2d(x, w, bias, **where)
+    dy = ops.empty(y.shape, y.dtype)
+    dx = ops.conv2d_backward_data(dy, w, x.shape, **where)
+    assert dx.shape == x.shape
+    ops.conv2d_backward_data(dy, w, x.shape, bias=input_bias, add=x, **where)
+    ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
+    ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+    ops.channel_sum(dy, out=db)
+
+
+def call_conv2d() -> None:
+    for dtype, tf32 in ((float32, False), (float32, True), (bfloat16, False), (float16, False)):
+        for shape, *rest in CONVOLUTIONS:
+            _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
+        wide = ops.empty((2, 8, 8, 96), dtype)
+        for start in (0, 4, 2, 1):
+            _convolve(wide[..., start : start + 32], 48, (3, 3), (1, 1), (1, 1), (1, 1), 1, tf32=tf32)
+
+
+def call_channel_sum() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            ops.channel_sum(x, out=ops.empty(x.shape[-1], np.float32), accumulate=True)
+
+
+def call_pool2d() -> None:
+    windows = [((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((3, 2), (1, 3), (1, 0)), ((17, 17), (1, 1), (8, 8))]
+    for dtype in STORAGE:
+        for x, (kernel, stride, padding) in itertools.product(_activations(dtype), windows):
+            if kernel[0] > x.shape[1] + 2 * padding[0] or kernel[1] > x.shape[2] + 2 * padding[1]:
+                continue
+            window = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": True}
+            y, index = ops.max_pool2d(x, dilation=(1, 1), **window)
+            assert index.dtype == (np.uint16 if kernel[0] * kernel[1] > 256 else np.uint8)
+            ops.max_pool2d_backward(y, index, x.shape, dilation=(1, 1), **window)
+            y = ops.avg_pool2d(x, count_include_pad=False, **window)
+            ops.avg_pool2d_backward(y, x.shape, count_include_pad=False, **window)
+        for x, size in itertools.product(_activations(dtype), [(1, 1), (3, 2), (7, 5)]):
+            assert ops.adaptive_avg_pool2d_backward(ops.adaptive_avg_pool2d(x, size), x.shape).shape == x.shape
+
+
+def call_pad2d() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            ops.pad2d(x, (1, 2, 0, 3), 1.5)
+            ops.pad2d(x, (-1, 0, 2, -2))
+
+
+def call_dropout() -> None:
+    key = ops.zeros(4, np.uint32)
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            ops.dropout(x, 0.5, key, 3)
+        ops.dropout(ops.empty((6, 4099), dtype), 0.1, key, 0)
+
+
+def call_loss() -> None:
+    scale = ops.empty(1, np.float32)
+    shapes = [(512, 1000), (6, 3), (0, 10), (2, 9, 9, 21), (4, 32000), (1, 1), (64, 64, 64, 2)]
+    for dtype, label, shape in itertools.product(STORAGE, (np.int32, np.int64, np.uint8), shapes):
+        logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
+        totals, lse = ops.softmax_cross_entropy(logits, labels, ignore_index=255)
+        for factor in (None, scale):
+            ops.softmax_cross_entropy_backward(logits, labels, lse, totals, factor, ignore_index=255)
+
+
+def call_optim() -> None:
+    control, segments = ops.zeros(8, np.float32), ops.empty((3, 4), np.float32)
+    for n in (64, 64 * 1001, 25_600_000):
+        master, grad, momentum = _parameters(n, n, n)
+        segment_of = ops.empty(n // 64, np.int32)
+        for working, buffer, nesterov in itertools.product(
+            (None, *(ops.empty(n, dtype) for dtype in STORAGE)), (None, momentum), (False, True)
+        ):
+            ops.sgd_update(master, grad, buffer, working, segment_of, segments, control, nesterov=nesterov)
+        ops.find_nonfinite(grad, control)
+    ops.update_loss_scale(control)
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    name.removeprefix("call_"): function for name, function in globals().items() if name.startswith("call_")
+}
+
+
+def _nvrtc_reason() -> str | None:
+    try:
+        nvrtc.version()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _problems(launch, kernel, device) -> Iterator[str]:
+    """What would keep this launch from running on this device."""
+    threads = int(np.prod(launch.block))
+    if kernel.spill_bytes and (launch.stem, launch.name) not in ACCEPTED_SPILLS:
+        yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
+    if kernel.shared_bytes + launch.shared > device.shared_per_block:
+        yield f"wants {kernel.shared_bytes} + {launch.shared} bytes of shared memory of {device.shared_per_block}"
+    # Registers are given to whole warps, in units of eight per thread.
+    if -(-threads // 32) * 32 * (-(-kernel.registers // 8) * 8) > REGISTERS:
+        yield f"wants {kernel.registers} registers for each of {threads} threads"
+
+
+@pytest.mark.parametrize("stem", CALLS)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_every_variant_compiles_and_fits(stem, arch):
+    device = BUILT_IN[ARCHITECTURES[arch]]
+    with dry_run(device) as log:
+        CALLS[stem]()
+    assert log.launches
+    variants = log.variants
+    compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch)), strict=True))
+    problems = set()
+    for launch in log.launches:
+        kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
+        for problem in _problems(launch, kernels[launch.name], device):
+            problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
+    assert not problems, "\n".join(sorted(problems))
+
+
+def test_every_operation_of_the_table_is_called():
+    """A new operation joins this test, or this test fails."""
+    import inspect
+
+    text = "".join(inspect.getsource(function) for function in (*CALLS.values(), _convolve))
+    for name in ops.__all__:
+        if name not in ("Array", "name", "require_device"):
+            assert f"ops.{name}(" in text, f"no dry run calls {name}"

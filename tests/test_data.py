@@ -1,0 +1,561 @@
+"""Laws of data sets and loader: what a rank sees follows from seed, epoch and sample, never from the ranks."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minidl import data
+from minidl.data import (
+    ArrayDataset,
+    Compose,
+    Loader,
+    RandomCrop,
+    RandomHorizontalFlip,
+    cifar10,
+    counter,
+    dataset,
+    digits,
+    shard,
+    synthetic,
+)
+from minidl.precision import bfloat16, float16, float32
+from tests.tolerance import STORE
+
+AUGMENT = Compose(RandomCrop(2), RandomHorizontalFlip())
+
+
+def numbered(count: int, *, maps: bool = False) -> ArrayDataset:
+    """Image ``i`` is filled with ``i`` in its first pixel and with other values elsewhere; its label is ``i``."""
+    images = np.random.default_rng(7).standard_normal((count, 5, 4, 2)).astype(np.float32)
+    images[:, 0, 0, 0] = np.arange(count)
+    labels = np.arange(count)
+    return ArrayDataset(images, np.broadcast_to(labels[:, None, None], (count, 5, 4)) if maps else labels, count)
+
+
+def epoch_of(loader: Loader) -> list[data.Batch]:
+    return list(loader)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("minidl-loader")]
+
+
+def assert_same_batches(actual, expected):
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a.images, e.images)
+        np.testing.assert_array_equal(a.labels, e.labels)
+        assert (a.first_sample, a.global_size) == (e.first_sample, e.global_size)
+
+
+# ---- counters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seed, epoch, stream, index, words",
+    [  # known answers published with the generator
+        (0, 0, 0, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (2**64 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            0x299F31D0A4093822,
+            0x13198A2E,
+            0x03707344,
+            0x85A308D3243F6A88,
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_counter_gives_the_published_words(seed, epoch, stream, index, words):
+    found = counter.random_words(seed, epoch, stream, np.array([index], np.uint64))
+    assert tuple(int(word) for word in found[0]) == words
+
+
+def test_words_of_a_sample_do_not_depend_on_its_neighbours():
+    together = counter.random_words(3, 1, 2, np.arange(50))
+    for index in (0, 17, 49):
+        np.testing.assert_array_equal(counter.random_words(3, 1, 2, np.array([index]))[0], together[index])
+
+
+@given(count=st.integers(0, 200), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_shuffled_is_a_permutation(count, seed, epoch):
+    assert sorted(counter.shuffled(count, seed, epoch)) == list(range(count))
+
+
+def test_shuffling_differs_between_epochs_and_seeds():
+    orders = [tuple(counter.shuffled(100, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+
+
+def test_below_is_uniform_and_in_range():
+    values = counter.below(counter.random_words(0, 0, 0, np.arange(40_000))[:, 0], 7)
+    counts = np.bincount(values, minlength=7)
+    assert counts.size == 7 and np.abs(counts - 40_000 / 7).max() < 5 * (40_000 / 7) ** 0.5
+
+
+# ---- shards ------------------------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(0, 300), size=st.integers(1, 17))
+@settings(deadline=None)
+def test_shards_are_contiguous_complete_and_balanced(count, size):
+    cuts = [shard(count, rank, size) for rank in range(size)]
+    assert cuts[0][0] == 0 and cuts[-1][1] == count
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(cuts))
+    lengths = [stop - start for start, stop in cuts]
+    assert max(lengths) - min(lengths) <= 1 and lengths == sorted(lengths, reverse=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("maps", [False, True])
+def test_shards_of_all_ranks_join_to_the_batch_of_one(size, drop_last, maps):
+    """Three samples in the last batch and up to eight ranks: some ranks get none and still take part."""
+    common = {"batch": 7, "seed": 5, "augment": AUGMENT, "drop_last": drop_last}
+    source = numbered(24, maps=maps)
+    alone = epoch_of(Loader(source, **common))
+    ranks = [epoch_of(Loader(source, rank=rank, size=size, **common)) for rank in range(size)]
+    assert [len(batches) for batches in ranks] == [3 if drop_last else 4] * size
+    for number, whole in enumerate(alone):
+        parts = [batches[number] for batches in ranks]
+        np.testing.assert_array_equal(np.concatenate([part.images for part in parts]), whole.images)
+        np.testing.assert_array_equal(np.concatenate([part.labels for part in parts]), whole.labels)
+        position = whole.first_sample
+        for part in parts:
+            assert part.first_sample == position and part.global_size == len(whole.images)
+            assert len(part.images) == len(part.labels)
+            position += len(part.images)
+
+
+def test_empty_shard_has_the_shape_and_dtype_of_a_full_one():
+    (batch,) = Loader(numbered(2), 2, rank=2, size=3, dtype=bfloat16, augment=AUGMENT)
+    assert batch.images.shape == (0, 5, 4, 2) and batch.images.dtype == bfloat16
+    assert batch.labels.shape == (0,) and batch.labels.dtype == np.int32
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_has_every_sample_once(shuffle):
+    loader = Loader(numbered(23), 4, shuffle=shuffle)
+    for _ in range(2):
+        seen = np.concatenate([batch.labels for batch in loader])
+        assert sorted(seen) == list(range(23))
+        assert shuffle or list(seen) == list(range(23))
+    assert loader.epoch == 2
+
+
+def test_images_stay_with_their_labels():
+    for batch in Loader(numbered(23), 4):
+        np.testing.assert_array_equal(batch.images[:, 0, 0, 0], batch.labels)
+
+
+# ---- determinism and resuming ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 5}])
+def test_results_do_not_depend_on_the_workers(options):
+    source = numbered(40)
+    assert_same_batches(
+        epoch_of(Loader(source, 6, augment=AUGMENT, **options)), epoch_of(Loader(source, 6, augment=AUGMENT))
+    )
+
+
+def test_seed_and_epoch_change_order_and_augmentation():
+    def first(seed, epochs=0, shuffle=True):
+        loader = Loader(numbered(40), 40, seed=seed, augment=AUGMENT, shuffle=shuffle)
+        for _ in range(epochs):
+            epoch_of(loader)
+        return epoch_of(loader)[0]
+
+    np.testing.assert_array_equal(first(0).images, first(0).images)
+    assert not np.array_equal(first(0).labels, first(1).labels)
+    assert not np.array_equal(first(0).labels, first(0, epochs=1).labels)
+    assert not np.array_equal(first(0, shuffle=False).images, first(1, shuffle=False).images)
+    assert not np.array_equal(first(0, shuffle=False).images, first(0, epochs=1, shuffle=False).images)
+
+
+@pytest.mark.parametrize("stop", range(11))
+def test_resuming_continues_exactly(stop):
+    """Two epochs of five batches, interrupted after ``stop`` batches, even by another number of ranks."""
+    options = {"batch": 5, "seed": 3, "augment": AUGMENT}
+    whole = Loader(numbered(24), **options)
+    expected = [*whole, *whole]
+    first = Loader(numbered(24), rank=0, size=1, **options)
+    both_epochs = itertools.chain(first, first)
+    taken = list(itertools.islice(both_epochs, stop))
+    second = Loader(numbered(24), **options)
+    second.restore(json.loads(json.dumps(first.state())))
+    rest = []
+    while second.epoch < 2:
+        rest += list(second)
+    assert_same_batches(taken + rest, expected)
+
+
+def test_state_counts_what_was_handed_out_not_what_was_prepared():
+    loader = Loader(numbered(24), 5, workers=2, prefetch=4)
+    iteration = iter(loader)
+    next(iteration), next(iteration)
+    assert (loader.state()["epoch"], loader.state()["next_batch"]) == (0, 2)
+
+
+def test_a_loop_left_early_goes_on_where_it_stopped():
+    expected = epoch_of(Loader(numbered(24), 5))
+    loader = Loader(numbered(24), 5)
+    taken = []
+    for batch in loader:
+        taken.append(batch)
+        if len(taken) == 2:
+            break
+    assert_same_batches(taken + list(loader), expected)
+
+
+@pytest.mark.parametrize("change", [{"seed": 9}, {"batch": 6}, {"shuffle": False}, {"drop_last": True}])
+def test_state_of_another_order_is_refused(change):
+    state = Loader(numbered(24), **{"batch": 5, "seed": 3}).state()
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=name):
+        Loader(numbered(24), **{"batch": 5, "seed": 3, **change}).restore(state)
+
+
+def test_state_of_another_data_set_or_out_of_range_is_refused():
+    loader = Loader(numbered(24), 5)
+    with pytest.raises(ValueError, match="samples"):
+        loader.restore(Loader(numbered(25), 5).state())
+    with pytest.raises(ValueError, match="next_batch"):
+        loader.restore({**loader.state(), "next_batch": 6})
+    with pytest.raises(ValueError, match="epoch"):
+        loader.restore({key: value for key, value in loader.state().items() if key != "epoch"})
+
+
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """Counts its items and, from item ``fail`` on, raises."""
+
+    def __init__(self, count: int, fail: int | None = None, delay: float = 0.0):
+        self.count, self.fail, self.delay, self.fetched = count, fail, delay, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        time.sleep(self.delay)
+        if self.fail is not None and index >= self.fail:
+            raise OSError(f"cannot decode image {index}")
+        return np.full((2, 2, 1), index, np.float32), index
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("transfer", [None, np.copy])
+def test_an_exception_arrives_in_order_with_its_traceback(workers, transfer):
+    loader = Loader(Counting(20, fail=13), 4, shuffle=False, workers=workers, transfer=transfer)
+    seen = []
+    with pytest.raises(OSError, match="cannot decode image 13") as caught:
+        for batch in loader:
+            seen.append(batch.first_sample)
+    assert seen == [0, 4, 8]
+    assert any(frame.name == "__getitem__" for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert not loader_threads()
+
+
+def test_prefetching_is_bounded():
+    source = Counting(1000)
+    iteration = iter(Loader(source, 10, shuffle=False, workers=1, prefetch=3))
+    next(iteration)
+    time.sleep(0.2)
+    assert source.fetched <= 1 + 10 * (1 + 3)  # the first item is looked at once more by the constructor
+    iteration.close()
+
+
+def test_leaving_a_loop_ends_its_threads():
+    for batch in Loader(Counting(1000, delay=0.001), 10, workers=2, prefetch=4):
+        assert loader_threads() and len(batch.images) == 10
+        break
+    gc.collect()
+    assert not loader_threads()
+
+
+def test_one_iteration_at_a_time():
+    loader = Loader(numbered(24), 5)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    with pytest.raises(RuntimeError, match="newer"):
+        next(older)
+
+
+def test_transfer_is_called_in_the_iterating_thread_images_first():
+    calls = []
+
+    def transfer(array):
+        calls.append((threading.current_thread(), array.dtype))
+        return array + array.dtype.type(1)
+
+    plain = epoch_of(Loader(numbered(24), 5))
+    moved = epoch_of(Loader(numbered(24), 5, transfer=transfer))
+    for before, after in zip(plain, moved, strict=True):
+        np.testing.assert_array_equal(after.images, before.images + 1)
+        np.testing.assert_array_equal(after.labels, before.labels + 1)
+    assert calls == [(threading.current_thread(), dtype) for _ in plain for dtype in (np.float32, np.int32)]
+
+
+def test_transfer_runs_at_most_one_batch_ahead():
+    moved = []
+    loader = Loader(numbered(40), 4, shuffle=False, transfer=lambda array: moved.append(array) or array)
+    ahead = []
+    for handed_out, _ in enumerate(loader, 1):
+        ahead.append(len(moved) // 2 - handed_out)
+        time.sleep(0.01)
+    assert set(ahead) == {0, 1} and ahead[-1] == 0
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16, float16], ids=str)
+@pytest.mark.parametrize("pixels", [np.uint8, np.float32])
+def test_images_are_scaled_and_normalised_in_float32_and_rounded_once(dtype, pixels, rng):
+    images = rng.integers(0, 256, (6, 3, 4, 2)).astype(pixels)
+    mean, std = (0.2, 0.7), (0.5, 0.25)
+    (batch,) = Loader(ArrayDataset(images, np.zeros(6, int), 2), 6, shuffle=False, mean=mean, std=std, dtype=dtype)
+    unit = 255 if pixels == np.uint8 else 1
+    expected = (images.astype(np.float64) / unit - mean) / std
+    bound = STORE[dtype] * np.abs(expected) + 2.0**-22 * (np.abs(images / unit / std) + np.abs(np.divide(mean, std)))
+    assert batch.images.dtype == dtype and batch.images.flags.c_contiguous
+    assert (np.abs(batch.images.astype(np.float64) - expected) <= bound).all()
+
+
+def test_the_data_set_is_not_changed():
+    source = numbered(10)
+    before = source.images.copy()
+    epoch_of(Loader(source, 4, mean=(1, 2), std=(3, 4), augment=AUGMENT))
+    np.testing.assert_array_equal(source.images, before)
+
+
+def test_a_list_of_pairs_is_a_data_set_and_equals_the_bulk_path():
+    source = numbered(11)
+    pairs = [source[i] for i in range(11)]
+    assert isinstance(pairs, data.Dataset)
+    assert_same_batches(epoch_of(Loader(pairs, 4, seed=2)), epoch_of(Loader(source, 4, seed=2)))
+
+
+def test_crop_cuts_a_window_out_of_the_padded_image(rng):
+    images = rng.standard_normal((9, 6, 5, 2)).astype(np.float32)
+    labels = rng.integers(0, 4, (9, 6, 5))
+    words = counter.random_words(1, 0, 0, np.arange(9))
+    cropped, moved = RandomCrop(2, ignore_index=7)(images, labels, lambda stream: words)
+    corners = set()
+    for n in range(9):
+        top, left = (int(word) * 5 >> 32 for word in words[n, :2])
+        corners.add((top, left))
+        for y, x in itertools.product(range(6), range(5)):
+            row, column = y + top - 2, x + left - 2
+            inside = 0 <= row < 6 and 0 <= column < 5
+            np.testing.assert_array_equal(cropped[n, y, x], images[n, row, column] if inside else 0)
+            assert moved[n, y, x] == (labels[n, row, column] if inside else 7)
+    assert len(corners) > 1
+
+
+def test_flip_mirrors_image_and_map_with_probability_p(rng):
+    images, labels = rng.standard_normal((400, 2, 3, 1)), rng.integers(0, 4, (400, 2, 3))
+    words = counter.random_words(1, 0, 0, np.arange(400))
+    flipped, moved = RandomHorizontalFlip(0.25)(images, labels, lambda stream: words)
+    mirrored = np.array([np.array_equal(f, i[:, ::-1]) for f, i in zip(flipped, images, strict=True)])
+    kept = np.array([np.array_equal(f, i) for f, i in zip(flipped, images, strict=True)])
+    assert (mirrored ^ kept).all() and 60 < mirrored.sum() < 140
+    np.testing.assert_array_equal(moved[mirrored], labels[mirrored][:, :, ::-1])
+    np.testing.assert_array_equal(moved[kept], labels[kept])
+
+
+def test_compose_gives_each_step_words_of_its_own():
+    streams = []
+
+    def step(images, labels, draw):
+        streams.append(draw(0))
+        return images, labels
+
+    Compose(step, step)(np.zeros((1, 1, 1, 1)), np.zeros(1), lambda stream: stream)
+    assert len(set(streams)) == 2
+
+
+# ---- data sets ---------------------------------------------------------------------------------------------------
+
+
+def test_digits_split_is_fixed_stratified_and_disjoint():
+    train, test = digits("train"), digits("test")
+    assert (len(train), len(test)) == (1438, 359)
+    assert train.images.shape[1:] == (8, 8, 1) and train.images.dtype == np.float32
+    assert train.images.min() == 0 and train.images.max() == 1
+    whole = np.bincount(train.labels) + np.bincount(test.labels)
+    assert np.abs(np.bincount(test.labels) - whole / 5).max() <= 0.5
+    np.testing.assert_allclose(train.images.mean(), train.mean[0], atol=5e-5)
+    np.testing.assert_allclose(train.images.std(), train.std[0], atol=5e-5)
+    from sklearn.datasets import load_digits
+
+    joined = np.concatenate([train.images, test.images]).reshape(1797, -1) * 16
+    everything = load_digits().data
+    assert sorted(map(tuple, joined.astype(int))) == sorted(map(tuple, everything.astype(int)))
+
+
+@pytest.fixture
+def cifar_folder(tmp_path, monkeypatch, rng):
+    """A small CIFAR-10: three records in each file instead of ten thousand."""
+    monkeypatch.setattr(sys.modules["minidl.data.cifar10"], "_RECORDS", 3)  # the function hides its module
+    for number, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
+        records = rng.integers(0, 256, (3, 3073), dtype=np.uint8)
+        records[:, 0] = [number, 9, 0]
+        records.tofile(tmp_path / name)
+    return tmp_path
+
+
+def test_cifar10_reads_labels_and_planes(cifar_folder):
+    train, test = cifar10(cifar_folder), dataset("cifar10", cifar_folder, "test")
+    assert (len(train), len(test), train.num_classes) == (15, 3, 10)
+    assert list(train.labels) == [0, 9, 0, 1, 9, 0, 2, 9, 0, 3, 9, 0, 4, 9, 0]
+    record = np.fromfile(cifar_folder / "data_batch_2.bin", np.uint8)[:3073]
+    image, label = train[3]
+    assert label == record[0] and image.dtype == np.uint8
+    for y, x, c in ((0, 0, 0), (0, 31, 1), (31, 0, 2), (17, 5, 1)):
+        assert image[y, x, c] == record[1 + c * 1024 + y * 32 + x]
+
+
+def test_cifar10_is_found_one_folder_above(cifar_folder):
+    parent = cifar_folder / "archive"
+    (parent / "cifar-10-batches-bin").mkdir(parents=True)
+    for path in cifar_folder.glob("*.bin"):
+        path.rename(parent / "cifar-10-batches-bin" / path.name)
+    assert len(cifar10(parent)) == 15
+
+
+def test_cifar10_says_what_is_wrong_with_which_file(cifar_folder):
+    with pytest.raises(FileNotFoundError, match="no-such"):
+        cifar10(cifar_folder / "no-such")
+    damaged = cifar_folder / "data_batch_4.bin"
+    records = np.fromfile(damaged, np.uint8)
+    records[:-1].tofile(damaged)
+    with pytest.raises(ValueError, match=r"data_batch_4.bin has 9218 bytes, expected 9219"):
+        cifar10(cifar_folder)
+    records[3073] = 10
+    records.tofile(damaged)
+    with pytest.raises(ValueError, match=r"data_batch_4.bin is damaged: record 1 has label 10"):
+        cifar10(cifar_folder)
+    damaged.unlink()
+    with pytest.raises(FileNotFoundError, match=r"data_batch_4.bin is missing"):
+        cifar10(cifar_folder)
+    with pytest.raises(ValueError, match="path"):
+        dataset("cifar10")
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (32, 48, 4)])
+def test_synthetic_samples_depend_on_seed_split_and_index_only(task, shape):
+    options = {"n": 12, "shape": shape, "num_classes": 3, "task": task}
+    one, again = synthetic(**options), synthetic(**{**options, "n": 5})
+    for index in (0, 4):
+        np.testing.assert_array_equal(one[index][0], again[index][0])
+        np.testing.assert_array_equal(one[index][1], again[index][1])
+    image, label = one[3]
+    assert image.shape == shape and image.dtype == np.uint8
+    assert np.shape(label) == (shape[:2] if task == "segmentation" else ())
+    assert 0 <= np.min(label) and np.max(label) < 3
+    if shape != (1, 1, 1):
+        for other in (synthetic(**options, seed=1), synthetic(**options, split="test")):
+            assert not np.array_equal(image, other[3][0])
+
+
+def test_synthetic_can_be_endless_and_refuses_samples_beyond():
+    source = synthetic(n=10**12, shape=(4, 4, 3))
+    assert source[10**12 - 1][0].shape == (4, 4, 3)
+    np.testing.assert_array_equal(source[-1][0], source[10**12 - 1][0])
+    with pytest.raises(IndexError):
+        source[10**12]
+
+
+def test_synthetic_classes_can_be_learned():
+    """The nearest class mean of 200 training images names more than nine of ten test images."""
+    shape, classes = (12, 12, 3), 8
+    train = Loader(synthetic(200, shape, classes), 200, workers=0)
+    test = Loader(synthetic(200, shape, classes, split="test"), 200, workers=0)
+    (seen,), (fresh,) = train, test
+    means = np.stack([seen.images[seen.labels == k].mean(axis=0) for k in range(classes)])
+    distance = ((fresh.images[:, None] - means) ** 2).sum(axis=(2, 3, 4))
+    assert (distance.argmin(axis=1) == fresh.labels).mean() > 0.9
+
+
+def test_synthetic_segmentation_colours_each_class():
+    source = synthetic(50, (16, 16, 3), 3, task="segmentation")
+    images, labels = (np.stack(items) for items in zip(*(source[i] for i in range(50)), strict=True))
+    assert set(np.unique(labels)) == {0, 1, 2}
+    for k in range(3):
+        spread = images[labels == k].astype(float)
+        np.testing.assert_allclose(spread.mean(axis=0), source._colours[k] + 63.5, atol=4)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: dataset("cifar11"), ValueError, "did you mean 'cifar10'"),
+        (lambda: dataset("digits", split="valid"), ValueError, "unknown split 'valid'"),
+        (lambda: dataset("digits", path="somewhere"), ValueError, "path"),
+        (lambda: dataset("digits", shape=(1, 2, 3)), TypeError, "shape"),
+        (lambda: synthetic(0), ValueError, "n must be"),
+        (lambda: synthetic(5, (4, 4)), ValueError, "shape"),
+        (lambda: synthetic(5, num_classes=1), ValueError, "num_classes"),
+        (lambda: synthetic(5, task="detection"), ValueError, "task"),
+        (lambda: ArrayDataset(np.zeros((2, 3, 3)), np.zeros(2, int), 2), ValueError, "images"),
+        (lambda: ArrayDataset(np.zeros((2, 3, 3, 1)), np.zeros(2, int), 2), TypeError, "images"),
+        (lambda: ArrayDataset(np.zeros((2, 3, 3, 1), np.uint8), np.zeros(3, int), 2), ValueError, "labels"),
+        (lambda: ArrayDataset(np.zeros((2, 3, 3, 1), np.uint8), np.zeros(2), 2), TypeError, "labels"),
+        (lambda: Loader([], 4), ValueError, "len"),
+        (lambda: Loader(numbered(4), 0), ValueError, "batch"),
+        (lambda: Loader(numbered(4), 2, rank=2, size=2), ValueError, "rank"),
+        (lambda: Loader(numbered(4), 2, rank=-1), ValueError, "rank"),
+        (lambda: Loader(numbered(4), 5, drop_last=True), ValueError, "batch must be at most 4"),
+        (lambda: Loader(numbered(4), 2, dtype=np.float64), TypeError, "dtype"),
+        (lambda: Loader(numbered(4), 2, mean=(1.0,)), ValueError, "mean must be 2 numbers"),
+        (lambda: Loader(numbered(4), 2, std=(1.0, 0.0)), ValueError, "std"),
+        (lambda: Loader(numbered(4), 2, workers=-1), ValueError, "workers"),
+        (lambda: Loader(numbered(4), 2, prefetch=0), ValueError, "prefetch"),
+        (lambda: Loader([3], 1), TypeError, "pair"),
+        (lambda: Loader([(np.zeros((2, 2, 1)), 0)], 1), TypeError, "float32 or uint8, got float64"),
+        (lambda: Loader([(np.zeros((2, 2), np.uint8), 0)], 1), ValueError, "height, width, channels"),
+        (lambda: Loader([(np.zeros((2, 2, 1), np.uint8), 0.5)], 1), TypeError, "integer"),
+        (lambda: Loader([(np.zeros((2, 2, 1), np.uint8), [1, 2])], 1), ValueError, "label"),
+        (lambda: RandomCrop(-1), ValueError, "padding"),
+        (lambda: RandomHorizontalFlip(1.5), ValueError, "p must be"),
+    ],
+)
+def test_errors_name_the_argument(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    "odd, error",
+    [
+        ((np.zeros((2, 3, 1), np.uint8), 1), ValueError),
+        ((np.zeros((2, 2, 1), np.float32), 1), TypeError),
+        ((np.zeros((2, 2, 1), np.uint8), np.zeros((2, 2), int)), ValueError),
+        ((np.zeros((2, 2, 1), np.uint8), 0.5), TypeError),
+    ],
+)
+def test_an_item_unlike_the_first_is_named(odd, error):
+    pairs = [(np.zeros((2, 2, 1), np.uint8), 0)] * 5 + [odd]
+    with pytest.raises(error, match="item 5"):
+        list(Loader(pairs, 3))

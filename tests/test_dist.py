@@ -1,0 +1,260 @@
+"""The distributed runtime without MPI: one rank alone, what ranks compare, how a failure is worded, who gets a core."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import numpy as np
+import pytest
+
+from minidl import backend, launch
+from minidl.dist import SOLO, abort, facts, init, launched_size, mpiexec, require_same, require_same_arrays, world
+from minidl.dist.agree import rank_list, together
+from minidl.dist.nccl import refuse_shared_devices
+from minidl.dist.threads import available_cores, cap_threads, count_sharing
+from minidl.precision import bfloat16
+from tests.dist.laws import CommunicatorLaws
+
+world_module = importlib.import_module("minidl.dist.world")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """As if no launcher had started the tests, and nobody had called init."""
+    for variable in world_module._SIZE_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(world_module, "_world", SOLO)
+    monkeypatch.setattr(world_module, "_device", None)
+
+
+class TestSolo(CommunicatorLaws):
+    """One rank obeys the same laws as many."""
+
+    comm = SOLO
+
+    @pytest.fixture(autouse=True)
+    def table(self, ops):
+        self.ops = ops
+
+
+def test_without_a_launcher_there_is_one_rank_and_no_mpi(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert world() is SOLO and launched_size() == 1
+    assert init() is SOLO and init("cpu") is SOLO and init("cpu") is SOLO and init("auto") is SOLO
+    with pytest.raises(RuntimeError, match="called for cuda after cpu"):
+        init("cuda")
+
+
+@pytest.mark.parametrize("variable", world_module._SIZE_VARIABLES)
+def test_a_launcher_without_mpi4py_is_an_error_and_not_many_solos(variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    assert init() is SOLO
+    monkeypatch.setenv(variable, "4")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match=r"one of 4 ranks.*minidl\[mpi\]"):
+        init("cpu")
+    assert world() is SOLO
+
+
+def test_init_refuses_other_devices():
+    with pytest.raises(ValueError, match="unknown device 'gpu'"):
+        init("gpu")
+
+
+class FakeCommunicator:
+    """One of several ranks, whose partners hold given values: `share` answers from a script."""
+
+    def __init__(self, *rounds):
+        self.rounds, self.rank = list(rounds), 0
+
+    def share(self, value):
+        answer = [value, *self.rounds.pop(0)]
+        return answer
+
+
+def digest_of(entries):
+    seen = []
+
+    class Ear:
+        def share(self, value):
+            seen.append(value)
+            return [value]
+
+    require_same(Ear(), "", entries)
+    return seen[0]
+
+
+def test_equal_entries_cost_one_exchange():
+    entries = ["a", "b"]
+    comm = FakeCommunicator([digest_of(entries)] * 2)
+    require_same(comm, "plan", entries)
+    assert comm.rounds == []
+
+
+@pytest.mark.parametrize(
+    "mine, theirs, message",
+    [
+        (["a", "b"], ["a", "c"], "first in entry 1: on ranks 0, 2: b; on rank 1: c"),
+        (["a"], ["a", "c"], "first in entry 1: on ranks 0, 2: no such entry; on rank 1: c"),
+        ([], ["a"], "first in entry 0: on ranks 0, 2: no such entry; on rank 1: a"),
+        (["a\nb"], ["a", "b"], "first in entry 0: on ranks 0, 2: a\nb; on rank 1: a"),
+    ],
+)
+def test_the_first_differing_entry_is_named_with_its_ranks(mine, theirs, message):
+    comm = FakeCommunicator([digest_of(theirs), digest_of(mine)], [theirs, mine])
+    with pytest.raises(ValueError, match="^plan differs between ranks, ") as error:
+        require_same(comm, "plan", mine)
+    assert str(error.value).endswith(message)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [np.array([1.0, 2.0]), np.array([[1, 2]], "float32"), np.array([1, np.nextafter(np.float32(2), 3)], "float32")],
+)
+def test_arrays_are_compared_by_dtype_shape_and_bits(other, cpu_ops):
+    def prints(array):
+        heard = []
+
+        class Ear(FakeCommunicator):
+            def share(self, value):
+                heard.append(value)
+                return [value, b""] if isinstance(value, bytes) else [value, []]
+
+        with pytest.raises(ValueError):
+            require_same_arrays(Ear(), "", {"same": np.zeros(3, bfloat16), "w": array})
+        return heard
+
+    mine = np.array([1, 2], "float32")
+    digest, entries = prints(other)
+    with pytest.raises(ValueError, match="weights differs between ranks, first in entry 1: on rank 0: w float32"):
+        pairs = [("same", np.zeros(3, bfloat16)), ("w", mine)]
+        require_same_arrays(FakeCommunicator([digest], [entries]), "weights", pairs)
+    again, same = prints(mine.copy())
+    require_same_arrays(FakeCommunicator([again]), "weights", {"same": np.zeros(3, bfloat16), "w": mine})
+
+
+def test_a_failure_elsewhere_is_raised_here_and_results_come_in_rank_order():
+    assert together(FakeCommunicator([(1, None), (2, None)]), "counting", lambda: 0) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="^loading failed: on ranks 1-2: ImportError: none$"):
+        together(FakeCommunicator([(None, "ImportError: none")] * 2), "loading", lambda: 0)
+    with pytest.raises(RuntimeError, match="^dividing failed: on rank 0: ZeroDivisionError: ") as error:
+        together(FakeCommunicator([(1, None)]), "dividing", lambda: 1 // 0)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_ranks_in_short():
+    assert rank_list([]) == "" and rank_list([3]) == "3"
+    assert rank_list([5, 0, 2, 1, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("b", "0:2")])
+    with pytest.raises(RuntimeError, match="ranks 1, 3 share GPU 0:2 of a"):
+        refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("a", "0:2")])
+
+
+def test_a_failure_tells_rank_and_step(monkeypatch):
+    monkeypatch.setattr(abort, "context", {})
+    text = abort.describe(1, 4, "uncaught exception", "Traceback\n  line")
+    assert text.startswith("minidl: rank 1 of 4 (") and text.endswith("): uncaught exception\nTraceback\n  line\n")
+    abort.context.update(step=7, layer="fc")
+    assert ", step 7, layer fc): broken\n" in abort.describe(0, 2, "broken")
+
+
+@pytest.mark.parametrize(
+    "status, code", [(None, 0), (0, 0), (False, 0), (3, 3), (True, 1), ("text", 1), (256, 1), (-1, 255)]
+)
+def test_exit_codes_never_turn_a_failure_into_success(status, code):
+    assert abort.exit_code(status) == code
+
+
+def test_departure_of_a_rank_with_an_exception_on_its_way():
+    assert abort.departure().code == 0
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        assert abort.departure().code == 1 and "KeyError: 'lost'" in abort.departure().details
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert abort.departure().code == 130
+
+
+def test_ranks_share_only_the_cores_they_have_in_common():
+    every, one, two = frozenset(range(8)), frozenset([0, 1]), frozenset([2, 3])
+    assert [count_sharing([("a", every)] * 4, rank) for rank in range(4)] == [4] * 4
+    assert count_sharing([("a", one), ("a", two), ("a", one), ("b", one)], 0) == 2
+    assert count_sharing([("a", one), ("a", two), ("a", every)], 1) == 2
+
+
+def test_threads_are_capped_and_a_users_number_wins(monkeypatch):
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    backend.get_ops("cpu")
+    with threadpool_limits(None):  # puts back what was there
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        assert cap_threads(1000) == 5
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            monkeypatch.setenv(variable, "")  # so that it is put back, too
+            monkeypatch.delenv(variable)
+        assert cap_threads(1000) == 1
+        assert {pool["num_threads"] for pool in threadpool_info()} == {1}
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with threadpool_limits(None):
+        assert cap_threads(1) == len(available_cores())
+
+
+@pytest.mark.parametrize(
+    "told, family",
+    [
+        ("mpiexec (Open MPI) 5.0.11\n\nReport bugs to ...", "Open MPI"),
+        ("mpirun (Open MPI) 4.1.6", "Open MPI"),
+        ("HYDRA build details:\n    Version:      5.0.2", "MPICH"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13", "Intel MPI"),
+        ("something else", "unknown"),
+    ],
+)
+def test_the_launcher_gets_the_flags_of_its_family(told, family, tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "mpiexec"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{told}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    found = mpiexec.find()
+    assert found.path == str(program) and found.family == family
+    command = found.command(1000, ["python", "train.py", "--lr", "0.1"])
+    assert command[0] == str(program) and command[-6:] == ["-n", "1000", "python", "train.py", "--lr", "0.1"]
+    assert ("--oversubscribe" in command) == ("--bind-to" in command) == (family == "Open MPI")
+    assert "--oversubscribe" not in found.command(1, ["python"])
+
+
+def test_launching_without_mpi_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launch.main(["-n", "2", "train.py"]) == 2
+    assert "minidl[mpi-wheel]" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        launch.main(["-n", "0", "train.py"])
+    assert stop.value.code == 2
+
+
+def test_launch_replaces_itself_by_mpiexec(monkeypatch):
+    ran = []
+    monkeypatch.setattr(launch.mpiexec, "find", lambda: mpiexec.Launcher("/usr/bin/mpiexec", "MPICH", "5"))
+    monkeypatch.setattr(launch.os, "execv", lambda path, command: ran.append(command))
+    launch.main(["-n", "2", "train.py", "-n", "5", "--lr=1"])
+    launch.main(["-n", "3", "-m", "package.train", "-m"])
+    start = "/usr/bin/mpiexec", "-n"
+    assert ran[0] == [*start, "2", sys.executable, "train.py", "-n", "5", "--lr=1"]
+    assert ran[1] == [*start, "3", sys.executable, "-m", "package.train", "-m"]
+
+
+def test_facts_never_raise_and_every_failure_has_a_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "threadpoolctl", None)
+    report = {fact.name: fact for fact in facts()}
+    assert len(report) == len(facts())
+    assert report["Python"].ok and report["NumPy"].ok and report["cores"].ok
+    assert not report["thread pools"].ok and report["thread pools"].remedy
+    assert all(fact.value for fact in report.values())
+    assert all(fact.remedy for fact in report.values() if not fact.ok)

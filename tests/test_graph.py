@@ -1,0 +1,130 @@
+"""Graphs: names, scopes, shapes, and what building refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+import minidl as m
+from minidl import models
+
+
+def small():
+    graph = m.Graph()
+    x = graph.input((8, 8, 3))
+    with m.scope("stem"):
+        x = m.ReLU()(m.Conv2d(3, 4, 3, padding=1, name="conv")(x))
+    y = m.Conv2d(4, 4, 1, name="side")(x)
+    return graph, graph.output(m.Add()(x, y))
+
+
+def test_scopes_name_layers_and_shapes_follow():
+    graph, _ = small()
+    assert [layer.name for layer in graph.layers] == ["stem.conv", "stem.relu", "side", "add"]
+    assert graph["stem.conv"].shape == (8, 8, 4)
+    assert graph.shapes((5, 16, 8, 3))[-1] == (5, 16, 8, 4)
+    assert graph.consumers()[2] == [3, 4]
+
+
+def test_a_name_stands_once_and_the_error_names_the_remedy():
+    graph = m.Graph()
+    x = m.ReLU()(graph.input((4,)))
+    with pytest.raises(ValueError, match=r"ReLU: name .*scope around 'relu'"):
+        m.ReLU()(x)
+
+
+def test_a_layer_stands_in_a_graph_once():
+    graph = m.Graph()
+    layer = m.Linear(4, 4, name="fc")
+    x = layer(graph.input((4,)))
+    with pytest.raises(RuntimeError, match="already"):
+        layer(x)
+
+
+def test_shape_errors_come_while_building_and_name_the_layer():
+    graph = m.Graph()
+    with m.scope("block"), pytest.raises(ValueError, match=r"block.conv: x"):
+        m.Conv2d(4, 4, 3, name="conv")(graph.input((8, 8, 3)))
+
+
+def test_an_output_that_leaves_layers_behind_is_refused():
+    graph = m.Graph()
+    x = graph.input((4,))
+    m.Linear(4, 4, name="lost")(x)
+    with pytest.raises(ValueError, match="lost"):
+        graph.output(m.Linear(4, 2, name="kept")(x))
+    with pytest.raises(RuntimeError, match="output"):
+        _ = graph.output_node
+
+
+def test_unknown_layers_are_named_with_what_is_near():
+    graph, _ = small()
+    with pytest.raises(ValueError, match="did you mean 'stem.conv'"):
+        _ = graph["stem.conf"]
+
+
+# Parameters of torchvision's networks (and of the U-Net with 64..1024 channels), counted from their publications.
+PARAMETERS = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "resnet101": 44_549_160,
+    "resnet152": 60_192_808,
+    "vgg16": 138_357_544,
+    "vgg16_bn": 138_365_992,
+    "densenet121": 7_978_856,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_have_the_published_number_of_parameters(name):
+    graph = models.build(name, (224, 224, 3), 1000)
+    count = 0
+    for layer in graph.layers:
+        for spec in layer.specs:
+            size = 1
+            for extent in spec.shape:
+                size *= extent
+            count += size
+    assert count == PARAMETERS[name]
+    assert graph.output_node.shape == (1000,)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "output"),
+    [
+        ("mlp", (28, 28, 1), (10,)),
+        ("lenet", (28, 28, 1), (10,)),
+        ("resnet20", (32, 32, 3), (10,)),
+        ("resnet20", (8, 8, 1), (10,)),
+        ("unet", (64, 96, 3), (64, 96, 10)),
+    ],
+)
+def test_models_of_other_inputs(name, shape, output):
+    assert models.build(name, shape, 10).output_node.shape == output
+
+
+def test_unknown_models_and_unfit_images_are_clear_errors():
+    with pytest.raises(ValueError, match="did you mean 'resnet18'"):
+        models.build("resnet81", (224, 224, 3), 10)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        models.build("unet", (100, 100, 3), 2)
+    with pytest.raises(ValueError, match="at least as large"):
+        models.build("vgg16", (16, 16, 3), 2)
+
+
+def parameter_names(model):
+    return {f"{layer.name}.{s.name}" for layer in models.build(model, (64, 64, 3), 10).layers for s in layer.specs}
+
+
+def test_resnet_names_are_torchvisions():
+    names = parameter_names("resnet50")
+    assert {
+        "conv1.weight", "bn1.bias", "layer1.0.downsample.0.weight", "layer1.0.downsample.1.weight",
+        "layer3.5.conv2.weight", "layer4.2.bn3.weight", "fc.weight", "fc.bias",
+    } <= names  # fmt: skip
+    names = parameter_names("densenet121")
+    assert {
+        "features.conv0.weight", "features.norm0.weight", "features.denseblock3.denselayer24.conv2.weight",
+        "features.transition2.norm.bias", "features.transition2.conv.weight", "features.norm5.weight",
+        "classifier.bias",
+    } <= names  # fmt: skip

@@ -1,0 +1,290 @@
+"""Laws of the layers: gradients equal central differences, doors refuse what they must, a layer alone is complete."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import minidl as m
+from tests.gradcheck import check_layer
+
+
+def images(rng, *shape):
+    """Values whose neighbours differ by more than the difference step, so that no maximum or sign flips."""
+    size = int(np.prod(shape))
+    spaced = (np.arange(size) - size / 2 + 0.5) * (4.0 / size)
+    spaced = np.sign(spaced) * (np.abs(spaced) + 0.1)
+    return rng.permutation(spaced).reshape(shape).astype(np.float32)
+
+
+SMOOTH = {
+    "linear": (lambda: m.Linear(7, 5), [(3, 7)]),
+    "linear without bias": (lambda: m.Linear(7, 5, bias=False), [(3, 7)]),
+    "conv": (lambda: m.Conv2d(3, 4, 3, padding=1), [(2, 5, 6, 3)]),
+    "conv strided dilated": (lambda: m.Conv2d(2, 3, (3, 2), (2, 1), (1, 2), (1, 2)), [(2, 7, 5, 2)]),
+    "conv grouped": (lambda: m.Conv2d(4, 6, 3, groups=2, bias=False), [(2, 5, 5, 4)]),
+    "conv depthwise": (lambda: m.Conv2d(5, 5, 3, padding=1, groups=5), [(2, 4, 5, 5)]),
+    "conv transpose": (lambda: m.ConvTranspose2d(3, 4, 2, stride=2), [(2, 3, 4, 3)]),
+    "conv transpose padded": (lambda: m.ConvTranspose2d(4, 2, 3, 2, 1, 1, groups=2), [(2, 3, 4, 4)]),
+    "batch norm": (lambda: m.BatchNorm2d(3), [(4, 5, 3, 3)]),
+    "batch norm of vectors": (lambda: m.BatchNorm2d(3), [(9, 3)]),
+    "batch norm without affine": (lambda: m.BatchNorm2d(3, affine=False), [(4, 3, 3, 3)]),
+    "average pooling": (lambda: m.AvgPool2d(3, 2, 1), [(2, 5, 6, 3)]),
+    "average pooling, ceil": (
+        lambda: m.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), [(2, 6, 6, 3)],
+    ),
+    "adaptive pooling": (lambda: m.AdaptiveAvgPool2d((3, 2)), [(2, 5, 7, 3)]),
+    "global pooling": (lambda: m.AdaptiveAvgPool2d(1), [(2, 5, 7, 3)]),
+    "flatten": (lambda: m.Flatten(), [(2, 3, 2, 4)]),
+    "pad": (lambda: m.Pad((1, 2, 0, 3)), [(2, 3, 2, 4)]),
+    "crop": (lambda: m.Pad((-1, 0, 1, -1)), [(2, 4, 3, 4)]),
+    "add": (lambda: m.Add(), [(2, 3, 2, 4), (2, 3, 2, 4)]),
+    "concat": (lambda: m.Concat(), [(2, 3, 2, 4), (2, 3, 2, 1), (2, 3, 2, 3)]),
+    "relu": (lambda: m.ReLU(), [(2, 3, 2, 5)]),
+    "max pooling": (lambda: m.MaxPool2d(2), [(2, 4, 6, 3)]),
+    "max pooling, overlapping": (lambda: m.MaxPool2d(3, 2, 1), [(1, 5, 5, 2)]),
+    "max pooling, ceil and dilated": (lambda: m.MaxPool2d(2, 2, 0, 2, ceil_mode=True), [(1, 6, 5, 2)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SMOOTH)
+def test_gradients_equal_central_differences(case, ops, rng):
+    make, shapes = SMOOTH[case]
+    layer = make()
+    check_layer(layer, ops, [images(rng, *shape) for shape in shapes], rng)
+
+
+def test_batch_norm_in_evaluation_mode_has_constant_statistics(ops, rng):
+    layer = m.BatchNorm2d(3).to(ops.name)
+    state = layer.state_dict()
+    state["running_mean"] = rng.standard_normal(3).astype(np.float32)
+    state["running_var"] = rng.uniform(0.5, 2, 3).astype(np.float32)
+    layer.load_state_dict(state)
+    layer.training = False
+    check_layer(layer, ops, [images(rng, 2, 3, 4, 3)], rng)
+
+
+@pytest.mark.parametrize("case", [c for c in SMOOTH if len(SMOOTH[c][1]) == 1])
+def test_add_is_added_to_the_input_gradient(case, ops, rng):
+    make, [shape] = SMOOTH[case]
+    x = ops.from_host(images(rng, *shape))
+    layer = make()
+    dy = ops.from_host(rng.standard_normal(layer.output_shape(shape)).astype(np.float32))
+    add = rng.standard_normal(shape).astype(np.float32)
+    layer.forward(x)
+    alone = ops.to_host(layer.backward(dy))
+    layer.forward(x)
+    added = ops.to_host(layer.backward(dy, add=ops.from_host(add)))
+    np.testing.assert_allclose(added, alone + add, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", SMOOTH)
+def test_forward_and_backward_leave_their_inputs_alone(case, ops, rng):
+    make, shapes = SMOOTH[case]
+    layer = make()
+    host = [images(rng, *shape) for shape in shapes]
+    arrays = [ops.from_host(x) for x in host]
+    dy_host = rng.standard_normal(layer.output_shape(*shapes)).astype(np.float32)
+    dy = ops.from_host(dy_host)
+    layer.forward(*arrays)
+    layer.backward(dy)
+    for array, x in zip([*arrays, dy], [*host, dy_host], strict=True):
+        np.testing.assert_array_equal(ops.to_host(array), x)
+
+
+@pytest.mark.parametrize("case", SMOOTH)
+def test_an_empty_batch_gives_an_empty_answer(case, ops):
+    make, shapes = SMOOTH[case]
+    layer = make()
+    layer.training = False
+    y = layer.forward(*(ops.zeros((0, *shape[1:]), np.dtype(np.float32)) for shape in shapes))
+    assert y.shape == layer.output_shape(*((0, *shape[1:]) for shape in shapes))
+    dx = layer.backward(y)
+    for part, shape in zip(dx if isinstance(dx, tuple) else (dx,), shapes, strict=True):
+        assert part.shape == (0, *shape[1:])
+    if layer.specs:
+        for gradient in layer.params.gradients().values():
+            assert not ops.to_host(gradient).any()
+
+
+def test_sixteen_bit_layers_stay_near_their_float32_selves(ops, rng):
+    from minidl.precision import bfloat16, float16
+
+    x = images(rng, 2, 6, 5, 3)
+    reference = m.Conv2d(3, 8, 3, padding=1)
+    y = ops.to_host(reference.forward(ops.from_host(x)))
+    for dtype, bound in ((bfloat16, 2.0**-7), (float16, 2.0**-10)):
+        layer = m.Conv2d(3, 8, 3, padding=1)
+        z = layer.forward(ops.from_host(x.astype(dtype)))
+        assert z.dtype == dtype
+        assert np.abs(ops.to_host(z).astype(np.float32) - y).max() <= 4 * bound * np.abs(y).max()
+        dx = layer.backward(z)
+        assert dx.dtype == dtype
+        assert all(g.dtype == np.float32 for g in layer.params.gradients().values())
+
+
+# -- a layer alone --------------------------------------------------------------------------------
+
+
+def test_layers_alone_start_with_the_same_weights_every_time():
+    a, b = m.Conv2d(3, 4, 3), m.Conv2d(3, 4, 3)
+    np.testing.assert_array_equal(a.state_dict()["weight"], b.state_dict()["weight"])
+    c = m.Conv2d(3, 4, 3)
+    c.seed = 1
+    assert not np.array_equal(a.state_dict()["weight"], c.state_dict()["weight"])
+
+
+def test_dlpack_arrays_are_answered_in_kind(rng):
+    class Borrowed:
+        """Stands for another library's array: it speaks DLPack and is no NumPy array."""
+
+        __module__ = __name__
+
+        def __init__(self, array):
+            self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+        def __dlpack__(self, **kwargs):
+            return self.array.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    import sys
+
+    module = sys.modules[__name__.split(".")[0]]
+    module.from_dlpack = lambda array: Borrowed(np.asarray(array))
+    try:
+        x = rng.standard_normal((2, 3, 4)).astype(np.float32)
+        layer = m.ReLU()
+        y = layer.forward(Borrowed(x))
+        assert isinstance(y, Borrowed)
+        np.testing.assert_array_equal(y.array, np.maximum(x, 0))
+        dx = layer.backward(Borrowed(np.ones_like(x)))
+        assert isinstance(dx, Borrowed)
+        np.testing.assert_array_equal(dx.array, (x > 0).astype(np.float32))
+    finally:
+        del module.from_dlpack
+
+
+def test_moving_a_layer_keeps_its_weights():
+    layer = m.Conv2d(3, 4, 3)
+    before = layer.state_dict()
+    layer.to(precision="bf16")
+    after = layer.state_dict()
+    np.testing.assert_array_equal(before["weight"], after["weight"])
+    assert layer.params["weight"].dtype == np.dtype("bfloat16")
+
+
+def test_a_layer_alone_uses_the_communicator_it_is_given(cpu_ops, rng):
+    class Doubling:
+        rank, size = 0, 2
+
+        def start_all_reduce(self, array):
+            array *= 2
+            self.sent = array.size
+            return self
+
+        def wait(self):
+            self.waited = True
+
+    layer = m.Linear(4, 3)
+    x, dy = rng.standard_normal((2, 4)).astype(np.float32), rng.standard_normal((2, 3)).astype(np.float32)
+    layer.forward(x)
+    layer.backward(dy)
+    alone = {name: g.copy() for name, g in layer.params.gradients().items()}
+    layer = m.Linear(4, 3)
+    layer.comm = Doubling()
+    layer.forward(x)
+    layer.backward(dy)
+    assert layer.comm.waited and layer.comm.sent >= 15
+    for name, gradient in layer.params.gradients().items():
+        np.testing.assert_allclose(gradient, 2 * alone[name], rtol=1e-6)
+
+
+# -- doors ------------------------------------------------------------------------------------------
+
+f32 = np.float32
+DOORS = {
+    "channels": (lambda: m.Conv2d(3, 4, 3), np.zeros((2, 8, 8, 5), f32), ValueError, r"conv2d: x .*\(N, H, W, 3\)"),
+    "nchw": (lambda: m.Conv2d(3, 4, 3), np.zeros((2, 3, 8, 8), f32), ValueError, r"permute\(0, 2, 3, 1\)"),
+    "rank": (lambda: m.Conv2d(3, 4, 3), np.zeros((8, 8, 3), f32), ValueError, "NHWC"),
+    "small image": (lambda: m.Conv2d(3, 4, 5), np.zeros((2, 4, 8, 3), f32), ValueError, "at least as large"),
+    "double": (lambda: m.Conv2d(3, 4, 3), np.zeros((2, 8, 8, 3)), TypeError, "float32.*got float64.*astype"),
+    "integers": (lambda: m.ReLU(), np.zeros((2, 3), np.int32), TypeError, "int32"),
+    "list": (lambda: m.ReLU(), [1.0, 2.0], TypeError, "list"),
+    "images to linear": (lambda: m.Linear(4, 3), np.zeros((2, 2, 2, 1), f32), ValueError, "Flatten"),
+    "features": (lambda: m.Linear(4, 3), np.zeros((2, 5), f32), ValueError, r"\(N, 4\)"),
+    "one value per channel": (lambda: m.BatchNorm2d(3), np.zeros((1, 1, 1, 3), f32), ValueError, "more than one"),
+    "empty training batch": (lambda: m.BatchNorm2d(3), np.zeros((0, 4, 4, 3), f32), ValueError, "more than one"),
+    "cropped away": (lambda: m.Pad(-2), np.zeros((1, 4, 4, 3), f32), ValueError, "larger than the cropping"),
+}
+
+
+@pytest.mark.parametrize("case", DOORS)
+def test_doors_say_what_is_wrong(case):
+    make, x, error, text = DOORS[case]
+    with pytest.raises(error, match=text):
+        make().forward(x)
+
+
+CONSTRUCTORS = {
+    "negative channels": (lambda: m.Conv2d(-3, 4, 3), "in_channels"),
+    "zero kernel": (lambda: m.Conv2d(3, 4, 0), "kernel_size"),
+    "negative padding": (lambda: m.Conv2d(3, 4, 3, padding=-1), "padding"),
+    "groups": (lambda: m.Conv2d(3, 4, 3, groups=2), "multiple of groups"),
+    "float kernel": (lambda: m.Conv2d(3, 4, 2.5), "kernel_size"),
+    "triple": (lambda: m.Conv2d(3, 4, (1, 2, 3)), "kernel_size"),
+    "output padding": (lambda: m.ConvTranspose2d(3, 4, 2, 2, output_padding=2), "output_padding"),
+    "dropout": (lambda: m.Dropout(1.0), "p must be"),
+    "eps": (lambda: m.BatchNorm2d(3, eps=0), "eps"),
+    "momentum": (lambda: m.BatchNorm2d(3, momentum=2), "momentum"),
+    "pool padding": (lambda: m.MaxPool2d(2, padding=2), "half the kernel"),
+    "pad": (lambda: m.Pad((1, 2)), "left, right, top, bottom"),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRUCTORS)
+def test_constructors_refuse_what_cannot_be(case):
+    make, text = CONSTRUCTORS[case]
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_joins_refuse_what_does_not_fit():
+    a, b = np.zeros((2, 3, 3, 4), f32), np.zeros((2, 3, 3, 5), f32)
+    with pytest.raises(ValueError, match="add: second input"):
+        m.Add().forward(a, b)
+    with pytest.raises(ValueError, match="number of inputs must be '2', got 1|number of inputs"):
+        m.Add().forward(a)
+    with pytest.raises(ValueError, match="every input"):
+        m.Concat().forward(a, np.zeros((2, 3, 4, 4), f32))
+    with pytest.raises(TypeError, match="one dtype"):
+        m.Concat().forward(a, b.astype(np.float16))
+
+
+def test_the_gradient_is_checked_at_the_door(rng):
+    layer = m.Conv2d(3, 4, 3)
+    with pytest.raises(RuntimeError, match="forward"):
+        layer.backward(np.zeros((1, 2, 2, 4), f32))
+    layer.forward(np.zeros((1, 4, 4, 3), f32))
+    with pytest.raises(ValueError, match=r"dy must have shape \(1, 2, 2, 4\)"):
+        layer.backward(np.zeros((1, 2, 2, 5), f32))
+    with pytest.raises(TypeError, match="dy must be float32"):
+        layer.backward(np.zeros((1, 2, 2, 4)))
+
+
+def test_weights_refuse_another_dtype_and_name_the_remedy():
+    layer = m.Conv2d(3, 4, 3)
+    layer.forward(np.zeros((1, 4, 4, 3), f32))
+    with pytest.raises(TypeError, match=r"float16.*\.to\(precision='float16'\)"):
+        layer.forward(np.zeros((1, 4, 4, 3), np.float16))
+    with pytest.raises(ValueError, match="tf32"):
+        m.Conv2d(3, 4, 3).to("cpu", "tf32")
+
+
+def test_grad_false_saves_nothing():
+    layer = m.Conv2d(3, 4, 3)
+    layer.forward(np.zeros((1, 4, 4, 3), f32), grad=False)
+    assert layer.store.saved_bytes == 0
+    with pytest.raises(RuntimeError):
+        layer.backward(np.zeros((1, 2, 2, 4), f32))

@@ -1,0 +1,109 @@
+"""Laws of the optimizer on whole models: PyTorch's formulas, groups, decay, state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import models
+
+f32 = np.float32
+
+
+def model_and_batch(ops, rng, **options):
+    model = m.Model(models.mlp(3, (4, 4, 2), (5,)), device=ops.name, **options)
+    x = ops.from_host(rng.standard_normal((4, 4, 4, 2)).astype(f32))
+    return model, x, ops.from_host(rng.integers(0, 3, 4).astype(np.int32))
+
+
+def gradients(model):
+    return {
+        f"{la.name}.{n}": model.ops.to_host(g).astype(np.float64)
+        for la in model.layers if la.specs
+        for n, g in la.params.gradients().items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("momentum", "decay", "nesterov"), [(0, 0, False), (0.9, 0, False), (0.9, 0.01, False), (0.9, 0.01, True)]
+)
+def test_three_steps_follow_the_formulas(momentum, decay, nesterov, ops, rng):
+    model, x, labels = model_and_batch(ops, rng)
+    groups = [m.ParameterGroup("fc2.*", lr_scale=0.5, weight_decay=0.1)]
+    optimizer = m.SGD(model, 0.2, momentum, decay, nesterov, groups=groups)
+    weights = {k: v.astype(np.float64) for k, v in model.state_dict().items()}
+    velocity = {k: np.zeros_like(v) for k, v in weights.items()}
+    loss = m.SoftmaxCrossEntropy()
+    for lr in (0.2, 0.1, 0.1):
+        optimizer.set_lr(lr)
+        loss.forward(model.forward(x), labels)
+        model.backward(loss.backward())
+        for name, g in gradients(model).items():
+            in_group = name.startswith("fc2.")
+            g = g + (0.1 if in_group else decay) * weights[name]
+            velocity[name] = momentum * velocity[name] + g
+            d = g + momentum * velocity[name] if nesterov else velocity[name] if momentum else g
+            weights[name] = weights[name] - lr * (0.5 if in_group else 1.0) * d
+        optimizer.step()
+    for name, expected in weights.items():
+        np.testing.assert_allclose(model.state_dict()[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_norm_and_bias_can_be_exempt_from_decay(ops, rng):
+    model, x, labels = model_and_batch(ops, rng)
+    optimizer = m.SGD(model, 1.0, weight_decay=0.5, decay_norm_and_bias=False)
+    before = model.state_dict()
+    model.forward(x)
+    model.backward(ops.zeros((4, 3), f32))
+    optimizer.step()
+    after = model.state_dict()
+    for name, values in before.items():
+        factor = 1.0 if name.endswith("bias") else 0.5
+        np.testing.assert_allclose(after[name], factor * values, rtol=1e-6)
+
+
+def test_working_copies_are_the_rounded_masters(ops, rng):
+    model, x, labels = model_and_batch(ops, rng, precision="bf16")
+    optimizer = m.SGD(model, 0.1)
+    loss = m.SoftmaxCrossEntropy()
+    loss.forward(model.forward(ops.cast(x, model.precision.storage)), labels)
+    model.backward(loss.backward())
+    optimizer.step()
+    master = ops.to_host(model.arena.master)
+    np.testing.assert_array_equal(ops.to_host(model.arena.working), master.astype(model.precision.storage))
+
+
+def test_state_resumes_bit_for_bit(ops, rng):
+    def steps(model, optimizer, count):
+        loss = m.SoftmaxCrossEntropy()
+        for _ in range(count):
+            loss.forward(model.forward(x), labels)
+            model.backward(loss.backward())
+            optimizer.step()
+
+    model, x, labels = model_and_batch(ops, rng)
+    optimizer = m.SGD(model, 0.1, 0.9)
+    steps(model, optimizer, 2)
+    state, moments = model.state_dict(), optimizer.state_dict()
+    steps(model, optimizer, 2)
+    again, _, _ = model_and_batch(ops, rng)
+    resumed = m.SGD(again, 0.7, 0.9)
+    again.load_state_dict(state)
+    resumed.load_state_dict(moments)
+    assert resumed.lr == f32(0.1)
+    steps(again, resumed, 2)
+    for name, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, again.state_dict()[name])
+    with pytest.raises(ValueError, match="does not fit"):
+        m.SGD(again, 0.1).load_state_dict(moments)
+
+
+def test_impossible_settings_are_refused(cpu_ops, rng):
+    model, _, _ = model_and_batch(cpu_ops, rng)
+    with pytest.raises(ValueError, match="lr"):
+        m.SGD(model, -1)
+    with pytest.raises(ValueError, match="momentum must be"):
+        m.SGD(model, 0.1, nesterov=True)
+    with pytest.raises(ValueError, match="unknown parameter pattern 'conv"):
+        m.SGD(model, 0.1, groups=[m.ParameterGroup("conv*")])

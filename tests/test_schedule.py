@@ -1,0 +1,120 @@
+"""Schedules equal their formulas at every step, and words on the command line equal the objects they name."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidl.schedule import Constant, Cosine, Step, Warmup, parse, warmup
+
+
+def test_constant():
+    assert {Constant(0.3)(step) for step in (0, 1, 10**9)} == {0.3}
+
+
+def test_step_multiplies_at_each_milestone():
+    schedule = Step(8.0, (3, 5), 0.5)
+    assert [schedule(step) for step in range(7)] == [8, 8, 8, 4, 4, 2, 2]
+    assert Step(0.1, ())(100) == 0.1
+
+
+@given(total=st.integers(1, 10_000), lr=st.floats(0.1, 2), final=st.floats(0, 0.1))
+def test_cosine_equals_its_formula_and_falls(total, lr, final):
+    schedule = Cosine(lr, total, final)
+    steps = sorted({0, 1, total // 3, total // 2, total - 1, total})
+    values = [schedule(step) for step in steps]
+    for step, value in zip(steps, values, strict=True):
+        formula = math.cos(math.pi * step / (2 * total)) ** 2  # half-angle form of (1 + cos x) / 2
+        assert value == pytest.approx(final + (lr - final) * formula, abs=1e-12)
+    assert values[0] == pytest.approx(lr) and values == sorted(values, reverse=True)
+    assert schedule(total) == schedule(total + 1) == schedule(10 * total) == pytest.approx(final)
+
+
+@pytest.mark.parametrize("schedule", [Constant(0.4), Step(0.4, (2, 7)), Cosine(0.4, 20)])
+@pytest.mark.parametrize("start", [0.0, 0.1])
+def test_warmup_is_a_line_that_meets_the_schedule(schedule, start):
+    steps = 5
+    warmed = warmup(schedule, steps, start)
+    values = [warmed(step) for step in range(steps + 1)]
+    assert values[0] == start and values[-1] == schedule(steps)
+    rises = [after - before for before, after in itertools.pairwise(values)]
+    assert rises == pytest.approx([(schedule(steps) - start) / steps] * steps)
+    assert all(warmed(step) == schedule(step) for step in range(steps, 30))
+
+
+def test_no_warmup_is_the_schedule_itself():
+    schedule = Cosine(0.1, 10)
+    assert warmup(schedule, 0) is schedule
+    assert Warmup(schedule, 0)(0) == schedule(0)
+
+
+def test_schedules_are_frozen_and_equal_by_value():
+    assert Step(1, [1, 2]) == Step(1, (1, 2)) and hash(Step(1, [1, 2])) == hash(Step(1, (1, 2)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Cosine(0.1, 3).final = 1
+
+
+@pytest.mark.parametrize(
+    "spec, expected",
+    [
+        ("constant", Constant(0.2)),
+        ("step:30,60,80", Step(0.2, (300, 600, 800), 0.1)),
+        ("step:2:0.5", Step(0.2, (20,), 0.5)),
+        ("step:0.5,1", Step(0.2, (5, 10), 0.1)),
+        ("cosine", Cosine(0.2, 1000, 0.0)),
+        ("cosine:0.01", Cosine(0.2, 1000, 0.01)),
+    ],
+)
+def test_words_of_the_command_line(spec, expected):
+    run = {"lr": 0.2, "epochs": 100, "steps_per_epoch": 10}
+    assert parse(spec, **run) == expected
+    assert parse(spec, **run, warmup=2.5) == Warmup(expected, 25)
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("cosin", "learning-rate schedule 'cosin': expected one of the forms constant, step:30"),
+        ("", "forms"),
+        ("constant:1", "forms"),
+        ("step", "forms"),
+        ("step:", "'step:'"),
+        ("step:3,2", "rising"),
+        ("step:1,1", "rising"),
+        ("step:-1", "milestones"),
+        ("step:nan", "'step:nan'"),
+        ("step:inf", "'step:inf'"),
+        ("step:1:0", "gamma"),
+        ("step:1:nan", "gamma"),
+        ("step:1:0.1:2", "forms"),
+        ("cosine:-2", "final"),
+        ("cosine:x", "'cosine:x'"),
+    ],
+)
+def test_bad_words_are_named(spec, words):
+    with pytest.raises(ValueError, match=words):
+        parse(spec, lr=0.2, epochs=100, steps_per_epoch=10)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Constant(-1.0), "lr"),
+        (lambda: Constant(math.nan), "lr"),
+        (lambda: Cosine(0.1, 0), "total_steps"),
+        (lambda: Cosine(0.1, 10, -0.1), "final"),
+        (lambda: Step(0.1, (1.5,)), "milestones"),
+        (lambda: warmup(Constant(0.1), -1), "steps"),
+        (lambda: warmup(Constant(0.1), 3, start=-0.5), "start"),
+        (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=3), "warmup must be in"),
+        (lambda: parse("cosine", lr=-0.1, epochs=2, steps_per_epoch=5), "lr"),
+    ],
+)
+def test_arguments_out_of_range(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,229 @@
+"""Laws of training: resuming is bit-exact, interrupted or not; errors are clear; progress and metrics tell the truth."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import checkpoint, cli, data, models
+from minidl.progress import MetricsLog, progress
+from minidl.train import Trainer
+
+f32 = np.float32
+
+
+def trainer(output=None, *, epochs=2, seed=0, device="cpu", precision="fp32", model="resnet20", lr=0.05, **options):
+    graph = models.build(model, (8, 8, 3), 4)
+    net = m.Model(graph, device=device, precision=precision, seed=seed)
+    options_of_data = {"shape": (8, 8, 3), "num_classes": 4}
+    sets = [data.dataset("synthetic", None, s, n=n, **options_of_data) for s, n in (("train", 40), ("test", 12))]
+    loaders = [
+        data.Loader(s, 8, seed=seed, shuffle=i == 0, dtype=net.precision.storage, transfer=net.ops.uploader())
+        for i, s in enumerate(sets)
+    ]
+    return Trainer(
+        net, m.SGD(net, lr, 0.9, 1e-4), m.SoftmaxCrossEntropy(), *loaders,
+        schedule=lambda step: lr / (1 + step / 10), epochs=epochs, output=output, report_every=2, **options,
+    )  # fmt: skip
+
+
+def table(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def final(run):
+    return {**run.model.state_dict(), **run.optimizer.state_dict()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_interrupted_run_resumes_to_the_same_bits(precision, ops, tmp_path):
+    options = {"device": ops.name, "precision": precision}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.fit()
+
+    first = trainer(tmp_path / "parts", **options)
+    steps = 0
+    for batch in first.train_loader:  # killed in the middle of the first epoch, just after a checkpoint
+        first._train(batch)
+        steps += 1
+        if steps == 3:
+            first.save()
+            break
+    second = trainer(tmp_path / "parts", **options)
+    second.resume(tmp_path / "parts")
+    assert second.step == 3
+    second.fit()
+    assert_same(final(whole), final(second))
+
+
+def test_training_twice_gives_the_same_bits(ops):
+    runs = [trainer(device=ops.name) for _ in range(2)]
+    rows = [run.fit() for run in runs]
+    assert rows[0]["test_loss"] == rows[1]["test_loss"]
+    assert_same(final(runs[0]), final(runs[1]))
+
+
+def test_the_test_set_is_counted_exactly(cpu_ops):
+    run = trainer()
+    logits, labels = [], []
+    run.fit()
+    run.model.eval()
+    for batch in run.test_loader:
+        logits.append(run.model.forward(batch.images))
+        labels.append(batch.labels)
+    logits, labels = np.concatenate(logits), np.concatenate(labels)
+    loss, accuracy = run.evaluate()
+    assert accuracy == np.mean(logits.argmax(axis=1) == labels) and len(labels) == 12
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    expected = np.mean(np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(12), labels])
+    assert abs(loss - expected) < 1e-5
+
+
+def test_metrics_and_checkpoints_are_written_and_pruned(tmp_path):
+    run = trainer(tmp_path, epochs=4)
+    run.fit()
+    rows = table(tmp_path / "metrics.csv")
+    assert [int(row["epoch"]) for row in rows] == [0, 1, 2, 3]
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"])
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and steps[-1] == run.step == 20
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert len(kept) == 2 and checkpoint.latest(tmp_path).name == kept[-1]
+
+
+def test_metrics_after_the_checkpoint_are_dropped_on_resume(tmp_path):
+    log = MetricsLog(tmp_path)
+    for step in (2, 4, 6):
+        log.report({"step": step})
+        log.epoch({"epoch": step // 2 - 1, "step": step})
+    log = MetricsLog(tmp_path, step=4, epoch=2)
+    assert [json.loads(line)["step"] for line in log.lines.read_text().splitlines()] == [2, 4]
+    assert [row["epoch"] for row in table(log.table)] == ["0", "1"]
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    run = trainer(tmp_path, epochs=1, settings={"model": "resnet20"})
+    run.fit()
+    with pytest.raises(ValueError, match="model: 'resnet20' there, 'resnet18' here"):
+        trainer(tmp_path, settings={"model": "resnet18"}).resume(tmp_path)
+    with pytest.raises(ValueError, match="does not fit"):
+        trainer(tmp_path, model="mlp").resume(tmp_path)
+    with pytest.raises(ValueError, match="seed"):
+        trainer(tmp_path, seed=1, settings={"model": "resnet20"}).resume(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        trainer(tmp_path).resume(tmp_path / "nowhere")
+
+
+def test_a_diverging_run_says_so(cpu_ops):
+    with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match="lower the learning rate"):
+        trainer(lr=1e30).fit()
+
+
+def test_labels_outside_the_classes_are_an_error(cpu_ops, rng):
+    loss = m.SoftmaxCrossEntropy()
+    totals = loss.forward(rng.standard_normal((3, 4)).astype(f32), np.array([0, 4, -1]))
+    with pytest.raises(ValueError, match="2 labels outside"):
+        _ = totals.loss
+
+
+def test_loss_doors(cpu_ops):
+    loss = m.SoftmaxCrossEntropy()
+    logits = np.zeros((2, 3), f32)
+    with pytest.raises(ValueError, match=r"labels must have shape \(2,\)"):
+        loss.forward(logits, np.zeros(3, np.int32))
+    with pytest.raises(TypeError, match="int32, int64 or uint8"):
+        loss.forward(logits, np.zeros(2))
+    with pytest.raises(RuntimeError, match="forward"):
+        loss.backward()
+
+
+# -- the command line ----------------------------------------------------------------------------------
+
+
+def run_cli(capsys, *arguments):
+    try:
+        status = cli.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_command_trains_and_resumes(tmp_path, capsys):
+    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path))
+    status, out, err = run_cli(capsys, *common, "--epochs", "2")
+    assert status == 0 and err == ""
+    lines = out.splitlines()
+    assert lines[0].startswith("mlp: ") and lines[-3].startswith("test accuracy 0.")
+    status, out, _ = run_cli(capsys, *common, "--epochs", "3", "--resume")
+    assert status == 0 and "epoch 3/3" in out and "epoch 2/3" not in out
+    status, out, _ = run_cli(capsys, *common, "--epochs", "3", "--resume")
+    assert status == 0 and "nothing left to do" in out
+
+
+ERRORS = {
+    ("--model", "resnet81"): "unknown model 'resnet81'; did you mean",
+    ("--data", "imagenet"): "unknown data set 'imagenet'",
+    ("--data", "cifar10", "--data-path", "nowhere"): "nowhere",
+    ("--precision", "fp8"): "unknown precision 'fp8'",
+    ("--device", "cpu", "--precision", "tf32"): "tf32",
+    ("--image-size", "64"): "--image-size is for --data synthetic",
+    ("--data-path", "x"): "has no files",
+    ("--batch", "0"): "batch must be",
+    ("--lr", "-1"): "lr must be",
+    ("--schedule", "spiral"): "spiral",
+    ("--resume", "nowhere.safetensors"): "nowhere.safetensors",
+    ("--model", "lenet"): "conv2: x must have shape (N, H, W, C), at least as large as the kernel",
+}
+
+
+@pytest.mark.parametrize("arguments", ERRORS)
+def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
+    status, _, err = run_cli(capsys, "train", "--output", str(tmp_path), *arguments)
+    assert status == 2
+    assert err.startswith("minidl train: ") and err.count("\n") == 1
+    assert ERRORS[arguments] in err
+
+
+def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, capsys):
+    trainer(tmp_path, epochs=1).fit()
+    path = checkpoint.latest(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    status, _, err = run_cli(capsys, "train", "--device", "cpu", "--output", str(tmp_path), "--resume")
+    assert status == 2 and path.name in err and "truncated or damaged" in err
+
+
+def test_info_names_what_is_here(capsys):
+    status, out, _ = run_cli(capsys, "info")
+    assert status == 0 and "NumPy" in out and "Python" in out
+
+
+def test_progress_is_lines_off_a_terminal_and_silent_off_rank_0(capsys):
+    for rank in (0, 1):
+        shown = progress(rank)
+        shown.start("epoch 1/1", 2)
+        shown.advance("loss 1")
+        shown.finish("done")
+    assert capsys.readouterr().out == "epoch 1/1  done\n"
+
+
+def test_progress_is_a_bar_behind_a_launcher_on_a_terminal(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("MINIDL_TERMINAL", "100")
+    shown = progress()
+    shown.start("epoch 1/1", 2)
+    shown.advance("loss 1.5")
+    shown.bar.refresh()
+    shown.finish("done")
+    out = capsys.readouterr().out
+    assert "━" in out and "1/2" in out and "loss 1.5" in out and "epoch 1/1  done" in out
