@@ -37,9 +37,7 @@ def describe(array: Any) -> str:
     return f"{str(dtype).removeprefix('torch.')} array of shape {tuple(shape)} ({module})"
 
 
-def bad_shape(
-    who: str, argument: str, expected: str, got: Sequence[int], remedy: str | None = None
-) -> ValueError:
+def bad_shape(who: str, argument: str, expected: str, got: Sequence[int], remedy: str | None = None) -> ValueError:
     """``conv1: x must have shape (N, H, W, 3), got (2, 3, 8, 8); <remedy>``."""
     return ValueError(_sentence(who, f"{argument} must have shape {expected}, got {tuple(got)}", remedy))
 

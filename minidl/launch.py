@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
 from minidl import checks
 from minidl.dist import mpiexec
+from minidl.progress import TERMINAL
 
 __all__ = ["main"]
 
@@ -31,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = ["-m", options.script] if options.module else [options.script]
     command = launcher.command(options.ranks, [sys.executable, *run, *options.arguments])
     print(f"minidl.launch: {options.ranks} ranks by {launcher.family} ({launcher.path})", file=sys.stderr, flush=True)
+    if sys.stdout.isatty():  # mpiexec puts a pipe between the ranks and the terminal
+        os.environ[TERMINAL] = str(shutil.get_terminal_size().columns)
     os.execv(command[0], command)
 
 

@@ -330,7 +330,7 @@ class Layer:
         if channels is not None and shape[3] != channels:
             remedy = None
             if shape[1] == channels:
-                remedy = "it looks like NCHW: pass x.permute(0, 2, 3, 1).contiguous() (torch), x.transpose(0, 2, 3, 1)"
+                remedy = "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
             raise checks.bad_shape(self.name, "x", wanted, shape, remedy)
         return shape
 
@@ -338,6 +338,10 @@ class Layer:
         """``out`` if both output sizes are positive."""
         if min(out) < 1:
             raise checks.bad_shape(
-                self.name, "x", "(N, H, W, C), at least as large as the kernel", shape, "enlarge the image or the padding"
+                self.name,
+                "x",
+                "(N, H, W, C), at least as large as the kernel",
+                shape,
+                "enlarge the image or the padding",
             )
         return out

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["MetricsLog", "Progress", "progress"]
+__all__ = ["TERMINAL", "MetricsLog", "Progress", "progress"]
 
 TERMINAL = "MINIDL_TERMINAL"  # set by minidl.launch: the width of the terminal behind mpiexec's pipes
 _LINE_SECONDS = 10.0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a network, on one rank or under mpirun: ``mpirun -n 4 python scripts/train.py --model resnet50 --data synthetic``.
+"""Train a network on one rank or many: ``mpirun -n 4 python scripts/train.py --model resnet50 --data synthetic``.
 
 All options: ``python scripts/train.py --help``. The same as the command ``minidl train``.
 """

@@ -262,9 +262,7 @@ def test_every_instruction_set_equals_definition(cpu_ops, instruction_set, case,
         cpu_ops.conv2d(x, w, **case.options), reference.conv2d(x, w, **case.options), terms=case.terms[0], scale=4
     )
     expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
-    assert_close(
-        cpu_ops.conv2d_backward_data(dy, w, case.x, **case.options), expected, terms=case.terms[1], scale=4
-    )
+    assert_close(cpu_ops.conv2d_backward_data(dy, w, case.x, **case.options), expected, terms=case.terms[1], scale=4)
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
     assert_close(weight_gradient(cpu_ops, dy, x, case), expected, terms=case.terms[2], scale=4)
 

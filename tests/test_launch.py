@@ -340,7 +340,7 @@ def test_cut_depends_on_the_shape_alone_and_bounds_its_sums(count, channels, ite
     assert chunk_rows % lanes == 0 and chunk_rows <= lanes * MOST_ROWS_PER_THREAD
     for (vec, _), cut in cuts.items():
         assert (cut.chunks - 1) * chunk_rows < count <= cut.chunks * chunk_rows and cut.grid[0] == cut.chunks
-        # Every vector of channels has a thread, no tile is empty, and a tile fits the kernels' static arrays.
+        # Every vector of channels has a thread, no tile is empty, and a tile has a thread per channel.
         assert (cut.grid[1] - 1) * cut.block[0] < channels // vec <= cut.grid[1] * cut.block[0]
         assert np.prod(cut.block) <= 256 and cut.block[0] <= 32 and vec <= lanes
 

@@ -1,4 +1,4 @@
-"""Laws of training: resuming is bit-exact, interrupted or not; errors are clear; progress and metrics tell the truth."""
+"""Laws of training: resuming is bit-exact; errors are one clear line; progress and metrics tell the truth."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ from cython.parallel cimport prange, threadid
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
-import numpy as np
-
 from minidl.precision import bfloat16, float16, float32
 
 cnp.import_array()
@@ -27,6 +25,7 @@ cdef extern from "_conv2d.h" nogil:
     ctypedef struct Conv2dClass:
         int64_t row, col, rows, cols, taps
         const int64_t *offsets
+        const int64_t *tap_rows
         const float *weights
     ctypedef struct Conv2dApply:
         Conv2dWindow window
@@ -41,6 +40,8 @@ cdef extern from "_conv2d.h" nogil:
         int64_t depthwise, out_total, out_channels, out_blocks, all_blocks
         int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, taps
         const int64_t *offsets
+        const int64_t *tap_rows
+        const int64_t *tap_cols
         float *partial
     ctypedef struct Conv2dFilter:
         int64_t out_stride, in_stride, group_stride, taps
@@ -122,15 +123,15 @@ cdef class Filter:
     """Where the filters of one class of outputs lie in a KRSC array."""
 
     cdef Conv2dFilter record
-    cdef const int64_t[::1] positions
+    cdef const int64_t[:, ::1] taps
     cdef int64_t total, channels, blocks, inputs, width, depthwise
 
-    def __init__(self, plan, const int64_t[::1] positions):
-        self.positions = positions
+    def __init__(self, plan, const int64_t[:, ::1] taps):
+        self.taps = taps
         self.record.out_stride, self.record.in_stride = plan.filter_out_stride, plan.filter_in_stride
         self.record.group_stride = plan.filter_group_stride
-        self.record.taps = positions.shape[0]
-        self.record.positions = &positions[0] if positions.shape[0] else NULL
+        self.record.taps = taps.shape[1]
+        self.record.positions = &taps[0, 0] if taps.shape[1] else NULL
         self.total, self.channels, self.depthwise = plan.out_total, plan.out_channels, plan.depthwise
         self.width = plan.width
         self.blocks = plan.out_blocks
@@ -178,12 +179,12 @@ def apply(
 ):
     """out = convolution of source (+ bias) (+ add).
 
-    filters: KRSC, dense, any storage dtype; bias: float32, padded by a block of zeros; packed, scratch (threads, floats):
-    float32 work space.
+    filters: KRSC, dense, any storage dtype; bias: float32, padded by a block of zeros; packed and scratch
+    (threads, floats): float32 work space.
     """
     cdef Conv2dApply p
     cdef Conv2dClass *classes
-    cdef const int64_t[::1] offsets
+    cdef const int64_t[:, ::1] taps
     cdef float *work = aligned(scratch)
     cdef float *weights = aligned(packed)
     cdef int64_t pitch = scratch.shape[1], task, count = tasks.count
@@ -203,11 +204,13 @@ def apply(
         raise MemoryError
     try:
         for i, c in enumerate(plan.classes):
-            f = Filter(plan, c.positions)
-            offsets = c.offsets
+            f = Filter(plan, c.taps)
+            taps = c.taps
             p.out_blocks, p.all_blocks = f.blocks, plan.groups * f.blocks
             classes[i].row, classes[i].col, classes[i].rows, classes[i].cols = c.row, c.col, c.rows, c.cols
-            classes[i].taps, classes[i].offsets = f.record.taps, &offsets[0] if offsets.shape[0] else NULL
+            classes[i].taps = f.record.taps
+            if f.record.taps:
+                classes[i].offsets, classes[i].tap_rows = &taps[1, 0], &taps[2, 0]
             classes[i].weights = weights
             pack_filters(f, <char *>cnp.PyArray_DATA(filters), dtype, p.all_blocks, weights, threads)
             weights += p.all_blocks * f.block_size()
@@ -224,8 +227,8 @@ def reduce(
 ):
     """filters (+)= gradient of the filters: sums over chunks of units of outputs, added up in the chunks' order."""
     cdef Conv2dReduce p
-    cdef const int64_t[::1] offsets = plan.classes[0].offsets
-    cdef Filter f = Filter(plan, plan.classes[0].positions)
+    cdef const int64_t[:, ::1] taps = plan.classes[0].taps
+    cdef Filter f = Filter(plan, plan.classes[0].taps)
     cdef float *work = aligned(scratch)
     cdef float *target = <float *>cnp.PyArray_DATA(filters)
     cdef int64_t pitch = scratch.shape[1], task
@@ -238,7 +241,9 @@ def reduce(
     p.rows, p.cols = grad.shape[1], grad.shape[2]
     p.rows_per_unit, p.row_blocks = units.rows, units.row_blocks
     p.units, p.chunks = units.count, units.chunks
-    p.taps, p.offsets = f.record.taps, &offsets[0] if offsets.shape[0] else NULL
+    p.taps = f.record.taps
+    if p.taps:
+        p.offsets, p.tap_rows, p.tap_cols = &taps[1, 0], &taps[2, 0], &taps[3, 0]
     p.partial = aligned(partial)
     for task in prange(p.chunks * p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
         kernels.reduce(&p, task, work + threadid() * pitch)

@@ -35,7 +35,12 @@ INLINE void FN(pack_line)(
     const int64_t start = first < 0 ? FN(least)((-first + step - 1) / step, stop) : 0;
     const int64_t from = line + first * w->source.pixel + channel, pitch = step * w->source.pixel;
     memset(to, 0, start * LANES * sizeof(float));
-    if (count == LANES)
+    if (count == LANES && w->source.dtype == FLOAT32) {
+        const float *data = (const float *)w->source.data + from;
+        for (int64_t i = start; i < stop; i++)
+            UNROLL for (int c = 0; c < LANES; c += VECTOR)
+                FN(store)(to + i * LANES + c, FN(load)(data + i * pitch + c));
+    } else if (count == LANES)
         for (int64_t i = start; i < stop; i++)
             load_floats(to + i * LANES, w->source.data, from + i * pitch, LANES, w->source.dtype);
     else
@@ -46,7 +51,7 @@ INLINE void FN(pack_line)(
     memset(to + stop * LANES, 0, (w->phase - stop) * LANES * sizeof(float));
 }
 
-/* Copies what `rows` output rows of `images` images read, for `groups` groups from `group` on; returns the plane size. */
+/* Copies what `rows` output rows of `images` images read, for `groups` groups from `group`. Returns the plane size. */
 TARGET static int64_t FN(pack)(
     const Conv2dWindow *w, float *to, int64_t group, int64_t groups, int64_t image, int64_t images, int64_t row,
     int64_t rows)
@@ -68,6 +73,12 @@ TARGET static int64_t FN(pack)(
     }
     return plane;
 }
+
+/* The pixels of a packed source block, and the gradients of a block, that meet in one tap. */
+typedef struct {
+    const float *x, *grad;
+    int64_t x_image, x_row, grad_image, grad_row, images, rows, cols;
+} FN(Pixels);
 
 /* sums[m][k] (+)= sum over taps and channels of x[m][tap][c] * weights[tap][c][k], for m pixels and v vectors of k */
 #define DEFINE_TILE(m, v)                                                                                             \
@@ -111,20 +122,20 @@ TARGET static int64_t FN(pack)(
 
 /* sums[c][k] += sum over pixels of x[pixel][c] * grad[pixel][k], for m channels and v vectors of k */
 #define DEFINE_OUTER(m, v)                                                                                            \
-    TARGET static void FN(outer_##v##_##m)(                                                                           \
-        const float *x, int64_t x_image, int64_t x_row, const float *grad, int64_t images, int64_t rows,              \
-        int64_t cols, float *sums)                                                                                    \
+    TARGET static void FN(outer_##v##_##m)(const FN(Pixels) *p, int64_t channel, float *sums)                         \
     {                                                                                                                 \
         vec sum[m][v] = {{{0}}};                                                                                      \
-        for (int64_t line = 0; line < images * rows; line++) {                                                        \
-            const float *pixel = x + line / rows * x_image + line % rows * x_row;                                     \
-            for (int64_t q = 0; q < cols; q++, pixel += LANES, grad += v * VECTOR) {                                  \
-                vec g[v];                                                                                             \
-                UNROLL for (int i = 0; i < v; i++) g[i] = FN(load)(grad + i * VECTOR);                                \
-                UNROLL for (int j = 0; j < m; j++)                                                                    \
-                    UNROLL for (int i = 0; i < v; i++) sum[j][i] += pixel[j] * g[i];                                  \
+        for (int64_t b = 0; b < p->images; b++)                                                                       \
+            for (int64_t u = 0; u < p->rows; u++) {                                                                   \
+                const float *pixel = p->x + b * p->x_image + u * p->x_row + channel;                                  \
+                const float *grad = p->grad + b * p->grad_image + u * p->grad_row;                                    \
+                for (int64_t q = 0; q < p->cols; q++, pixel += LANES, grad += v * VECTOR) {                           \
+                    vec g[v];                                                                                         \
+                    UNROLL for (int i = 0; i < v; i++) g[i] = FN(load)(grad + i * VECTOR);                            \
+                    UNROLL for (int j = 0; j < m; j++)                                                                \
+                        UNROLL for (int i = 0; i < v; i++) sum[j][i] += pixel[j] * g[i];                              \
+                }                                                                                                     \
             }                                                                                                         \
-        }                                                                                                             \
         UNROLL for (int j = 0; j < m; j++)                                                                            \
             UNROLL for (int i = 0; i < v; i++) {                                                                      \
                 float *to = sums + (j * v + i) * VECTOR;                                                              \
@@ -139,7 +150,7 @@ TILES2(DEFINE_OUTER, 2)
 TILES1(DEFINE_DEPTHWISE, 1)
 
 typedef void (*FN(Tile))(const float *, const int64_t *, int64_t, int64_t, const float *, float *, int);
-typedef void (*FN(Outer))(const float *, int64_t, int64_t, const float *, int64_t, int64_t, int64_t, float *);
+typedef void (*FN(Outer))(const FN(Pixels) *, int64_t, float *);
 typedef void (*FN(Depthwise))(const float *, const int64_t *, int64_t, const float *, float *);
 #define NAME_TILE(m, v) FN(tile_##v##_##m),
 #define NAME_OUTER(m, v) FN(outer_##v##_##m),
@@ -156,57 +167,65 @@ INLINE int64_t FN(cut)(int64_t left, int64_t most)
     return (left + tiles - 1) / tiles;
 }
 
-/* One row of outputs of one block: sums[cols][width] (+)= the products with one block of source channels. */
+/* Row `row` of the outputs of one block: sums[cols][width] (+)= the products with one block of source channels. */
 INLINE void FN(row)(
-    const Conv2dApply *p, const Conv2dClass *class, const float *x, int64_t channels, const float *weights,
-    int64_t width, float *sums, int first)
+    const Conv2dApply *p, const Conv2dClass *class, int64_t row, const float *x, int64_t channels,
+    const float *weights, int64_t width, float *sums, int first)
 {
     const int64_t most = width == WIDTH && !p->depthwise ? FN(MOST2) : FN(MOST1);
+    const int64_t y = row * p->window.step_y;
+    int64_t begin = 0, end = class->taps;
+    /* Taps are sorted by source row: those in the padding above and below come first and last. */
+    while (begin < end && y + class->tap_rows[begin] < 0) begin++;
+    while (begin < end && y + class->tap_rows[end - 1] >= p->window.height) end--;
+    weights += begin * channels * width;
     for (int64_t done = 0; done < class->cols;) {
         const int64_t m = FN(cut)(class->cols - done, most);
         const float *from = x + done * LANES;
         float *to = sums + done * width;
         if (p->depthwise)
-            FN(depthwises)[m - 1](from, class->offsets, class->taps, weights, to);
+            FN(depthwises)[m - 1](from, class->offsets + begin, end - begin, weights, to);
         else
             (width == WIDTH ? FN(tiles2) : FN(tiles1))[m - 1](
-                from, class->offsets, class->taps, channels, weights, to, first);
+                from, class->offsets + begin, end - begin, channels, weights, to, first);
         done += m;
     }
 }
 
 /* Adds bias and `add` to `count` (at most VECTOR) finished sums, rounds, stores. */
 INLINE void FN(finish)(
-    const Conv2dApply *p, const float *sums, int64_t count, const float *bias, int64_t out, int64_t add)
+    const float *sums, int64_t count, const float *bias, const char *add, int64_t from, char *out, int64_t to,
+    int64_t dtype)
 {
     float term[VECTOR];
     vec sum = FN(load)(sums);
     if (bias) sum += FN(load)(bias);
-    if (p->add.data) {
-        load_floats(term, p->add.data, add, count, p->add.dtype);
+    if (add) {
+        load_floats(term, add, from, count, dtype);
         sum += FN(load)(term);
     }
-    if (p->out.dtype == FLOAT32 && count == VECTOR) {
-        FN(store)((float *)p->out.data + out, sum);
+    if (dtype == FLOAT32 && count == VECTOR) {
+        FN(store)((float *)out + to, sum);
         return;
     }
     FN(store)(term, sum);
-    store_floats(p->out.data, out, term, count, p->out.dtype);
+    store_floats(out, to, term, count, dtype);
 }
 
-/* The same for a row of outputs of one block. */
+/* The same for a row of outputs of one block; constant dtype and count let conversions become single instructions. */
 INLINE void FN(finish_row)(
-    const Conv2dApply *p, int64_t cols, const float *sums, int64_t width, int64_t channel, int64_t count, int64_t out,
-    int64_t add)
+    const Conv2dApply *p, int64_t cols, const float *sums, int64_t width, int64_t channel, int64_t count, int64_t to,
+    int64_t from, int64_t dtype)
 {
     const int64_t out_step = p->out_step_x * p->out.pixel, add_step = p->out_step_x * p->add.pixel;
     const float *bias = p->bias ? p->bias + channel : NULL;
-    for (int64_t v = 0; v < cols; v++, sums += width, out += out_step, add += add_step) {
+    const char *add = p->add.data;
+    char *out = p->out.data;
+    for (int64_t v = 0; v < cols; v++, sums += width, to += out_step, from += add_step) {
         int64_t k = 0;
-        /* A constant count lets the conversions become single instructions. */
         for (; k + VECTOR <= count; k += VECTOR)
-            FN(finish)(p, sums + k, VECTOR, bias ? bias + k : NULL, out + k, add + k);
-        if (k < count) FN(finish)(p, sums + k, count - k, bias ? bias + k : NULL, out + k, add + k);
+            FN(finish)(sums + k, VECTOR, bias ? bias + k : NULL, add, from + k, out, to + k, dtype);
+        if (k < count) FN(finish)(sums + k, count - k, bias ? bias + k : NULL, add, from + k, out, to + k, dtype);
     }
 }
 
@@ -229,13 +248,18 @@ TARGET static void FN(apply_block)(
             const int64_t b = line / rows, u = line % rows;
             /* With a single block of source channels a row is finished at once and its sums stay in the L1 cache. */
             float *to = sums + (inputs > LANES ? line * class->cols * width : 0);
-            FN(row)(p, class, packed + (b * tall + u * w->step_y) * wide * LANES, channels, weights, width, to, c == 0);
+            const float *x = packed + (b * tall + u * w->step_y) * wide * LANES;
+            FN(row)(p, class, row + u, x, p->depthwise ? 1 : channels, weights, width, to, c == 0);
             if (c + LANES < inputs) continue;
             const int64_t y = class->row + (row + u) * p->out_step_y;
-            FN(finish_row)(
-                p, class->cols, to, width, channel, count,
-                (image + b) * p->out.image + y * p->out.row + class->col * p->out.pixel + channel,
-                (image + b) * p->add.image + y * p->add.row + class->col * p->add.pixel + channel);
+            const int64_t out = (image + b) * p->out.image + y * p->out.row + class->col * p->out.pixel + channel;
+            const int64_t add = (image + b) * p->add.image + y * p->add.row + class->col * p->add.pixel + channel;
+            if (p->out.dtype == FLOAT32)
+                FN(finish_row)(p, class->cols, to, width, channel, count, out, add, FLOAT32);
+            else if (p->out.dtype == BFLOAT16)
+                FN(finish_row)(p, class->cols, to, width, channel, count, out, add, BFLOAT16);
+            else
+                FN(finish_row)(p, class->cols, to, width, channel, count, out, add, FLOAT16);
         }
         weights += class->taps * channels * width;
     }
@@ -271,6 +295,10 @@ INLINE void FN(pack_grad)(
         for (int64_t v = 0; v < p->cols; v++, to += width)
             for (int64_t k = 0; k < width; k += VECTOR) {
                 const int64_t index = from + v * p->grad.pixel + k;
+                if (k + VECTOR <= count && p->grad.dtype == FLOAT32) {
+                    FN(store)(to + k, FN(load)((const float *)p->grad.data + index));
+                    continue;
+                }
                 if (k + VECTOR <= count) {
                     load_floats(to + k, p->grad.data, index, VECTOR, p->grad.dtype);
                     continue;
@@ -282,44 +310,60 @@ INLINE void FN(pack_grad)(
 }
 
 /* sums[k] += sum over pixels of x[pixel][k] * grad[pixel][k] */
-INLINE void FN(outer_depthwise)(
-    const float *x, int64_t x_image, int64_t x_row, const float *grad, int64_t images, int64_t rows, int64_t cols,
-    float *sums)
+TARGET static void FN(outer_depthwise)(const FN(Pixels) *p, float *sums)
 {
     for (int64_t c = 0; c < LANES; c += VECTOR) {
         vec even = {0}, odd = {0};
-        for (int64_t line = 0; line < images * rows; line++) {
-            const float *pixel = x + line / rows * x_image + line % rows * x_row + c, *g = grad + line * cols * LANES + c;
-            int64_t q = 0;
-            for (; q + 1 < cols; q += 2) {
-                even += FN(load)(pixel + q * LANES) * FN(load)(g + q * LANES);
-                odd += FN(load)(pixel + (q + 1) * LANES) * FN(load)(g + (q + 1) * LANES);
+        for (int64_t b = 0; b < p->images; b++)
+            for (int64_t u = 0; u < p->rows; u++) {
+                const float *x = p->x + b * p->x_image + u * p->x_row + c;
+                const float *grad = p->grad + b * p->grad_image + u * p->grad_row + c;
+                int64_t q = 0;
+                for (; q + 1 < p->cols; q += 2) {
+                    even += FN(load)(x + q * LANES) * FN(load)(grad + q * LANES);
+                    odd += FN(load)(x + (q + 1) * LANES) * FN(load)(grad + (q + 1) * LANES);
+                }
+                if (q < p->cols) even += FN(load)(x + q * LANES) * FN(load)(grad + q * LANES);
             }
-            if (q < cols) even += FN(load)(pixel + q * LANES) * FN(load)(g + q * LANES);
-        }
         FN(store)(sums + c, FN(load)(sums + c) + (even + odd));
     }
+}
+
+/* Outputs [*begin, *end) of `count` from `first` on for which position * step + offset lies inside `size`. */
+INLINE void FN(clip)(
+    int64_t first, int64_t count, int64_t step, int64_t offset, int64_t size, int64_t *begin, int64_t *end)
+{
+    *begin = offset < 0 ? (-offset + step - 1) / step - first : 0;
+    *begin = *begin < 0 ? 0 : FN(least)(*begin, count);
+    *end = offset < size ? (size - 1 - offset) / step + 1 - first : 0;
+    *end = FN(least)(*end, count) < *begin ? *begin : FN(least)(*end, count);
 }
 
 /* All taps of one block of source channels; sums[tap][channel][width] */
 INLINE void FN(reduce_block)(
     const Conv2dReduce *p, const float *packed, int64_t channels, int64_t width, const float *grad, int64_t images,
-    int64_t rows, float *sums)
+    int64_t row, int64_t rows, float *sums)
 {
     const Conv2dWindow *w = &p->window;
-    const int64_t wide = w->step_x * w->phase, x_row = w->step_y * wide * LANES;
-    const int64_t x_image = ((rows - 1) * w->step_y + w->span_y + 1) * wide * LANES;
-    const int64_t most = width == WIDTH ? FN(MOST2) : FN(MOST1);
+    const int64_t wide = w->step_x * w->phase, most = width == WIDTH ? FN(MOST2) : FN(MOST1);
     const FN(Outer) *outers = width == WIDTH ? FN(outers2) : FN(outers1);
+    FN(Pixels) pixels = {.images = images, .x_row = w->step_y * wide * LANES, .grad_row = p->cols * width};
+    pixels.x_image = ((rows - 1) * w->step_y + w->span_y + 1) * wide * LANES;
+    pixels.grad_image = rows * pixels.grad_row;
     for (int64_t t = 0; t < p->taps; t++) {
-        const float *x = packed + p->offsets[t];
+        int64_t u, q, u_end, q_end;
+        FN(clip)(row, rows, w->step_y, p->tap_rows[t], w->height, &u, &u_end);
+        FN(clip)(0, p->cols, w->step_x, p->tap_cols[t], w->width, &q, &q_end);
+        pixels.x = packed + p->offsets[t] + u * pixels.x_row + q * LANES;
+        pixels.grad = grad + u * pixels.grad_row + q * width;
+        pixels.rows = u_end - u, pixels.cols = q_end - q;
         if (p->depthwise) {
-            FN(outer_depthwise)(x, x_image, x_row, grad, images, rows, p->cols, sums + t * LANES);
+            FN(outer_depthwise)(&pixels, sums + t * LANES);
             continue;
         }
         for (int64_t c = 0; c < channels;) {
             const int64_t m = FN(cut)(channels - c, most);
-            outers[m - 1](x + c, x_image, x_row, grad, images, rows, p->cols, sums + (t * channels + c) * width);
+            outers[m - 1](&pixels, c, sums + (t * channels + c) * width);
             c += m;
         }
     }
@@ -347,7 +391,7 @@ TARGET static void FN(reduce)(const Conv2dReduce *p, int64_t task, float *scratc
         FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
         for (int64_t c = 0; c < inputs; c += LANES) {
             const int64_t channels = FN(least)(LANES, inputs - c);
-            FN(reduce_block)(p, scratch + c / LANES * plane, channels, width, grad, images, rows, to);
+            FN(reduce_block)(p, scratch + c / LANES * plane, channels, width, grad, images, row, rows, to);
             to += p->taps * channels * width;
         }
     }

@@ -43,6 +43,7 @@ typedef struct {
     int64_t row, col, rows, cols;       /* first output in the destination, and how many there are */
     int64_t taps;
     const int64_t *offsets;             /* (taps,) position of each tap in the packed source */
+    const int64_t *tap_rows;            /* (taps,) ascending: tap t of output (u, v) reads row u*step_y + tap_rows[t] */
     const float *weights;               /* (output blocks, source channels * taps * width) */
 } Conv2dClass;
 
@@ -67,11 +68,11 @@ typedef struct {
     int64_t out_total, out_channels, out_blocks, all_blocks;
     int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks;
     int64_t taps;
-    const int64_t *offsets;
+    const int64_t *offsets, *tap_rows, *tap_cols;  /* (taps,) as above; and the columns */
     float *partial;                     /* (chunks, output blocks, source channels * taps * width) */
 } Conv2dReduce;
 
-/* Where the filter of (output channel, input channel, tap) lies: KRSC for a forward pass, transposed for a data gradient */
+/* Where the filter of (output channel, input channel, tap) lies; a data gradient sees KRSC with K and C exchanged. */
 typedef struct {
     int64_t out_stride, in_stride, group_stride;
     int64_t taps;

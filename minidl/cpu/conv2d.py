@@ -30,17 +30,21 @@ _THREAD_FLOPS = 1 << 20  # less than this is not worth waking a thread
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
 
+# Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
+_QUIET = np.errstate(over="ignore", invalid="ignore")
+
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """Outputs with the same taps: the first one, how many, and each tap's place in packed source and filters."""
+    """Outputs with the same taps: the first one, how many, and ``taps``, (4, T) int64: each tap's position in the
+    filters and in the packed source, and the row and column that output (0, 0) reads.
+    """
 
     row: int
     col: int
     rows: int
     cols: int
-    offsets: Array
-    positions: Array
+    taps: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +92,13 @@ class _Plan:
     @property
     def filter_floats(self) -> int:
         """Packed filters of all classes."""
-        taps = sum(c.positions.size for c in self.classes)
+        taps = sum(c.taps.shape[1] for c in self.classes)
         return self.all_blocks * self.width * taps * (1 if self.depthwise else self.channels)
 
     @property
     def flops(self) -> int:
         """Of one image."""
-        products = sum(c.rows * c.cols * c.positions.size for c in self.classes)
+        products = sum(c.rows * c.cols * c.taps.shape[1] for c in self.classes)
         return 2 * products * self.groups * self.out_channels * (1 if self.depthwise else self.channels)
 
     def packed_floats(self, images: int, rows: int) -> int:
@@ -105,8 +109,8 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Tasks:
-    """``images`` images by ``rows`` rows of outputs at a time; in a forward pass or data gradient with the output blocks
-    cut into ``splits`` parts, in a filter gradient gathered into ``chunks`` partial sums.
+    """``images`` images by ``rows`` rows of outputs at a time; in a forward pass or data gradient with the output
+    blocks cut into ``splits`` parts, in a filter gradient gathered into ``chunks`` partial sums.
     """
 
     images: int
@@ -119,7 +123,7 @@ class _Tasks:
     scratch_floats: int
 
 
-# An axis of a pass: per class the first output, the number of outputs, and (filter position, source offset) of its taps.
+# An axis of a pass: per class the first output, how many, and its taps (filter position, source offset) by offset.
 _Axis = list[tuple[int, int, list[tuple[int, int]]]]
 
 
@@ -134,7 +138,8 @@ def _backward_axis(size: int, kernel: int, stride: int, padding: int, dilation: 
     for a in range(min(stride, size)):
         count = ceil_div(size - a, stride)
         taps = [(r, divmod(a + padding - r * dilation, stride)) for r in range(kernel)]
-        axis.append((a, count, [(r, at) for r, (at, rest) in taps if rest == 0 and at < out and at + count > 0]))
+        taps = [(r, at) for r, (at, rest) in taps if rest == 0 and at < out and at + count > 0]
+        axis.append((a, count, taps[::-1]))
     return axis
 
 
@@ -146,7 +151,13 @@ def _span(axis: _Axis) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def _plan(
-    image: Pair, filters: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int, width: int,
+    image: Pair,
+    filters: tuple[int, ...],
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    width: int,
     backward: bool,
 ) -> _Plan:
     """The plan of a forward pass over images of that size, or of the data gradient with respect to them.
@@ -167,8 +178,8 @@ def _plan(
     classes = tuple(
         _Class(
             row, col, count_y, count_x,
-            np.array([place(y, x) for _, y in taps_y for _, x in taps_x], np.int64),
-            np.array([(r * S + s) * C for r, _ in taps_y for s, _ in taps_x], np.int64),
+            np.array([((r * S + s) * C, place(y, x), y, x) for r, y in taps_y for s, x in taps_x], np.int64)
+            .reshape(-1, 4).T.copy(),
         )
         for row, count_y, taps_y in ys
         for col, count_x, taps_x in xs
@@ -277,11 +288,12 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
     return x_shape[1:3] == (1, 1) == filters[1:3] and padding == (0, 0) and groups == 1
 
 
+@_QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     tf32: bool = False,
 ) -> Array:  # fmt: skip
-    """Cross-correlation y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] w[k, r, s, c].
+    """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
     Args:
         x: input, (N, H, W, C), unit channel stride or else copied.
@@ -304,6 +316,7 @@ def conv2d(
     return _apply(plan, x, w, empty((x.shape[0], plan.rows, plan.cols, w.shape[0]), x.dtype), bias, None)
 
 
+@_QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     bias: Array | None = None, add: Array | None = None, tf32: bool = False,
@@ -334,6 +347,7 @@ def conv2d_backward_data(
     return _apply(plan, dy, w, empty(x_shape, dy.dtype), bias, add)
 
 
+@_QUIET
 def conv2d_backward_weight(
     dy: Array, x: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array,
     accumulate: bool = False, tf32: bool = False,
@@ -359,7 +373,7 @@ def conv2d_backward_weight(
     x, stride = _skip_pixels(x, out.shape, stride, padding)
     plan = _plan(x.shape[1:3], out.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
     # A tap that meets nothing but padding is not computed.
-    complete = dy.size and plan.classes[0].positions.size == out.shape[1] * out.shape[2]
+    complete = dy.size and plan.classes[0].taps.shape[1] == out.shape[1] * out.shape[2]
     if not complete and not accumulate:
         out.fill(0)
     if not dy.size:
@@ -369,6 +383,7 @@ def conv2d_backward_weight(
     _conv2d.reduce(plan, units, _unit_channels(x), _unit_channels(dy), out, partial, scratch, accumulate)
 
 
+@_QUIET
 def channel_sum(dy: Array, *, out: Array, accumulate: bool = False) -> None:
     """The gradient of a bias: ``out[c]`` = sum of ``dy[..., c]``.
 

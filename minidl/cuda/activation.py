@@ -35,7 +35,5 @@ def relu_backward(dy: Any, y: Any, *, add: Any = None) -> Any:
     arrays = (dy, y, dx) if add is None else (dy, y, dx, add)
     plan = walk(*arrays, per_sm=4, unroll=3 if add is None else 2)
     defines = {"DTYPE": code, "VEC": plan.vec, "ADD": int(add is not None)}
-    launch(
-        "activation", "relu_backward_kernel", plan.grid, plan.block, dy, y, add, dx, plan.argument, defines=defines
-    )
+    launch("activation", "relu_backward_kernel", plan.grid, plan.block, dy, y, add, dx, plan.argument, defines=defines)
     return dx

@@ -30,6 +30,9 @@ struct Chunks {
     int chunks;
 };
 
+// What the lanes of a block found, for its first threads to add up; sized by the launcher.
+extern __shared__ __align__(16) float lanes[];
+
 // This thread's rows of its chunk.
 DEVICE Share chunk_share(const Chunks& cut) {
     Share at;
@@ -57,9 +60,10 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
 extern "C" __global__ void __launch_bounds__(256, 4)
 batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, float* __restrict__ squares, Chunks cut) {
     constexpr int UNROLL = 4;
-    __shared__ __align__(16) float lane_mean[256 * VEC];  // [lane][channel of the tile], relative to the chunk's pivot
-    __shared__ __align__(16) float lane_squares[256 * VEC];
-    __shared__ __align__(16) float pivots[32 * VEC];  // the first row of the chunk
+    const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;  // channels of the tile, and where mine begin
+    float* lane_mean = lanes;  // [lane][channel of the tile], relative to the chunk's pivot
+    float* lane_squares = lane_mean + blockDim.y * width;
+    float* pivots = lane_squares + blockDim.y * width;  // the first row of the chunk
 
     const Share at = chunk_share(cut);
     float pivot[VEC] = {}, sum[VEC] = {}, square[VEC] = {};
@@ -78,7 +82,6 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
             }
         });
 
-    const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;
     if (threadIdx.y == 0) store(pivots + slot, pivot);
     __syncthreads();
     const int mine = at.row < at.rows ? ceil_div(at.rows - at.row, at.step) : 0;
@@ -95,17 +98,18 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
 
     const int t = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.y * width + t;
     if (t >= width || channel >= cut.channels) return;
-    const int count = min(cut.rows - int(blockIdx.x) * cut.chunk_rows, cut.chunk_rows), lanes = min(int(blockDim.y), count);
-    float total = 0.0f, m2 = 0.0f;
-    for (int lane = 0; lane < lanes; ++lane)
-        total = fmaf(float(ceil_div(count - lane, int(blockDim.y))), lane_mean[lane * width + t], total);
+    const int count = min(cut.rows - int(blockIdx.x) * cut.chunk_rows, cut.chunk_rows), used = min(int(blockDim.y), count);
+    double total = 0.0;  // in float, up to 256 additions of large terms would cost the mean its last digits
+    for (int lane = 0; lane < used; ++lane)
+        total += double(ceil_div(count - lane, int(blockDim.y))) * lane_mean[lane * width + t];
     total /= count;
-    for (int lane = 0; lane < lanes; ++lane) {
-        const float d = lane_mean[lane * width + t] - total;
+    float m2 = 0.0f;
+    for (int lane = 0; lane < used; ++lane) {
+        const float d = lane_mean[lane * width + t] - float(total);
         m2 += fmaf(ceil_div(count - lane, int(blockDim.y)) * d, d, lane_squares[lane * width + t]);
     }
     const i64 to = i64(blockIdx.x) * cut.channels + channel;
-    mean[to] = double(pivots[t]) + double(total);
+    mean[to] = double(pivots[t]) + total;
     squares[to] = m2;
 }
 
@@ -270,7 +274,9 @@ extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  float* __restrict__ partial, Chunks cut) {
     constexpr int UNROLL = 4;
-    __shared__ __align__(16) float lane_sum[256 * VEC], lane_product[256 * VEC];  // [lane][channel of the tile]
+    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
+    float* lane_sum = lanes;  // [lane][channel of the tile]
+    float* lane_product = lane_sum + blockDim.y * width;
 
     const Share at = chunk_share(cut);
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {};
@@ -293,7 +299,6 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             }
         });
 
-    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     store(lane_sum + slot, sum);
     store(lane_product + slot, product);
     __syncthreads();

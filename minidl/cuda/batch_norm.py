@@ -34,6 +34,7 @@ class Chunks(NamedTuple):
 
     grid: tuple[int, int]
     block: tuple[int, int]
+    shared: int  # bytes: two values per lane and channel of a tile, and one more per channel
     chunks: int
     argument: np.ndarray
 
@@ -61,7 +62,9 @@ def cut_rows(count: int, channels: int, itemsize: int, vec: int, x_pitch: int, d
     tiles = shapes.ceil_div(vectors, columns)
     argument = np.array([(count, x_pitch, dy_pitch, channels, chunk_rows, chunks)], _ARGUMENT)
     argument.setflags(write=False)
-    return Chunks((chunks, tiles), (shapes.ceil_div(vectors, tiles), lanes), chunks, argument)
+    threads = shapes.ceil_div(vectors, tiles)
+    shared = (2 * lanes + 1) * threads * vec * 4
+    return Chunks((chunks, tiles), (threads, lanes), shared, chunks, argument)
 
 
 def _merge_grid(channels: int) -> int:
@@ -81,7 +84,7 @@ def batch_norm_stats(x: Any) -> Any:
     defines = {"STATS": 1, "DTYPE": code, "VEC": vec}
     launch(
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
-        x, mean, squares, cut.argument, defines=defines,
+        x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
     launch(
         "batch_norm", "batch_norm_merge_kernel", _merge_grid(channels), MERGE_THREADS,
@@ -162,14 +165,14 @@ def batch_norm_backward_stats(
     count, channels, x_pitch = rows(x)
     _check_parameters(2 * channels, moments=moments)
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
-    vec = vector_width(x, dy)
+    vec = vector_width(x, dy, moments)
     cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2])
     partial = empty((cut.chunks, 2, channels), np.float32)
     sums = empty((2, channels), np.float64)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
-        dy, x, moments, partial, cut.argument, defines=defines,
+        dy, x, moments, partial, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_merge_kernel", _merge_grid(channels), MERGE_THREADS,

@@ -3,7 +3,7 @@
 // channel_sum_kernel     partials[chunk, c] = sum over the rows of the chunk of x[row, c]
 //   x          rows * pitch + c                                                       T
 //   partials   (chunks, channels) dense                                               float32
-//   Block: LANES x 256/LANES threads; a thread owns VEC neighbouring channels and every (256/LANES)-th row of its chunk.
+//   Block: LANES x 256/LANES threads; a thread owns VEC neighbouring channels and each (256/LANES)-th row of a chunk.
 //   Grid: (ceil(channels / (LANES*VEC)), chunks). FLOP: 1 per element. Bytes: x once.
 // sum_partials_kernel    out[i] (+)= sum over chunks of partials[chunk, i]
 //   partials   (chunks, count) dense;  out (count,)                                   float32
@@ -11,12 +11,13 @@
 //   FLOP: 1 per partial. Bytes: partials once. Also the second step of the weight gradients.
 //
 // Macros: DTYPE, VEC, LANES (threads side by side along the channels, a power of two), SPLIT (1 to 8, a power of two).
-// Chunks, LANES and SPLIT depend on the problem alone, so the bits do not depend on the device.
+// Chunks, LANES and SPLIT depend on the sizes alone, so the bits depend neither on the device nor on VEC.
 #include "common.cuh"
 
 #ifdef LANES
 extern "C" __global__ void __launch_bounds__(256)
-channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels, i64 pitch) {
+channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels,
+                   i64 pitch) {
     constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
     constexpr int UNROLL = 4;          // enough bytes under way to cover the memory's latency
     __shared__ float scratch[DEEP][LANES * VEC + 1];
@@ -66,7 +67,8 @@ channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 ro
 
 #ifdef SPLIT
 extern "C" __global__ void __launch_bounds__(256)
-sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count, int accumulate) {
+sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count,
+                    int accumulate) {
     constexpr int WIDTH = 256 / SPLIT;
     __shared__ float scratch[SPLIT][WIDTH];
     const int lane = threadIdx.x % WIDTH, part = threadIdx.x / WIDTH;

@@ -40,17 +40,18 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
         return
     dy = as_rows(dy)
     count, channels, pitch = rows(dy)
-    vec = min(vector_width(dy), ACCESS // dy.itemsize)
-    lanes = lanes_along(channels, vec, dy.itemsize)
-    slabs = ceil_div(channels, lanes * vec)
-    # Chunks follow from the sizes alone (and from the vector width, which the layout sets), never from the device.
+    widest = ACCESS // dy.itemsize
+    vec = min(vector_width(dy), widest)
+    # What shapes the sum follows from the sizes alone: a misaligned array costs narrower vectors, not other bits.
+    lanes = lanes_along(channels, widest, dy.itemsize)
     most = ceil_div(count, BLOCK // lanes * ROWS_PER_THREAD)
-    chunk = ceil_div(count, min(most, max(1, 2 * BLOCKS_WANTED // slabs)))
+    chunk = ceil_div(count, min(most, max(1, 2 * BLOCKS_WANTED // ceil_div(channels, lanes * widest))))
     chunks = ceil_div(count, chunk)
     partials = empty((chunks, channels), float32)
     sizes = np.int64(count), np.int64(chunk), np.int32(channels), np.int64(pitch)
     defines = {"DTYPE": code, "VEC": vec, "LANES": lanes}
-    launch("channel_sum", "channel_sum_kernel", (slabs, chunks), BLOCK, dy, partials, *sizes, defines=defines)
+    grid = ceil_div(channels, lanes * vec), chunks
+    launch("channel_sum", "channel_sum_kernel", grid, BLOCK, dy, partials, *sizes, defines=defines)
     sum_partials(partials, chunks, out, accumulate)
 
 

@@ -1,9 +1,11 @@
 // Convolution, forward and data gradient, as an implicit matrix product (Chetlur et al., "cuDNN: efficient primitives
 // for deep learning", 2014): the matrix of patches is gathered on the fly and never stored. sm_80 and newer.
 //
-//   forward (BACKWARD = 0)        y[n,p,q,k]  = bias[k] + add + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
-//   data gradient (BACKWARD = 1)  dx[n,h,w,c] = bias[c] + add + sum over r, s, k and all p with p*sh - ph + r*dh = h (q likewise)
-//                                               of dy[n,p,q,k] w[k,r,s,c]
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
+//                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
 //
 // One product of rows (output pixels) x columns (output channels of one group), summed over depth (taps x source
 // channels of the group). A strided data gradient falls apart into stride_h * stride_w classes of output pixels by
@@ -18,11 +20,11 @@
 //
 // Macros: DTYPE, TF32, BACKWARD; TILE_M x TILE_N, the tile of rows x columns of one block;
 // VEC_X, VEC_W, VEC_Y: elements per access to source, filter and output (with add), at most 16 bytes.
-// Block: 128 threads. Grid: one block per class, row tile, group and column tile, the last fastest, so that blocks which
-// share source pixels run together. Four stages of cp.async feed the product; see tile.cuh.
+// Block: 128 threads. Grid: one block per class, row tile, group and column tile, the last fastest, so that blocks
+// which share source pixels run together. Four stages of cp.async feed the product; see tile.cuh.
 // Dynamic shared memory: max(4 * 64 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.
-// FLOP: 2 * rows * columns * depth * taps per group. Bytes: source + filter + output (+ add), the source once per column
-// tile and tap as far as the L2 cache does not keep it.
+// FLOP: 2 * rows * columns * depth * taps per group. Bytes: source + filter + output (+ add), the source once per
+// column tile and tap as far as the L2 cache does not keep it.
 #include "tile.cuh"
 
 // Output pixels of one parity class: (row + i*class_step_h, column + j*class_step_w) for i, j = 0, 1, ...
@@ -115,7 +117,8 @@ struct Source {
         }
     }
 
-    __device__ __forceinline__ void copy(unsigned char* tile, const Problem& p, const Class& c, const Position& at) const {
+    __device__ __forceinline__ void copy(unsigned char* tile, const Problem& p, const Class& c,
+                                         const Position& at) const {
         const int h = at.tap_h * p.delta_h, w = at.tap_w * p.delta_w;
         const i64 offset = (i64(h) * p.width + w) * p.source_pitch + at.channel;
         const bool readable = at.tap_h < c.taps_h && at.channel < p.depth;
@@ -123,7 +126,8 @@ struct Source {
         for (int i = 0; i < ROWS; ++i) {
             const bool inside = readable && static_cast<u32>(row_h[i] + h) < static_cast<u32>(p.height) &&
                                 static_cast<u32>(row_w[i] + w) < static_cast<u32>(p.width);
-            copy_values<VEC_X>(tile + Tile<TILE_M, true>::offset(row() + i * STEP, start()), row_start[i] + offset, inside);
+            copy_values<VEC_X>(tile + Tile<TILE_M, true>::offset(row() + i * STEP, start()), row_start[i] + offset,
+                               inside);
         }
     }
 };
@@ -150,8 +154,8 @@ struct Filter {
             const bool readable = at.tap_h < c.taps_h && at.channel < p.depth;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                copy_values<VEC_W>(tile + Tile<TILE_N, true>::offset(row() + i * STEP, start()), from + i * STEP * pitch,
-                                   readable && column + i * STEP < p.columns);
+                copy_values<VEC_W>(tile + Tile<TILE_N, true>::offset(row() + i * STEP, start()),
+                                   from + i * STEP * pitch, readable && column + i * STEP < p.columns);
         } else {
             // A thread's place in the depth is its row here, not where it stands in the source.
             const i64 pitch = i64(taps) * p.columns;
@@ -161,15 +165,16 @@ struct Filter {
             const bool readable = at.tap_h < c.taps_h && column < p.columns;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                copy_values<VEC_W>(tile + Tile<TILE_N, false>::offset(start(), row() + i * STEP), from + i * STEP * pitch,
-                                   readable && channel + i * STEP < p.depth);
+                copy_values<VEC_W>(tile + Tile<TILE_N, false>::offset(start(), row() + i * STEP),
+                                   from + i * STEP * pitch, readable && channel + i * STEP < p.depth);
         }
     }
 };
 
 // Adds bias and `add` in float32, rounds once, writes whole vectors.
-DEVICE void write_tile(const float* staged, const float* bias, const T* add, T* output, const Problem& p, const Class& c,
-                       int group, i64 first, i64 count, int first_column, int class_height, int class_width) {
+DEVICE void write_tile(const float* staged, const float* bias, const T* add, T* output, const Problem& p,
+                       const Class& c, int group, i64 first, i64 count, int first_column, int class_height,
+                       int class_width) {
     constexpr int COLUMNS = TILE_N / VEC_Y;
     constexpr int STEP = THREADS / COLUMNS;
     const int local_column = threadIdx.x % COLUMNS * VEC_Y;
@@ -198,8 +203,8 @@ DEVICE void write_tile(const float* staged, const float* bias, const T* add, T* 
     }
 }
 
-// Blocks per multiprocessor that the registers must leave room for. Wide tiles spend them on accumulators, exact float32
-// on fragments, narrow vectors on the many rows that a thread then copies.
+// Blocks per multiprocessor that the registers must leave room for. Wide tiles spend them on accumulators, exact
+// float32 on two levels of them, narrow vectors on the many rows that a thread then copies.
 constexpr bool HEAVY = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) || Source::ROWS > 8;
 constexpr int RESIDENT = HEAVY ? 2 : 3;
 

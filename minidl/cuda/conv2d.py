@@ -18,8 +18,10 @@ from minidl.cuda import depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_plan import (
+    DEPTH_BYTES,
     EXACT_TILES,
     NARROW_TILES,
+    STAGES,
     TENSOR_TILES,
     AxisClass,
     Convolution,
@@ -42,6 +44,7 @@ __all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_wei
 
 BLOCK = 128
 CLASSES = 16  # parity classes of one launch, at most
+PATCH_BYTES = 16  # where an output pixel's patch starts, in conv2d_weight.cu
 
 # The structures Class and Problem of conv2d.cu, and Problem of conv2d_weight.cu.
 _CLASS = struct("", "row column taps_h taps_w first_h first_w offset_h offset_w")
@@ -346,7 +349,8 @@ def _plan_weight(
     defines = {"DTYPE": code, "TF32": int(tf32), "TILE_M": tile.rows, "TILE_N": tile.columns}
     defines |= {"VEC_DY": vec_dy, "VEC_X": vec_x, "VEC_Y": vec_y}
     grid = tiles_n * tiles_m * conv.groups * chunks
-    return Launched("conv2d_weight", "conv2d_weight_kernel", grid, BLOCK, problem, defines, tile.shared_bytes), chunks
+    shared = STAGES * DEPTH_BYTES // itemsize * PATCH_BYTES + tile.shared_bytes
+    return Launched("conv2d_weight", "conv2d_weight_kernel", grid, BLOCK, problem, defines, shared), chunks
 
 
 def _accumulating(problem: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """What the convolution kernels are told, worked out from sizes alone: tiles, parity classes, chunks.
 
-Pure functions of integers and of the device record; the tests state their laws without a GPU. Whatever changes the order
-of a sum (the chunks of a weight gradient) depends on the problem only, never on the device.
+Pure functions of integers and of the device record; the tests state their laws without a GPU. Whatever changes the
+order of a sum (the chunks of a weight gradient) depends on the problem only, never on the device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from minidl.cuda.device import DeviceRecord
 from minidl.shapes import Pair, ceil_div, conv_output_size, round_up
 
 __all__ = [
+    "BLOCKS_WANTED",
+    "DEPTH_BYTES",
     "EXACT_TILES",
     "NARROW_TILES",
+    "STAGES",
     "TENSOR_TILES",
     "AxisClass",
     "Convolution",
@@ -113,7 +116,7 @@ def convolution(
     dilation: Pair,
     groups: int,
 ) -> Convolution:
-    """The sizes of a convolution of ``x_shape`` with ``w_shape``; ValueError in the name of ``who`` if they do not fit."""
+    """The sizes of a convolution of ``x_shape`` with ``w_shape``; ValueError worded for ``who`` if they do not fit."""
     (n, h, w, c), (k, r, s, depth) = x_shape, w_shape
     if c != depth * groups or k % groups:
         raise checks.bad_shape(who, "w", f"(K, R, S, {c} / {groups}), K a multiple of {groups}", w_shape)

@@ -4,20 +4,22 @@
 //
 // Rows are the output channels of one group, columns the positions (r, s, c) of its filters, and the sum runs over the
 // output pixels, in chunks: a chunk is summed in order by one block and leaves one float32 partial, and
-// sum_partials_kernel (channel_sum.cu) adds the partials in order. Chunks depend on the problem alone, so the bits depend
-// neither on the grid nor on the device.
+// sum_partials_kernel (channel_sum.cu) adds the partials in order. Chunks depend on the problem alone, so the bits
+// depend neither on the grid nor on the device.
 //
 //   dy        pixels * dy_pitch, channels group*rows + k                             T
 //   x         ((n*height + h)*width + w)*x_pitch + group*channels + c                T
-//   output    (chunks, groups*rows, columns) dense; with one chunk the gradient itself, overwritten or added to   float32
+//   output    (chunks, groups*rows, columns) dense; with one chunk the gradient itself, set or added to   float32
 //
-// Macros: DTYPE, TF32; TILE_M x TILE_N, the tile of rows x columns of one block; VEC_DY, VEC_X, VEC_Y: elements per access
-// to dy, x and output, at most 16 bytes.
-// Block: 128 threads. Grid: one block per chunk, group, row tile and column tile, the last fastest, so that blocks which
-// share pixels run together. Where a pixel's patch starts is the same for all columns: one warp works it out one stage
-// ahead and leaves it in shared memory. Both operands lie with their pixels outermost; see tile.cuh.
-// Dynamic shared memory: max(4 * 64 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.
-// FLOP: 2 * rows * columns * pixels per group. Bytes: dy and x once if the L2 cache keeps a chunk, 4 * chunks * |dw| twice.
+// Macros: DTYPE, TF32; TILE_M x TILE_N, the tile of rows x columns of one block; VEC_DY, VEC_X, VEC_Y: elements per
+// access to dy, x and output, at most 16 bytes.
+// Block: 128 threads. Grid: one block per chunk, group, row tile and column tile, the last fastest, so that blocks
+// which share pixels run together. Where a pixel's patch starts is the same for all columns: one warp works it out one
+// stage ahead and leaves it in shared memory. Both operands lie with their pixels outermost; see tile.cuh.
+// Dynamic shared memory: 4 stages of DEPTH patches of 16 bytes, then tiles of
+// max(4 * 64 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.
+// FLOP: 2 * rows * columns * pixels per group.
+// Bytes: dy and x once if the L2 cache keeps a chunk, and 4 * chunks * |dw| twice.
 #include "tile.cuh"
 
 struct Problem {
@@ -139,15 +141,16 @@ DEVICE void write_tile(const float* staged, float* output, const Problem& p, i64
     }
 }
 
-// Blocks per multiprocessor that the registers must leave room for: the widest tile spends them on its accumulators, exact
-// float32 on two levels of them.
+// Blocks per multiprocessor that the registers must leave room for: the widest tile spends them on its accumulators,
+// exact float32 on two levels of them.
 constexpr int RESIDENT = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) ? 2 : 3;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                      const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ Patch patches[STAGES][DEPTH];
+    Patch* const patches = reinterpret_cast<Patch*>(shared);  // of stage after stage, DEPTH each
+    unsigned char* const tiles = shared + STAGES * DEPTH * sizeof(Patch);
     using Product = TileProduct<TILE_M, TILE_N, false, false>;
     constexpr int STAGE = Product::A::BYTES + Product::B::BYTES;
 
@@ -171,13 +174,13 @@ conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* _
 
     const auto prepare = [&](int index) {
         const int pixel = index * DEPTH + threadIdx.x % DEPTH;
-        find_patch(patches[index % STAGES], p, first_image, first_rest + pixel, pixel < count);
+        find_patch(patches + index % STAGES * DEPTH, p, first_image, first_rest + pixel, pixel < count);
     };
     const auto copy = [&](int index) {
         if (index < stages) {
-            unsigned char* stage = shared + index % STAGES * STAGE;
+            unsigned char* stage = tiles + index % STAGES * STAGE;
             gradient.copy(stage, p, count - index * DEPTH);
-            source.copy(stage + Product::A::BYTES, p, patches[index % STAGES]);
+            source.copy(stage + Product::A::BYTES, p, patches + index % STAGES * DEPTH);
         }
         commit_copies();
     };
@@ -192,13 +195,13 @@ conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* _
         __syncthreads();  // this stage is there for all, and the one before it is no longer read
         copy(index + STAGES - 1);
         if (threadIdx.x < DEPTH) prepare(index + STAGES);
-        const unsigned char* stage = shared + index % STAGES * STAGE;
+        const unsigned char* stage = tiles + index % STAGES * STAGE;
         product.accumulate(stage, stage + Product::A::BYTES);
     }
     await_copies<0>();
     __syncthreads();
 
-    float* staged = reinterpret_cast<float*>(shared);
+    float* staged = reinterpret_cast<float*>(tiles);
     product.stage(staged);
     __syncthreads();
     write_tile(staged, output, p, chunk, group, first_row, first_column);

@@ -1,23 +1,32 @@
-// Depthwise convolution: every output channel k sees one input channel, k / m, where m is the channel multiplier. A matrix
-// product would be all padding, so these kernels are direct and bound by memory: float32 FFMA, channels in vectors.
+// Depthwise convolution: every output channel k sees one input channel, k / m, where m is the channel multiplier. A
+// matrix product would be all padding, so these kernels are direct and bound by memory: float32 FFMA on vectors of
+// channels.
 //
-// depthwise_kernel          BACKWARD = 0: y[n,p,q,k]  = bias[k] + add + sum_{r,s} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, k/m] w[k,r,s]
-//                           BACKWARD = 1: dx[n,h,w,c] = bias[c] + add + sum over j < m, r, s and all p with p*sh - ph + r*dh = h
-//                                         (q likewise) of dy[n,p,q,c*m + j] w[c*m + j,r,s]
-//   source    ((n*height + h)*width + w)*source_pitch + channel                       T, forward: x; data gradient: dy
-//   filter    (K, R, S) dense                                                         T
-//   bias      (channels,) float32 or null;  add: output's shape, pixels add_pitch apart, T or null
-//   output    (images, out_height, out_width, channels) dense                         T
-//   Block: LANES vectors of channels x 256/LANES pixels, PASSES pixels per thread one after the other; the slab's filters
-//   lie in shared memory as float32: 4 * R * S * LANES * VEC (* m backward) bytes. Grid: pixel blocks x slabs, slabs fastest.
+// depthwise_kernel
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, k/m] w[k,r,s]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,j<m} dy[n,p,q,c*m + j] w[c*m + j,r,s]
+//                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
+//   source    ((n*height + h)*width + w)*source_pitch + channel      T, forward: x; data gradient: dy
+//   filter    (K, R, S) dense                                        T
+//   bias      (channels,) float32 or null
+//   add       output's shape, pixels other_pitch apart               T or null
+//   output    (images, out_height, out_width, channels) dense        T
+//   Block: LANES vectors of channels x 256/LANES pixels, PASSES pixels per thread one after the other. The filters of
+//   these channels, a slab, lie in shared memory as float32: 4 * R * S * LANES * VEC (* m backward) bytes.
+//   Grid: pixel blocks x slabs, slabs fastest.
 //   FLOP: 2 * R * S (* m backward) per output value. Bytes: source and output once, taps are re-read from L1.
-// depthwise_weight_kernel   dw[k,r,s] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, k/m]
+//
+// depthwise_weight_kernel
+//     dw[k,r,s] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, k/m]
 //   output    (chunks, K, R*S) float32 partials, added up in order by sum_partials_kernel (channel_sum.cu)
 //   Block: as above, TAPS taps at a time in registers. Grid: chunks of pixels x tap groups x slabs, slabs fastest.
-//   FLOP: 2 * R * S per value of dy. Bytes: dy and x once per tap group, 4 * chunks * |dw| twice.
+//   FLOP: 2 * R * S per value of dy. Bytes: dy and x once per tap group, and 4 * chunks * |dw| twice.
 //
-// Macros: DTYPE; VEC (1 when m > 1); LANES, a power of two; MULTIPLIER (m); KERNEL_W, STRIDE_H, STRIDE_W; BACKWARD or TAPS.
-// Chunks and block shapes depend on the problem alone, so the bits do not depend on the device.
+// Macros: DTYPE; VEC (1 when m > 1); LANES, a power of two; MULTIPLIER (m); KERNEL_W, STRIDE_H, STRIDE_W; BACKWARD or
+// TAPS. Chunks and the LANES of the weight gradient depend on the sizes alone, so the bits depend neither on the device
+// nor on VEC.
 #include "common.cuh"
 
 static_assert(VEC == 1 || MULTIPLIER == 1, "vectors need output and input channels side by side");

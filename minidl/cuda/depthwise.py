@@ -83,16 +83,18 @@ def plan_weight(
         pitches, vectors: of x and of dy; the rest as in `plan`.
     """
     vec = _vector(conv, vectors, itemsize)
-    lanes = lanes_along(conv.out_channels, vec, itemsize)
-    slabs = ceil_div(conv.out_channels, lanes * vec)
+    # What shapes the sum follows from the sizes alone: misaligned arrays cost narrower vectors, not other bits.
+    widest = _vector(conv, (ACCESS,), itemsize)
+    lanes = lanes_along(conv.out_channels, widest, itemsize)
     taps = min(prod(conv.kernel), TAPS)
-    blocks = slabs * ceil_div(prod(conv.kernel), taps)
-    chunk = pixel_chunk(conv.pixels, blocks)
+    groups = ceil_div(prod(conv.kernel), taps)
+    chunk = pixel_chunk(conv.pixels, ceil_div(conv.out_channels, lanes * widest) * groups)
+    slabs = ceil_div(conv.out_channels, lanes * vec)
     chunks = ceil_div(conv.pixels, chunk)
     image, out_image = (conv.height, conv.width), (conv.out_height, conv.out_width)
     problem = _problem(conv, image, out_image, conv.out_channels, pitches, conv.pixels, chunk, slabs)
     defines = _defines(conv, code, vec, lanes, TAPS=taps)
-    return Launched("depthwise", "depthwise_weight_kernel", blocks * chunks, BLOCK, problem, defines, 0), chunks
+    return Launched("depthwise", "depthwise_weight_kernel", slabs * groups * chunks, BLOCK, problem, defines, 0), chunks
 
 
 def _problem(

@@ -1,14 +1,14 @@
-// Dropout (Srivastava et al. 2014) with counter-based random numbers: the same bits as on the CPU, and the same mask in the
-// backward pass without storing it.
+// Dropout (Srivastava et al., JMLR 2014) with counter-based random numbers: the same bits as on the CPU, and the same
+// mask in the backward pass without storing it.
 //
 //   x: N samples of `size` elements, sample n at x + n * sample_pitch; with -DPITCHED=1 a sample is made of pixels of
 //   `channels` elements at `pitch` elements per pixel, else it is one run. y: (N, size) dense.
 //   key: u32[4] [seed_low, seed_high, step, first_sample]
-//   Element e of sample n has word e % 4 of Philox4x32-10 at counter (e / 4, first_sample + n, step, stream); it is kept,
-//   times `scale`, where the word is at least `threshold`.
+//   Element e of sample n has word e % 4 of Philox4x32-10 at counter (e / 4, first_sample + n, step, stream); it is
+//   kept, times `scale`, where the word is at least `threshold`.
 //
-// A thread owns SPAN neighbouring elements of a sample, moved VEC at a time; loads are in flight while the words are drawn.
-// bytes: x + y once each; per four elements 20 wide multiplies and 20 xors, half of what the memory's time allows.
+// A thread owns SPAN neighbouring elements of a sample, moved VEC at a time; loads are in flight while words are drawn.
+// bytes: x + y once each; four elements take 20 wide multiplies and 20 xors, half of what the memory leaves time for.
 #include "common.cuh"
 #include "grid.cuh"
 #include "philox.cuh"

@@ -1,17 +1,18 @@
 // Softmax cross entropy over rows of K logits, and its gradient.
 //
 //   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; lse (rows,) float32: log of the sum of
-//   exponentials; dlogits (rows, K) dense; totals float64[4]: sum of -log p[label], valid labels, labels that are the first
-//   largest logit of their row, labels out of range; partial (blocks, 4) float64: totals of each block's fixed run of rows.
+//   exponentials; dlogits (rows, K) dense; totals float64[4]: sum of -log p[label], valid labels, labels that are the
+//   first largest logit of their row, labels out of range; partial (blocks, 4) float64: totals of each block's fixed
+//   run of rows.
 //
 // Sums of a row are float32 around its running maximum (Milakov & Gimelshein, "Online normalizer calculation for
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
 // -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes). The rows of a block are one run
 //              of memory: it is copied through shared memory in 16-byte vectors, then each thread takes one row.
-// -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC elements,
-//              STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one (ALIGNED = 0), its
-//              first and last are read and written element by element.
+// -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
+//              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
+//              (ALIGNED = 0), its first and last are read and written element by element.
 //
 // bytes per row: forward K * sizeof(T) + label + 4, backward 2 * K * sizeof(T) + label + 4; about 6 FLOP per logit.
 #include "common.cuh"
@@ -129,9 +130,9 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 4 : 2)
-softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ lse,
-                               const double* __restrict__ totals, const float* __restrict__ scale,
-                               T* __restrict__ dlogits, i64 rows, i64 ignore_index) {
+softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
+                               const float* __restrict__ lse, const double* __restrict__ totals,
+                               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, i64 ignore_index) {
     extern __shared__ uint4 memory[];
     T* tile = reinterpret_cast<T*>(memory);
     const i64 first = i64(blockIdx.x) * BLOCK, row = first + threadIdx.x;
@@ -185,7 +186,7 @@ DEVICE Raw<T, VEC> load_vector(const T* __restrict__ x, int first, int classes) 
     return raw;
 }
 
-// Part of a row: its largest logit, the sum of exponentials around it, and the first element of the first vector with it.
+// Part of a row: its largest logit, the sum of exponentials around it, and where the first vector that has it begins.
 struct Running {
     float peak = -3.402823466e38f;  // finite, so that peak - peak is 0 in a part without elements
     float sum = 0.0f;
@@ -289,9 +290,10 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, ALIGNED ? 4 : 3)
-softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ lse,
-                               const double* __restrict__ totals, const float* __restrict__ scale,
-                               T* __restrict__ dlogits, i64 rows, int classes, i64 pitch, i64 ignore_index) {
+softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
+                               const float* __restrict__ lse, const double* __restrict__ totals,
+                               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int classes,
+                               i64 pitch, i64 ignore_index) {
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / LANES;
     if (row >= rows) return;
     const T* x = logits + row * pitch;

@@ -5,13 +5,14 @@
 //                  receives the rounded master; segment_of: (n / 64,) int32; segments: (S, 4) float32 rows
 //                  [lr_scale, weight_decay, momentum_scale, 0]; control: float32[8], see the enum.
 //                      g = grad / loss_scale + weight_decay * w;  buf = momentum * buf + g
-//                      w -= lr * lr_scale * (NESTEROV ? g + momentum * buf : buf)       (w -= lr * lr_scale * g without momentum)
-//                  momentum is Sutskever et al. 2013 with the learning rate outside the buffer.
+//                      w -= lr * lr_scale * (NESTEROV ? g + momentum * buf : buf)    (without momentum: * g)
+//                  where momentum is the control's times the segment's. Sutskever et al., "On the importance of
+//                  initialization and momentum in deep learning" (ICML 2013), the learning rate outside the buffer.
 //                  One thread: UNROLL groups of four neighbours, all of whose loads are issued before the first use.
-//                  bytes per element: grad 4 + master 8 + momentum 8 + working 2 or 4 (+ 1/16 of a segment number); 8 FLOP.
-// find_nonfinite   grad: (n,) float32; control[3] = 1 when any element is Inf or NaN. Every writer writes the same value,
-//                  so the result does not depend on their order; clear_nonfinite zeroes the flag first. 4 bytes per element.
-// update_loss_scale  one thread: the dynamic loss scale of Micikevicius et al., "Mixed precision training" (ICLR 2018).
+//                  bytes per element: grad 4 + master 8 + momentum 8 + working 2 or 4 + segment number 1/16; 8 FLOP.
+// find_nonfinite   grad: (n,) float32; control[3] = 1 when any element is Inf or NaN. Every writer writes the same
+//                  value, so their order does not matter; clear_nonfinite zeroes the flag first. 4 bytes per element.
+// update_loss_scale   one thread: dynamic loss scaling, Micikevicius et al., "Mixed precision training" (ICLR 2018).
 //
 // -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte aligned.
 #include "common.cuh"
@@ -24,7 +25,7 @@ enum { LEARNING_RATE, MOMENTUM_FACTOR, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPE
 #ifdef MOMENTUM
 #define UNROLL 2
 
-__device__ __forceinline__ void step(float& w, float& buf, float g, float lr, float decay, float momentum, float unscale) {
+DEVICE void step(float& w, float& buf, float g, float lr, float decay, float momentum, float unscale) {
     g = g * unscale + decay * w;
 #if MOMENTUM
     buf = momentum * buf + g;
@@ -79,7 +80,7 @@ extern "C" __global__ void clear_nonfinite(float* control) {
 }
 
 // Inf and NaN are exactly the patterns whose exponent is all ones: the largest magnitude, as an integer, tells.
-__device__ __forceinline__ u32 magnitude(float value) {
+DEVICE u32 magnitude(float value) {
     return __float_as_uint(value) & 0x7fffffffu;
 }
 

@@ -86,5 +86,5 @@ def find_nonfinite(grad: Any, control: Any) -> None:
 
 
 def update_loss_scale(control: Any) -> None:
-    """Halve the loss scale (not below 1) after an overflow; double it (to at most 2^24) after growth_interval good steps."""
+    """Halve the loss scale (to 1 at least) after an overflow; double it (2^24 at most) each growth_interval steps."""
     launch("optim", "update_loss_scale", 1, 1, control)

@@ -3,8 +3,8 @@
 //   x (N, height, width, channels) at `pitch` elements per pixel; y (N, out_h, out_w, channels) dense:
 //   y[n, p, q] = x[n, p - top, q - left] inside the image, `value` outside. Negative top and left crop.
 //
-// A thread owns VEC neighbouring channels of one output column and STRIP rows of it, all of whose loads are issued before
-// the first store. bytes: what is kept of x + y; no FLOP.
+// A thread owns VEC neighbouring channels of one output column and STRIP rows of it, all of whose loads are issued
+// before the first store. bytes: what is kept of x + y; no FLOP.
 #include "common.cuh"
 #include "grid.cuh"
 

@@ -4,17 +4,17 @@
 //   x and dy may be pitched (`pitch` elements from pixel to pixel); everything written is dense. A thread owns VEC
 //   neighbouring channels; VEC divides channels and pitch. All sums are float32 in a fixed order.
 //
-// max_pool2d            thread: one output column of `strip` rows (so that rows shared by windows come from L1).
-//                       16-bit maxima are taken two lanes per instruction: comparing scalars would cost more than memory.
+// max_pool2d            thread: one output column of `strip` rows (so that rows shared by windows come from L1). 16-bit
+//                       maxima are taken two lanes per instruction: comparing scalars would cost more than memory.
 //                       bytes: x once + y + index; R*S comparisons per output
-// max_pool2d_backward   thread: STRIDE_W neighbouring pixels of one row. It gathers, in window order, the gradients of the
-//                       windows whose maximum lies there. bytes: dy + index once + dx
+// max_pool2d_backward   thread: STRIDE_W neighbouring pixels of one row. It gathers, in window order, the gradients of
+//                       the windows whose maximum lies there. bytes: dy + index once + dx
 // avg_pool2d            as max_pool2d; divisor as in PyTorch: the window clipped to the image, or (count_include_pad)
 //                       to the padded image. bytes: x once + y
 // avg_pool2d_backward   as max_pool2d_backward. bytes: dy once + dx
-// adaptive_avg_pool2d   output cell i averages pixels floor(i*H/P) .. ceil((i+1)*H/P). blockDim.y threads share the pixels
-//                       of a cell, blockIdx.y splits them further; a second kernel then merges the splits' sums, in order.
-//                       bytes: x once + y (+ 8 * splits per output element where split)
+// adaptive_avg_pool2d   output cell i averages pixels floor(i*H/P) .. ceil((i+1)*H/P). blockDim.y threads share the
+//                       pixels of a cell, blockIdx.y splits them further; a second kernel then merges the splits' sums,
+//                       in order. bytes: x once + y (+ 8 * splits per output element where split)
 // adaptive_avg_pool2d_backward   thread: one dx column of `strip` rows. bytes: dy + dx
 //
 // Variants: -DINDEX_BITS=8|16 (max), -DOUT_H (adaptive, with OUT_W, IN_H, IN_W), neither (average).
@@ -33,7 +33,7 @@ static_assert(STRIDE_H > 0 && STRIDE_W > 0 && DILATION_H > 0 && DILATION_W > 0, 
 constexpr int COVER_H = (KERNEL_H - 1) * DILATION_H / STRIDE_H + 1;
 constexpr int COVER_W = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;
 // Taps of one window row that are loaded before the first is used.
-constexpr int TAPS = KERNEL_W < 8 ? KERNEL_W : 8;
+constexpr int TAPS = KERNEL_W <= 5 ? KERNEL_W : 4;
 
 #endif
 
@@ -113,6 +113,19 @@ DEVICE void load_lanes(const T* __restrict__ p, u32 (&words)[WORDS]) {
     if (VEC * sizeof(T) == 2) words[0] &= 0xffffu;
 }
 
+// Overwrites the index of each channel that has a NaN in the window at (h0, w0).
+DEVICE void place_nans(const T* __restrict__ image, index_t* __restrict__ index, int h0, int w0, int height, int width,
+                       i64 pitch) {
+#pragma unroll 1
+    for (int tap = 0; tap < KERNEL_H * KERNEL_W; ++tap) {
+        const int h = h0 + tap / KERNEL_W * DILATION_H, w = w0 + tap % KERNEL_W * DILATION_W;
+        if (u32(h) >= u32(height) || u32(w) >= u32(width)) continue;
+#pragma unroll 1
+        for (int i = 0; i < VEC; ++i)
+            if (is_nan(image[(i64(h) * width + w) * pitch + i])) index[i] = index_t(tap);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ index, int rows, int strips, int strip,
            int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w) {
@@ -139,7 +152,7 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
             const int h = h0 + r * DILATION_H;
             if (u32(h) >= u32(height)) continue;
             const T* line = image + i64(h) * width * pitch;
-#pragma unroll UNROLLED(KERNEL_W / TAPS)
+#pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
                 u32 taps[TAPS][WORDS];
 #pragma unroll
@@ -169,24 +182,13 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         for (int i = 0; i < WORDS; ++i) maximum.pairs[i] = best[i];
 #pragma unroll
         for (int i = 0; i < VEC; ++i) position.items[i] = index_t(lane(where, i));
+        store_raw<VEC>(y + out, maximum);
+        store_raw<VEC>(index + out, position);
         // A NaN is greater than nothing, so its place (of several, the last) is looked up off the common path.
         u32 all = best[0];
 #pragma unroll
         for (int i = 1; i < WORDS; ++i) all = lane_max(all, best[i]);
-        if (any_nan(all)) {
-#pragma unroll
-            for (int i = 0; i < VEC; ++i) {
-                if (!is_nan(maximum.items[i])) continue;
-                for (int r = 0; r < KERNEL_H; ++r)
-                    for (int s = 0; s < KERNEL_W; ++s) {
-                        const int h = h0 + r * DILATION_H, w = w0 + s * DILATION_W;
-                        if (u32(h) >= u32(height) || u32(w) >= u32(width)) continue;
-                        if (is_nan(image[(i64(h) * width + w) * pitch + i])) position.items[i] = index_t(r * KERNEL_W + s);
-                    }
-            }
-        }
-        store_raw<VEC>(y + out, maximum);
-        store_raw<VEC>(index + out, position);
+        if (any_nan(all)) place_nans(image, index + out, h0, w0, height, width, pitch);
     }
 }
 
@@ -264,7 +266,7 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
             const int h = h0 + r;
             if (u32(h) >= u32(height)) continue;
             const T* line = image + i64(h) * width * pitch;
-#pragma unroll UNROLLED(KERNEL_W / TAPS)
+#pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
                 const float zeros[VEC] = {};
                 Raw<T, VEC> taps[TAPS];
@@ -295,8 +297,8 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int height, int width, int channels, i64 pitch,
-                    int out_h, int out_w, int pad_h, int pad_w, int include_pad) {
+avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int height, int width, int channels,
+                    i64 pitch, int out_h, int out_w, int pad_h, int pad_w, int include_pad) {
     const int vectors = channels / VEC;
     const Place at = place(rows, ceil_div(width + pad_w, STRIDE_W) * vectors);
     if (!at.inside) return;
@@ -407,8 +409,8 @@ adaptive_avg_pool2d_merge(const float* __restrict__ partial, T* __restrict__ y, 
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-adaptive_avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
-                             i64 pitch) {
+adaptive_avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip,
+                             int channels, i64 pitch) {
     const int vectors = channels / VEC;
     const Place at = place(rows, IN_W * vectors);
     if (!at.inside) return;

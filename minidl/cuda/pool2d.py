@@ -67,8 +67,8 @@ def max_pool2d(
     """Maximum over each window and where it is: the first of equal ones; a NaN wins, of several the last.
 
     Returns:
-        y (N, P, Q, C) in the dtype of x; index (N, P, Q, C), the position r * S + s in the window: uint8, or uint16 when
-        R * S > 256.
+        y (N, P, Q, C) in the dtype of x; index (N, P, Q, C), the position r * S + s in the window: uint8, or uint16
+        when R * S > 256.
     """
     x = as_rows(x)
     n, height, width, channels = x.shape
@@ -110,9 +110,7 @@ def max_pool2d_backward(
     return dx
 
 
-def avg_pool2d(
-    x: Any, *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool, count_include_pad: bool
-) -> Any:
+def avg_pool2d(x: Any, *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool, count_include_pad: bool) -> Any:
     """Mean over each window, (N, P, Q, C).
 
     The divisor is the number of the window's pixels inside the image or, with ``count_include_pad``, inside the padded

@@ -124,8 +124,7 @@ def walk(*arrays: Any, per_sm: int, unroll: int, in_bytes: bool = False) -> Walk
     count, channels = spans[0][0], spans[0][1] * scale
     pitches = tuple(span[2] * scale for span in spans)
     alignments = tuple(
-        math.gcd(address(x), pitch * size, ACCESS)
-        for x, pitch, size in zip(arrays, pitches, itemsizes, strict=True)
+        math.gcd(address(x), pitch * size, ACCESS) for x, pitch, size in zip(arrays, pitches, itemsizes, strict=True)
     )
     return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels), resident, unroll)
 

@@ -1,13 +1,13 @@
 // Operand tiles in shared memory and the product of two of them, for the implicit-GEMM convolutions.
 //
-// A stage of the pipeline holds 64 bytes of depth (the summed dimension): DEPTH = 32 values of 16 bits or 16 of 32 bits.
+// A stage of the pipeline holds 64 bytes of depth (the summed dimension): DEPTH = 32 values of 16 bits or 16 of 32.
 // An operand tile has EXTENT rows (or columns) of the product and comes in two orders, whichever way the operand is
 // contiguous in memory; both take EXTENT * 64 bytes and are permuted in chunks of 16 bytes so that neither the
 // copies into them nor the fragment loads out of them meet a bank twice:
 //   DEPTH_INNER   EXTENT rows of 64 bytes of depth; chunk ^= row / 2 % 4
 //   otherwise     DEPTH rows of EXTENT values;      chunk ^= depth % 8 (16-bit) or depth % 4 * 2 (32-bit)
-// The accumulators stay in the registers of 128 threads; `stage` spreads them out as float32 rows in shared memory, where
-// the epilogue picks them up in the order in which they are written to global memory.
+// The accumulators stay in the registers of 128 threads; `stage` spreads them out as float32 rows in shared memory,
+// where the epilogue picks them up in the order in which they are written to global memory.
 //
 // Macros: DTYPE, and TF32 (1: float32 operands rounded to TF32 on tensor cores; 0: float32 products are exact FFMA).
 // Every sum runs over the depth in the same order whatever the tile, so results do not depend on the tile chosen.
@@ -97,7 +97,8 @@ struct TileProduct {
     }
 
     // Two neighbouring fragments of 8 columns.
-    static __device__ __forceinline__ void load_b(unsigned int (&b)[4], const unsigned char* tile, int column, int depth) {
+    static __device__ __forceinline__ void load_b(unsigned int (&b)[4], const unsigned char* tile, int column,
+                                                  int depth) {
         const int lane = threadIdx.x % 32;
         if constexpr (B_DEPTH_INNER) {
             load_matrices(b, tile + B::offset(column + lane % 8 + lane / 16 * 8, depth + lane / 8 % 2 * CHUNK));
@@ -195,7 +196,8 @@ struct TileProduct {
 
     // values[d][e] for two depths from `depth` and COUNT rows or columns; `at` maps e to its place in the tile.
     template <class Operand, bool INNER, int COUNT, class Place>
-    static __device__ __forceinline__ void load(float (&values)[2][COUNT], const unsigned char* tile, int depth, Place at) {
+    static __device__ __forceinline__ void load(float (&values)[2][COUNT], const unsigned char* tile, int depth,
+                                                Place at) {
         if constexpr (INNER) {
 #pragma unroll
             for (int e = 0; e < COUNT; ++e) {
@@ -213,7 +215,7 @@ struct TileProduct {
         }
     }
 
-    // A stage is summed apart before it joins the total: with n terms that leaves the rounding error of n / 4 in sequence.
+    // A stage is summed apart before it joins the total, which divides the rounding error of a long sum by four.
     __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile) {
         float part[M][N] = {};
         // Unrolled further, the compiler would hold more operands than there are registers.

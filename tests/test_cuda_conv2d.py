@@ -1,0 +1,292 @@
+"""What is particular to convolution on the GPU: its tiles, parity classes and chunks, exactness, repeatability.
+
+The definition of the operations is tested on both tables in test_conv2d_ops.py, compilation in test_cuda_compile.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from minidl.cuda.conv2d_plan import (
+    EXACT_TILES,
+    NARROW_TILES,
+    TENSOR_TILES,
+    axis_classes,
+    choose_tile,
+    convolution,
+    lanes_along,
+    parity_classes,
+    pixel_chunk,
+)
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from minidl.shapes import ceil_div, conv_output_size
+from tests.reference import conv2d as reference
+from tests.tolerance import assert_close, draw
+
+DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
+PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+
+
+# ------------------------------------------------------------------------------------------------- plans, without a GPU
+
+
+@DEVICES
+@pytest.mark.parametrize("tiles", [TENSOR_TILES, EXACT_TILES, NARROW_TILES], ids=["tensor", "exact", "narrow"])
+def test_every_chosen_tile_fits_the_device(tiles, device):
+    for rows, columns, repeats in itertools.product((1, 49, 6272, 802816, 2**33), (1, 64, 65, 512, 4608), (1, 32)):
+        tile = choose_tile(tiles, (rows, rows // 2 + 1), columns, repeats, device)
+        assert tile in tiles
+        assert tile.shared_bytes <= device.shared_per_block
+        assert tile.shared_bytes >= 4 * tile.rows * tile.columns, "the epilogue spreads the whole tile out"
+
+
+@DEVICES
+def test_no_other_tile_wastes_less_when_the_product_is_one_small_tile(device):
+    assert choose_tile(TENSOR_TILES, (64,), 64, 1, device)[:2] == (64, 64)
+
+
+def test_large_products_take_the_widest_tile():
+    device = BUILT_IN["H200"]
+    assert choose_tile(TENSOR_TILES, (50176,), 1024, 1, device)[:2] == (128, 128)
+    assert choose_tile(TENSOR_TILES, (802816,), 64, 1, device)[:2] == (128, 64)
+
+
+AXES = [
+    axis
+    for axis in itertools.product(range(1, 8), range(1, 5), range(1, 6), range(0, 4), range(1, 4))
+    if conv_output_size(*axis) > 0
+]
+
+
+def test_taps_of_the_parity_classes_partition_all_meetings_of_input_and_tap():
+    """Input h, tap r and output p meet when h = p * stride - padding + r * dilation: every class finds each once."""
+    for size, kernel, stride, padding, dilation in AXES:
+        outputs = conv_output_size(size, kernel, stride, padding, dilation)
+        meetings = {
+            (p * stride - padding + r * dilation, r, p)
+            for p in range(outputs)
+            for r in range(kernel)
+            if 0 <= p * stride - padding + r * dilation < size
+        }
+        common = np.gcd(stride, dilation)
+        found, seen = [], []
+        for part in axis_classes(size, kernel, stride, padding, dilation):
+            for i in range(part.count):
+                h = part.start + i * stride
+                seen.append(h)
+                for j in range(part.taps):
+                    r, p = part.first + j * (stride // common), i + part.offset - j * (dilation // common)
+                    assert 0 <= r < kernel
+                    # A tap beyond the output's border reads zeros; it must still meet its coordinate there.
+                    assert p * stride - padding + r * dilation == h
+                    if 0 <= p < outputs:
+                        found.append((h, r, p))
+        assert sorted(seen) == list(range(size)), "each input coordinate belongs to one class"
+        assert len(found) == len(set(found)) and set(found) == meetings
+
+
+def test_strided_data_gradient_makes_no_structural_zeros():
+    """3x3, stride 2: 1 + 2 + 2 + 4 taps per four pixels instead of 36, and the longest blocks start first."""
+    conv = convolution("test", (1, 8, 8, 16), (16, 3, 3, 16), (2, 2), (1, 1), (1, 1), 1)
+    assert [h.taps * w.taps for h, w in parity_classes(conv)] == [4, 2, 2, 1]
+
+
+def test_chunks_are_whole_and_bounded():
+    for pixels, tiles in itertools.product((1, 31, 257, 12544, 802816, 2**34), (1, 5, 144, 4096)):
+        chunk = pixel_chunk(pixels, tiles)
+        assert chunk % 32 == 0 and 0 < chunk <= 2**29
+        assert ceil_div(pixels, chunk) * tiles <= max(512, tiles) or chunk == 2**29
+
+
+def test_lanes_stay_within_a_warp_and_a_line():
+    for channels, vec, itemsize in itertools.product((1, 3, 8, 64, 1000), (1, 2, 4, 8), (2, 4)):
+        lanes = lanes_along(channels, vec, itemsize)
+        assert lanes & (lanes - 1) == 0 and 1 <= lanes <= 32
+        assert lanes == 1 or lanes * vec * itemsize <= 128
+
+
+def _launches(device, run):
+    with dry_run(device) as log:
+        run()
+    return log.launches
+
+
+@pytest.mark.parametrize("groups", [1, 4, 64], ids=["dense", "grouped", "depthwise"])
+def test_the_order_of_a_weight_gradients_sum_is_the_same_on_all_devices(groups):
+    """Chunks show in the second step's split and in the first step's blocks per tile."""
+
+    def run():
+        from minidl import cuda as ops
+
+        x, dy = ops.empty((32, 28, 28, 64), bfloat16), ops.empty((32, 28, 28, 64), bfloat16)
+        out = ops.empty((64, 3, 3, 64 // groups), np.float32)
+        options = {**PLAIN, "padding": (1, 1), "groups": groups}
+        ops.conv2d_backward_weight(dy, x, **options, out=out)
+        ops.channel_sum(dy, out=ops.empty(64, np.float32))
+
+    def chunks(launch):
+        defines = dict(launch.defines)
+        if launch.name != "conv2d_weight_kernel":
+            return launch
+        tiles = ceil_div(64 // groups, defines["TILE_M"]) * ceil_div(9 * 64 // groups, defines["TILE_N"])
+        return launch.grid[0] // tiles
+
+    logs = [[chunks(launch) for launch in _launches(device, run)] for device in BUILT_IN.values()]
+    assert len(logs[0]) >= 4 and all(log == logs[0] for log in logs)
+
+
+def test_many_parity_classes_take_several_launches():
+    def run():
+        from minidl import cuda as ops
+
+        options = {**PLAIN, "stride": (5, 5)}
+        w = ops.empty((8, 3, 3, 16), bfloat16)
+        ops.conv2d_backward_data(ops.empty((2, 2, 2, 8), bfloat16), w, (2, 11, 11, 16), **options)
+
+    assert [launch.grid[0] for launch in _launches(None, run)] == [16, 9]
+
+
+def test_tf32_of_16_bit_arrays_is_refused():
+    from minidl import cuda as ops
+
+    with dry_run():
+        x, w = ops.empty((1, 4, 4, 8), bfloat16), ops.empty((8, 1, 1, 8), bfloat16)
+        with pytest.raises(ValueError, match="tf32"):
+            ops.conv2d(x, w, **PLAIN, tf32=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+def _problem(ops, rng, dtype, x_shape=(8, 28, 28, 64), filters=(96, 3, 3), stride=(2, 2), padding=(1, 1), groups=1):
+    options = {**PLAIN, "stride": stride, "padding": padding, "groups": groups}
+    w_shape = (*filters, x_shape[3] // groups)
+    size = reference.output_size(x_shape, w_shape, stride, padding, (1, 1))
+    hosts = [draw(rng, shape, dtype) for shape in (x_shape, w_shape, (x_shape[0], *size, filters[0]))]
+    return options, hosts, [ops.from_host(host) for host in hosts]
+
+
+def _all(ops, x, w, dy, **options):
+    out = ops.from_host(np.full(w.shape, np.nan, np.float32))
+    y = ops.conv2d(x, w, **options)
+    dx = ops.conv2d_backward_data(dy, w, x.shape, **options)
+    ops.conv2d_backward_weight(dy, x, out=out, **options)
+    return [ops.to_host(array) for array in (y, dx, out)]
+
+
+def _references(x, w, dy, options):
+    return (
+        reference.conv2d(x, w, **options),
+        reference.conv2d_backward_data(dy, w, x.shape, **options),
+        reference.conv2d_backward_weight(dy, x, w.shape, **options),
+    )
+
+
+BIG = [
+    pytest.param((16, 112, 112, 3), (64, 7, 7), (2, 2), (3, 3), id="stem"),
+    pytest.param((16, 56, 56, 64), (256, 1, 1), (1, 1), (0, 0), id="1x1"),
+    pytest.param((16, 28, 28, 128), (128, 3, 3), (1, 1), (1, 1), id="3x3"),
+    pytest.param((16, 28, 28, 256), (512, 1, 1), (2, 2), (0, 0), id="1x1-stride-2"),
+    pytest.param((16, 14, 14, 512), (512, 3, 3), (2, 2), (1, 1), id="3x3-stride-2"),
+]
+
+
+@pytest.mark.parametrize(("tf32", "groups"), [(False, 1), (True, 1), (False, 64)], ids=["fp32", "tf32", "depthwise"])
+def test_same_bits_on_every_run(cuda_ops, rng, tf32, groups):
+    options, _, placed = _problem(cuda_ops, rng, float32, filters=(64, 3, 3), groups=groups)
+    first = _all(cuda_ops, *placed, **options, tf32=tf32)
+    for _ in range(3):
+        for a, b in zip(first, _all(cuda_ops, *placed, **options, tf32=tf32), strict=True):
+            assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+def test_same_bits_on_every_run_16_bit(cuda_ops, rng, storage):
+    options, _, placed = _problem(cuda_ops, rng, storage)
+    first = _all(cuda_ops, *placed, **options)
+    for a, b in zip(first, _all(cuda_ops, *placed, **options), strict=True):
+        assert np.array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def test_tf32_rounds_its_operands_and_nothing_else(cuda_ops, rng):
+    """Against products of operands rounded on the host the error is that of float32, far below that of TF32."""
+    options, hosts, placed = _problem(cuda_ops, rng, float32)
+    # Nearest, ties away from zero: half of the last kept bit is added to the magnitude, the rest cut off.
+    rounded = [((h.view(np.uint32) + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32) for h in hosts]
+    terms = (9 * 64, 9 * 96, 8 * 14 * 14)
+    results = _all(cuda_ops, *placed, **options, tf32=True)
+    for result, exact, expected, n in zip(
+        results, _references(*hosts, options), _references(*rounded, options), terms, strict=True
+    ):
+        # Tensor cores cut the sums of a step off instead of rounding them: four units where rounding makes half of one.
+        assert_close(result, expected, terms=n, scale=32)
+        assert_close(result, exact, terms=n, scale=4, tf32=True)
+        assert np.abs(result - exact).max() > 2.0**-24 * 64 * np.abs(exact).max(), "tf32 had no effect"
+
+
+@pytest.mark.parametrize(("x_shape", "filters", "stride", "padding"), BIG)
+def test_exact_float32_stays_exact_at_size(cuda_ops, rng, x_shape, filters, stride, padding):
+    x_shape = (2, *x_shape[1:])
+    options, hosts, placed = _problem(cuda_ops, rng, float32, x_shape, filters, stride, padding)
+    terms = (np.prod(filters[1:]) * x_shape[3], np.prod(filters), x_shape[0] * np.prod(placed[2].shape[1:3]))
+    for result, expected, n in zip(
+        _all(cuda_ops, *placed, **options), _references(*hosts, options), terms, strict=True
+    ):
+        assert_close(result, expected, terms=int(n), scale=6)
+
+
+@pytest.mark.parametrize(("x_shape", "filters", "stride", "padding"), BIG)
+@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+def test_16_bit_equals_exact_float32_of_the_same_values(cuda_ops, rng, storage, x_shape, filters, stride, padding):
+    """Products of 16-bit values are exact in float32, so only summation and one rounding may differ."""
+    options, _, placed = _problem(cuda_ops, rng, storage, x_shape, filters, stride, padding)
+    wide = [cuda_ops.cast(array, float32) for array in placed]
+    terms = (np.prod(filters[1:]) * x_shape[3], np.prod(filters), x_shape[0] * np.prod(placed[2].shape[1:3]))
+    kinds = (storage, storage, float32)
+    for result, expected, dtype, n in zip(
+        _all(cuda_ops, *placed, **options), _all(cuda_ops, *wide, **options), kinds, terms, strict=True
+    ):
+        assert_close(result, expected, dtype, terms=int(n), scale=32)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 24], ids=["dense", "grouped", "depthwise"])
+def test_every_output_is_written(cuda_ops, dtype, rng, groups, monkeypatch):
+    """Results on top of NaN equal results on top of whatever was there: no output and no partial sum is left out."""
+    import sys
+
+    options, _, placed = _problem(cuda_ops, rng, dtype, (3, 13, 11, 24), (48, 3, 3), (3, 2), (1, 0), groups)
+    expected = _all(cuda_ops, *placed, **options)
+
+    def poisoned(shape, dtype):
+        array = cuda_ops.empty(shape, dtype)
+        array.view(np.uint8).fill(255)  # NaN in every storage type
+        return array
+
+    for stem in ("conv2d", "channel_sum"):
+        monkeypatch.setattr(sys.modules[f"minidl.cuda.{stem}"], "empty", poisoned)
+    for a, b in zip(expected, _all(cuda_ops, *placed, **options), strict=True):
+        assert np.isfinite(b.astype(np.float32)).all()
+        assert np.array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def test_more_than_two_to_the_31_elements(cuda_ops, rng):
+    """Offsets are 64 bits wide: the last images of a huge batch equal the same images alone."""
+    images, channels = 41000, 64
+    x = cuda_ops.zeros((images, 29, 29, channels), bfloat16)
+    assert x.size > 2**31
+    last = cuda_ops.from_host(draw(rng, (2, 29, 29, channels), bfloat16))
+    w = cuda_ops.from_host(draw(rng, (16, 1, 1, channels), bfloat16))
+    x[-2:] = last
+    y = cuda_ops.conv2d(x, w, **PLAIN)
+    assert np.array_equal(
+        cuda_ops.to_host(y[-2:]).view(np.uint16), cuda_ops.to_host(cuda_ops.conv2d(last, w, **PLAIN)).view(np.uint16)
+    )
+    assert not cuda_ops.to_host(y[:2]).astype(np.float32).any()
+    dx = cuda_ops.conv2d_backward_data(y, w, x.shape, **PLAIN)
+    alone = cuda_ops.conv2d_backward_data(y[-2:], w, last.shape, **PLAIN)
+    assert np.array_equal(cuda_ops.to_host(dx[-2:]).view(np.uint16), cuda_ops.to_host(alone).view(np.uint16))
