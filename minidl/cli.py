@@ -17,7 +17,9 @@ from minidl.optim import SGD
 from minidl.precision import precision
 from minidl.train import Trainer
 
-__all__ = ["main", "parser"]
+__all__ = ["main", "parser", "train"]
+
+_TEST_SHARE = 10  # synthetic test images: one for so many training images
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     arguments = parser().parse_args(argv)
     try:
-        return _train(arguments) if arguments.verb == "train" else _info()
+        if arguments.verb == "info":
+            return _info()
+        train(arguments)
+        dist.world().close()
+        return 0
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         print(f"minidl {arguments.verb}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -75,18 +81,24 @@ def _info() -> int:
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test set; options of synthetic data only where they apply."""
     options: dict[str, Any] = {}
+    sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
     if a.data == "synthetic":
-        size = a.image_size or 32
-        options = {"shape": (size, size, 3), "num_classes": a.classes or 10, "n": a.samples or 2048, "seed": a.seed}
+        size, samples = a.image_size or 32, a.samples or 2048
+        sizes = {"n": samples}, {"n": max(samples // _TEST_SHARE, 1)}
+        options = {"shape": (size, size, 3), "num_classes": a.classes or 10, "seed": a.seed}
         options["task"] = "segmentation" if a.model == "unet" else "classification"
     else:
         for name in ("image_size", "classes", "samples"):
             if getattr(a, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for --data synthetic, not for {a.data}")
-    return tuple(data.dataset(a.data, a.data_path, split, **options) for split in ("train", "test"))
+    return tuple(
+        data.dataset(a.data, a.data_path, split, **options, **n)
+        for split, n in zip(("train", "test"), sizes, strict=True)
+    )
 
 
-def _train(a: argparse.Namespace) -> int:
+def train(a: argparse.Namespace) -> dict[str, float]:
+    """``minidl train`` with parsed options, on every rank; the last epoch's figures, named as in metrics.csv."""
     comm = dist.init(a.device)
     device = _device(a.device, comm)
     ops = get_ops(device)
@@ -122,8 +134,7 @@ def _train(a: argparse.Namespace) -> int:
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer)
-    comm.close()
-    return 0
+    return row
 
 
 def _device(wanted: str, comm: Any) -> str:

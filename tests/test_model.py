@@ -324,6 +324,8 @@ def test_model_doors(cpu_ops):
     model = m.Model(residual())
     with pytest.raises(ValueError, match=r"model: x must have shape \(N, H, W, 3\)"):
         model.forward(np.zeros((2, 3, 6, 6), f32))
+    with pytest.raises(ValueError, match="at least one sample"):
+        model.forward(np.zeros((0, 6, 6, 3), f32))
     with pytest.raises(TypeError, match="model: x must be float32"):
         model.forward(np.zeros((2, 6, 6, 3)))
     with pytest.raises(TypeError, match="from_host"):

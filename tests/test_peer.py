@@ -73,3 +73,29 @@ def test_one_step_is_as_near_to_float64_as_torchs(name, ops, rng):
     assert np.abs(ops.to_host(logits) - exact).max() <= allowed
     assert abs(totals.loss - exact_loss) <= 3 * abs(single_loss - exact_loss) + 1e-5
     assert distance(gradients, exact_gradients) <= 3 * distance(single_gradients, exact_gradients) + 1e-5
+
+
+# -- torch tensors at a layer's door --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_torch_tensor_is_answered_by_a_torch_tensor_on_its_device(ops, dtype):
+    device = "cuda" if ops.name == "cuda" else "cpu"
+    x = torch.randn(2, 3, 6, 5, device=device, dtype=dtype).to(memory_format=torch.channels_last)
+    layer = m.Conv2d(3, 4, 3, padding=1)
+    y = layer.forward(x.permute(0, 2, 3, 1))
+    assert isinstance(y, torch.Tensor) and y.device == x.device and y.dtype == dtype and y.shape == (2, 6, 5, 4)
+    weight = torch.from_numpy(layer.state_dict()["weight"]).to(device, dtype).permute(0, 3, 1, 2)
+    bias = torch.from_numpy(layer.state_dict()["bias"]).to(device, dtype)
+    expected = torch.nn.functional.conv2d(x, weight, bias, padding=1).permute(0, 2, 3, 1)
+    torch.testing.assert_close(y, expected, rtol=5e-3, atol=5e-3)
+    dx = layer.backward(torch.ones_like(y))
+    assert isinstance(dx, torch.Tensor) and dx.device == x.device and dx.shape == (2, 6, 5, 3)
+
+
+def test_torch_tensors_in_the_wrong_layout_or_with_gradients_are_refused(ops):
+    device = "cuda" if ops.name == "cuda" else "cpu"
+    with pytest.raises(ValueError, match=r"permute\(0, 2, 3, 1\)"):
+        m.Conv2d(3, 4, 3).forward(torch.zeros(2, 3, 6, 5, device=device))
+    with pytest.raises(TypeError, match="cannot be borrowed through DLPack.*detach"):
+        m.ReLU().forward(torch.zeros(2, 3, device=device, requires_grad=True))

@@ -73,6 +73,17 @@ def test_training_twice_gives_the_same_bits(ops):
     assert_same(final(runs[0]), final(runs[1]))
 
 
+def test_the_gpu_follows_the_cpu_step_by_step(cuda_ops):
+    """Float32 rounding grows from step to step, so the bound does: a factor of two each step from one part in 10^6."""
+    runs = [trainer(device=device, seed=5) for device in ("cpu", cuda_ops.name)]
+    bound = 1e-6
+    for _ in range(2):
+        for batches in zip(*(run.train_loader for run in runs), strict=True):
+            cpu, gpu = (run._train(batch).loss for run, batch in zip(runs, batches, strict=True))
+            assert abs(cpu - gpu) <= bound * (1 + abs(cpu))
+            bound *= 2
+
+
 def test_the_test_set_is_counted_exactly(cpu_ops):
     run = trainer()
     logits, labels = [], []

@@ -55,25 +55,37 @@ constexpr int OUTSIDE = -(1 << 30);  // a coordinate that no tap brings back int
 
 // The forward pass runs over taps and channels as one row of the filter; the data gradient, whose filter rows are not
 // neighbours, pads the channels of every tap to whole stages.
-DEVICE int channels_per_tap(int depth) { return BACKWARD ? ceil_div(depth, DEPTH) * DEPTH : depth; }
+#ifndef CACHE
+#define CACHE 0
+#endif
+DEVICE int channels_per_tap(int depth) { return PACKED ? depth : ceil_div(depth, DEPTH) * DEPTH; }
 
 // Where a thread stands in the depth: its channel and its tap.
 struct Position {
     int channel, tap_h, tap_w;
 
     __device__ __forceinline__ Position(int start, int wrap, int taps_w) {
-        const int tap = taps_w ? start / wrap : 0;
+        const int tap = PACKED && taps_w ? start / wrap : 0;
         channel = start - tap * wrap;
-        tap_h = taps_w ? tap / taps_w : 0;
+        tap_h = PACKED && taps_w ? tap / taps_w : 0;
         tap_w = tap - tap_h * taps_w;
     }
 
     // One stage further; whole_taps and rest are DEPTH divided by the channels per tap.
-    __device__ __forceinline__ void advance(int whole_taps, int rest, int wrap, int taps_w) {
-        channel += rest;
-        tap_w += whole_taps;
-        if (channel >= wrap) channel -= wrap, ++tap_w;
-        while (tap_w >= taps_w) tap_w -= taps_w, ++tap_h;
+    __device__ __forceinline__ void advance(int whole_taps, int rest, int wrap, const Class& c) {
+        if constexpr (PACKED) {
+            channel += rest;
+            tap_w += whole_taps;
+            if (channel >= wrap) channel -= wrap, ++tap_w;
+            while (tap_w >= c.taps_w) tap_w -= c.taps_w, ++tap_h;
+        } else {
+            const bool row_done = ++tap_w == c.taps_w;
+            tap_w = row_done ? 0 : tap_w;
+            tap_h += row_done;
+            const bool taps_done = tap_h == c.taps_h;
+            tap_h = taps_done ? 0 : tap_h;
+            channel += taps_done ? DEPTH : 0;
+        }
     }
 };
 
@@ -126,7 +138,7 @@ struct Source {
         for (int i = 0; i < ROWS; ++i) {
             const bool inside = readable && static_cast<u32>(row_h[i] + h) < static_cast<u32>(p.height) &&
                                 static_cast<u32>(row_w[i] + w) < static_cast<u32>(p.width);
-            copy_values<VEC_X>(tile + Tile<TILE_M, true>::offset(row() + i * STEP, start()), row_start[i] + offset,
+            copy_values<VEC_X, CACHE>(tile + Tile<TILE_M, true>::offset(row() + i * STEP, start()), row_start[i] + offset,
                                inside);
         }
     }
@@ -205,8 +217,10 @@ DEVICE void write_tile(const float* staged, const float* bias, const T* add, T* 
 
 // Blocks per multiprocessor that the registers must leave room for. Wide tiles spend them on accumulators, exact
 // float32 on two levels of them, narrow vectors on the many rows that a thread then copies.
-constexpr bool HEAVY = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) || Source::ROWS > 8;
-constexpr int RESIDENT = HEAVY ? 2 : 3;
+constexpr bool HEAVY = TILE_M * TILE_N > 32 * THREADS * 2 || (DTYPE == 0 && !TF32) || Source::ROWS > 8;
+#ifndef RESIDENT
+#define RESIDENT ((HEAVY ? 2 : 3) * 128 / THREADS)
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
@@ -236,12 +250,10 @@ conv2d_kernel(const T* __restrict__ source, const T* __restrict__ filter, const 
     Position at(Source::start(), wrap, c.taps_w);
 
     const auto copy = [&](int index) {
-        if (index < stages) {
-            unsigned char* stage = shared + index % STAGES * STAGE;
-            rows.copy(stage, p, c, at);
-            Filter::copy(stage + Product::A::BYTES, filter, p, c, at, group, first_column);
-            at.advance(whole_taps, rest, wrap, c.taps_w);
-        }
+        unsigned char* stage = shared + index % STAGES * STAGE;
+        rows.copy(stage, p, c, at);
+        Filter::copy(stage + Product::A::BYTES, filter, p, c, at, group, first_column);
+        at.advance(whole_taps, rest, wrap, c);
         commit_copies();
     };
 
@@ -251,9 +263,8 @@ conv2d_kernel(const T* __restrict__ source, const T* __restrict__ filter, const 
     for (int index = 0; index < stages; ++index) {
         await_copies<STAGES - 2>();
         __syncthreads();  // this stage is there for all, and the one before it is no longer read
-        copy(index + STAGES - 1);
         const unsigned char* stage = shared + index % STAGES * STAGE;
-        product.accumulate(stage, stage + Product::A::BYTES);
+        product.accumulate(stage, stage + Product::A::BYTES, [&] { copy(index + STAGES - 1); });
     }
     await_copies<0>();
     __syncthreads();

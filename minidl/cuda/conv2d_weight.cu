@@ -143,7 +143,9 @@ DEVICE void write_tile(const float* staged, float* output, const Problem& p, i64
 
 // Blocks per multiprocessor that the registers must leave room for: the widest tile spends them on its accumulators,
 // exact float32 on two levels of them.
-constexpr int RESIDENT = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) ? 2 : 3;
+#ifndef RESIDENT
+#define RESIDENT ((TILE_M * TILE_N > 64 * THREADS || (DTYPE == 0 && !TF32) ? 2 : 3) * 128 / THREADS)
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
@@ -177,15 +179,13 @@ conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* _
         find_patch(patches + index % STAGES * DEPTH, p, first_image, first_rest + pixel, pixel < count);
     };
     const auto copy = [&](int index) {
-        if (index < stages) {
-            unsigned char* stage = tiles + index % STAGES * STAGE;
-            gradient.copy(stage, p, count - index * DEPTH);
-            source.copy(stage + Product::A::BYTES, p, patches + index % STAGES * DEPTH);
-        }
+        unsigned char* stage = tiles + index % STAGES * STAGE;
+        gradient.copy(stage, p, count - index * DEPTH);
+        source.copy(stage + Product::A::BYTES, p, patches + index % STAGES * DEPTH);
         commit_copies();
     };
 
-    if (threadIdx.x < STAGES * DEPTH) prepare(threadIdx.x / DEPTH);
+    for (int index = threadIdx.x / DEPTH; index < STAGES; index += THREADS / DEPTH) prepare(index);
     __syncthreads();
     Product product;
     product.clear();
@@ -193,10 +193,9 @@ conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* _
     for (int index = 0; index < stages; ++index) {
         await_copies<STAGES - 2>();
         __syncthreads();  // this stage is there for all, and the one before it is no longer read
-        copy(index + STAGES - 1);
-        if (threadIdx.x < DEPTH) prepare(index + STAGES);
         const unsigned char* stage = tiles + index % STAGES * STAGE;
-        product.accumulate(stage, stage + Product::A::BYTES);
+        product.accumulate(stage, stage + Product::A::BYTES, [&] { copy(index + STAGES - 1); });
+        if (threadIdx.x < DEPTH) prepare(index + STAGES);
     }
     await_copies<0>();
     __syncthreads();

@@ -13,11 +13,11 @@ __device__ __forceinline__ unsigned int shared_address(const void* pointer) {
 }
 
 // Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read and zeros are written instead.
-template <int BYTES>
+template <int BYTES, bool CACHE>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
     const unsigned int to = shared_address(shared);
     const int readable = valid ? BYTES : 0;
-    if constexpr (BYTES == 16) {
+    if constexpr (BYTES == 16 && !CACHE) {
         // .cg keeps streamed tiles out of L1.
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(readable)
                      : "memory");

@@ -15,9 +15,13 @@
 #include "common.cuh"
 #include "mma.cuh"
 
-constexpr int THREADS = 128;
-constexpr int STAGES = 4;
-constexpr int DEPTH_BYTES = 64;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef DEPTH_BYTES
+#define DEPTH_BYTES 64
+#endif
 constexpr int DEPTH = DEPTH_BYTES / sizeof(T);
 constexpr int CHUNK = 16 / sizeof(T);
 
@@ -29,7 +33,8 @@ struct Tile {
     static __device__ __forceinline__ int offset(int extent, int depth) {
         if constexpr (DEPTH_INNER) {
             const int byte = depth * static_cast<int>(sizeof(T));
-            return extent * DEPTH_BYTES + (((byte >> 4) ^ ((extent >> 1) & 3)) << 4) + (byte & 15);
+            const int twist = DEPTH_BYTES == 64 ? extent >> 1 & 3 : extent & 7;
+            return extent * DEPTH_BYTES + (((byte >> 4) ^ twist) << 4) + (byte & 15);
         } else {
             const int byte = extent * static_cast<int>(sizeof(T));
             const int twist = sizeof(T) == 2 ? depth & 7 : (depth & 3) << 1;
@@ -40,11 +45,11 @@ struct Tile {
 
 // Copies COUNT neighbouring values into a tile, or zeros. cp.async moves at least 4 bytes: a single 16-bit value goes
 // through a register instead, and is there when the function returns.
-template <int COUNT>
+template <int COUNT, bool CACHE = false>
 __device__ __forceinline__ void copy_values(unsigned char* shared, const T* global, bool valid) {
     constexpr int BYTES = COUNT * sizeof(T);
     if constexpr (BYTES >= 4) {
-        copy_async<BYTES>(shared, global, valid);
+        copy_async<BYTES, CACHE>(shared, global, valid);
     } else {
         unsigned short bits = 0;
         if (valid) bits = __ldg(reinterpret_cast<const unsigned short*>(global));
@@ -62,8 +67,8 @@ template <int ROWS, int COLUMNS, bool A_DEPTH_INNER, bool B_DEPTH_INNER>
 struct TileProduct {
     using A = Tile<ROWS, A_DEPTH_INNER>;
     using B = Tile<COLUMNS, B_DEPTH_INNER>;
-    static constexpr int M = ROWS / 32;
-    static constexpr int N = COLUMNS / 16;
+    static constexpr int M = ROWS / WARPS_M / 16;
+    static constexpr int N = COLUMNS / WARPS_N / 8;
     static constexpr int STEP = 32 / sizeof(T);  // depth of one mma: 32 bytes
     static_assert(N % 2 == 0, "column fragments are loaded in pairs");
 
@@ -78,8 +83,8 @@ struct TileProduct {
                 for (int e = 0; e < 4; ++e) sum[i][j][e] = 0.0f;
     }
 
-    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / 2 * (ROWS / 2); }
-    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % 2 * (COLUMNS / 2); }
+    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * (ROWS / WARPS_M); }
+    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * (COLUMNS / WARPS_N); }
 
     static __device__ __forceinline__ void load_a(unsigned int (&a)[4], const unsigned char* tile, int row, int depth) {
         const int lane = threadIdx.x % 32;
@@ -112,7 +117,10 @@ struct TileProduct {
         }
     }
 
-    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile) {
+    // `meanwhile` is called once the first operands are on their way.
+    template <class Work>
+    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile,
+                                               Work meanwhile) {
 #pragma unroll
         for (int depth = 0; depth < DEPTH; depth += STEP) {
             unsigned int a[M][4], b[N][2];
@@ -124,6 +132,7 @@ struct TileProduct {
                 load_b(pair, b_tile, warp_column() + 8 * j, depth);
                 b[j][0] = pair[0], b[j][1] = pair[1], b[j + 1][0] = pair[2], b[j + 1][1] = pair[3];
             }
+            if (depth == 0) meanwhile();
 #if DTYPE == 0
 #pragma unroll
             for (int i = 0; i < M; ++i)
@@ -216,7 +225,10 @@ struct TileProduct {
     }
 
     // A stage is summed apart before it joins the total, which divides the rounding error of a long sum by four.
-    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile) {
+    template <class Work>
+    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile,
+                                               Work meanwhile) {
+        meanwhile();
         float part[M][N] = {};
         // Unrolled further, the compiler would hold more operands than there are registers.
 #pragma unroll 2

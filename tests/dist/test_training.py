@@ -38,10 +38,21 @@ def test_n_ranks_equal_one(ranks, group_bytes, alone, tmp_path):
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4]), "it must have learnt, or equality says little"
 
 
+def test_two_ranks_resume_to_the_same_bits(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    done = job.run("resuming", 2, tmp_path, str(folder))
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["step"] == 8 and answer["whole"] == answer["parts"] == done.answers[0]["whole"]
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("device", [CUDA])
-def test_two_gpus_equal_one_cpu(device, alone, tmp_path):
+def test_two_gpus_equal_one_cpu(device, alone, tmp_path, monkeypatch):
     import cupy
+
+    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")

@@ -1,0 +1,97 @@
+"""Networks learn: a few hundred steps of training on synthetic images, through the whole path, loss by loss.
+
+    python benchmarks/bench_learning.py --model resnet50 --precision bf16 tf32 --batch 64 [--json PATH]
+    mpirun -n 2 python benchmarks/bench_learning.py --model resnet50 --precision bf16 --batch 128 [--json PATH]
+
+Each row holds the mean training loss of every tenth of the run and the accuracy on unseen images after it. The images
+carry a class-dependent pattern under noise (`minidl.data.synthetic`), so a network that computes right learns them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import harness
+from minidl import cli, dist
+
+TENTHS = 10
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--model", default="resnet50")
+    p.add_argument("--precision", nargs="+", default=["bf16"])
+    p.add_argument("--device", default="auto")
+    p.add_argument("--image-size", type=int, default=224)
+    p.add_argument("--classes", type=int, default=10)
+    p.add_argument("--batch", type=int, default=64, help="over all ranks")
+    p.add_argument("--steps", type=int, default=300)
+    p.add_argument("--lr", type=float, default=0.05)
+    p.add_argument("--workers", type=int, default=8)
+    harness.add_json_option(p)
+    return p.parse_args()
+
+
+def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | None:
+    """Train once; the row, on rank 0."""
+    command = [
+        "train", "--model", a.model, "--data", "synthetic", "--image-size", str(a.image_size),
+        "--classes", str(a.classes), "--samples", str(a.steps * a.batch), "--epochs", "1", "--batch", str(a.batch),
+        "--lr", str(a.lr), "--warmup", "0.1", "--precision", mode, "--device", a.device,
+        "--workers", str(a.workers), "--output", str(folder),
+    ]  # fmt: skip
+    parsed = cli.parser().parse_args(command)
+    row = cli.train(parsed)
+    if dist.world().rank != 0:
+        return None
+    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    cut = [losses[i * len(losses) // TENTHS : (i + 1) * len(losses) // TENTHS] for i in range(TENTHS)]
+    tenths = [round(sum(part) / len(part), 4) for part in cut if part]
+    if not tenths[-1] < tenths[0]:
+        raise AssertionError(f"{a.model} in {mode} does not learn: {tenths}")
+    return {
+        "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}",
+        "pass": "train",
+        "dtype": mode,
+        "arm": "eager",
+        "ms": 1e3 * a.batch / row["images_per_s"],
+        "spread": None,
+        "floor_ms": None,
+        "peers": {},
+        "ranks": dist.world().size,
+        "steps": a.steps,
+        "losses_by_tenth": tenths,
+        "test_accuracy": row["test_accuracy"],
+        "images_per_s": row["images_per_s"],
+    }
+
+
+def main() -> None:
+    a = arguments()
+    dist.init(a.device)
+    rows = []
+    for mode in a.precision:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(learn(a, mode, Path(folder)))
+    if dist.world().rank != 0:
+        return
+    columns = ["case", "ranks", "dtype", "first tenth", "last tenth", "test accuracy", "images/s"]
+    table = [
+        [row["case"], str(row["ranks"]), row["dtype"], f"{row['losses_by_tenth'][0]:.4f}"]
+        + [f"{row['losses_by_tenth'][-1]:.4f}", f"{row['test_accuracy']:.4f}", f"{row['images_per_s']:.0f}"]
+        for row in rows
+    ]
+    harness.print_table(f"mean loss over {a.steps} steps", columns, table)
+    if a.json:
+        harness.write_result(a.json, harness.result_file("bench_learning", rows))
+
+
+if __name__ == "__main__":
+    main()

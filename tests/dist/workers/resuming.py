@@ -1,0 +1,57 @@
+"""Two ranks train, stop in the middle of an epoch and go on: ``resuming.py OUT FOLDER``; both endings go to OUT."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import minidl as m
+from minidl import data, dist, models
+from minidl.train import Trainer
+
+
+def trainer(comm, output: Path) -> Trainer:
+    model = m.Model(models.resnet20(num_classes=4, image_shape=(8, 8, 3)), comm=comm)
+    loaders = [
+        data.Loader(
+            data.dataset("synthetic", None, split, n=30, shape=(8, 8, 3), num_classes=4), 8, rank=comm.rank, size=comm.size
+        )
+        for split in ("train", "test")
+    ]  # fmt: skip
+    loss = m.SoftmaxCrossEntropy(comm=comm)
+    return Trainer(
+        model, m.SGD(model, 0.05, 0.9), loss, *loaders, schedule=lambda step: 0.05, epochs=2, output=output
+    )  # fmt: skip
+
+
+def digest(run: Trainer) -> str:
+    state = {**run.model.state_dict(), **run.optimizer.state_dict()}
+    return hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest()
+
+
+def main(out: Path, folder: Path) -> None:
+    comm = dist.init("cpu")
+    whole = trainer(comm, folder / "whole")
+    for step, batch in enumerate(whole.train_loader, start=1):
+        whole._train(batch)
+        if step == 2:
+            break
+    middle = whole.save()
+    if comm.rank == 0:
+        shutil.copy(middle, folder / middle.name)  # the run goes on and removes its older checkpoints
+    whole.fit()
+
+    parts = trainer(comm, folder / "parts")
+    comm.barrier()
+    parts.resume(folder / middle.name)
+    parts.fit()
+    answer = {"rank": comm.rank, "whole": digest(whole), "parts": digest(parts), "step": parts.step}
+    (out / f"{comm.rank}.json").write_text(json.dumps(answer))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
