@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from safetensors.numpy import save as serialize
 
 from minidl import checks
 
-__all__ = ["SCHEMA", "latest", "load", "match", "prune", "save", "step_path"]
+__all__ = ["PREVIOUS", "SCHEMA", "latest", "load", "match", "prune", "save", "set_aside", "step_path"]
 
 SCHEMA = 1
+
+PREVIOUS = "previous"  # folder of what `set_aside` moved
 
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".partial"
@@ -115,6 +118,35 @@ def prune(folder: str | os.PathLike, keep: int) -> list[Path]:
     for path in [*old, *Path(folder).glob(f".checkpoint-*{_SUFFIX}{_TEMPORARY}")]:
         path.unlink(missing_ok=True)
     return old
+
+
+def set_aside(folder: str | os.PathLike, step: int, records: Iterable[str] = ()) -> Path | None:
+    """Move the checkpoints after ``step`` into ``folder/previous``, with copies of ``records``, replacing what was there.
+
+    For a run that starts at ``step`` in a folder where another run went further: left in place, the other's checkpoints
+    would count as the newest. Only the one process that writes into ``folder`` may call this.
+
+    Args:
+        records: names of files in ``folder``, such as metrics, that tell what the moved checkpoints are; absent ones are
+            left out.
+
+    Returns:
+        ``folder/previous``, or None where nothing had to move and nothing was done.
+    """
+    folder = Path(folder)
+    later = [path for path in _steps(folder) if _step_of(path) > step]
+    if not later:
+        return None
+    previous = folder / PREVIOUS
+    previous.mkdir(exist_ok=True)
+    for path in [*_steps(previous), *(previous / name for name in records)]:
+        path.unlink(missing_ok=True)
+    for path in later:
+        os.replace(path, previous / path.name)
+    for name in records:
+        if (folder / name).is_file():
+            shutil.copy2(folder / name, previous / name)
+    return previous
 
 
 def match(expected: Mapping[str, Any], found: Mapping[str, np.ndarray], who: str = "checkpoint") -> None:

@@ -113,13 +113,14 @@ class MetricsLog:
     Going on from a checkpoint, reports after ``step`` and rows after ``epoch`` of the interrupted run are dropped.
     """
 
+    FILES = ("metrics.jsonl", "metrics.csv")
     COLUMNS = (
         "epoch", "step", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds", "images_per_s",
     )  # fmt: skip
 
     def __init__(self, folder: Path, *, step: int = 0, epoch: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
-        self.lines, self.table = folder / "metrics.jsonl", folder / "metrics.csv"
+        self.lines, self.table = (folder / name for name in self.FILES)
         kept = [line for line in _lines(self.lines) if json.loads(line)["step"] <= step] if step else []
         self.lines.write_text("".join(f"{line}\n" for line in kept))
         rows = [row for row in csv.DictReader(_lines(self.table)) if int(row["epoch"]) < epoch] if epoch else []

@@ -54,7 +54,7 @@ class Trainer:
         test_loader: evaluated after each epoch, joined exactly over ranks; None: no evaluation.
         schedule: learning rate of a step, counted from 0.
         epochs: to train in all, counting those before a resume.
-        output: folder for metrics and checkpoints; None writes nothing.
+        output: folder for metrics and checkpoints, of one run at a time; None writes nothing.
         keep: newest checkpoints to keep.
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
@@ -94,8 +94,15 @@ class Trainer:
         self.test: tuple[float, float] | None = None
 
     def fit(self) -> dict[str, float]:
-        """Train to the last epoch; the last epoch's figures, named as in metrics.csv."""
+        """Train to the last epoch; the last epoch's figures, named as in metrics.csv.
+
+        What another run left in the output folder is replaced; its checkpoints, where it went further than this one
+        has come, move into ``previous/`` with its metrics.
+        """
         if self.output is not None and self.comm.rank == 0:
+            previous = checkpoint.set_aside(self.output, self.step, MetricsLog.FILES)
+            if previous is not None:
+                print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
             self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
         row: dict[str, float] = {}
         while self.train_loader.epoch < self.epochs:

@@ -301,6 +301,26 @@ def test_prune_keeps_the_newest(tmp_path):
 # ---- matching ----------------------------------------------------------------------------------------------------
 
 
+def test_set_aside_moves_the_later_checkpoints_and_nothing_else(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(checkpoint.step_path(tmp_path, step), example(step), STATE)
+    (tmp_path / "metrics.csv").write_text("first")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert checkpoint.set_aside(tmp_path, 3) is None and not (tmp_path / checkpoint.PREVIOUS).exists()
+    previous = checkpoint.set_aside(tmp_path, 1, ["metrics.csv", "absent.csv"])
+    assert previous == tmp_path / checkpoint.PREVIOUS
+    assert sorted(path.name for path in previous.iterdir()) == [
+        "checkpoint-00000002.safetensors", "checkpoint-00000003.safetensors", "metrics.csv",
+    ]  # fmt: skip
+    assert checkpoint.latest(tmp_path) == checkpoint.step_path(tmp_path, 1)
+    assert_same_bits(checkpoint.load(checkpoint.latest(previous))[0], example(3))
+    assert (tmp_path / "metrics.csv").read_text() == "first" and (tmp_path / "notes.txt").exists()
+    (tmp_path / "metrics.csv").unlink()
+    checkpoint.set_aside(tmp_path, 0, ["metrics.csv"])
+    assert [path.name for path in previous.iterdir()] == ["checkpoint-00000001.safetensors"]
+    assert checkpoint.set_aside(tmp_path / "nowhere", 0) is None
+
+
 def test_match_accepts_arrays_and_pairs():
     found = example()
     checkpoint.match(found, found)

@@ -12,7 +12,6 @@ from libc.stdint cimport uintptr_t
 from libc.string cimport memmove
 
 
-
 cdef struct Idle:
     void *memory
     Py_ssize_t nbytes

@@ -6,11 +6,13 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from minidl.cuda import nvrtc
 from minidl.dist import mpiexec
 from minidl.dist.nccl import load_nccl
 from minidl.dist.threads import available_cores
@@ -37,7 +39,7 @@ def _look(name: str, probe: Callable[[], str], remedy: str) -> Fact:
     try:
         return Fact(name, probe(), True)
     except Exception as error:
-        text = str(error).strip().split("\n")[0] or type(error).__name__
+        text = str(error).strip().split("\n")[0].partition("; install it with")[0] or type(error).__name__
         return Fact(name, text, False, remedy)
 
 
@@ -89,14 +91,27 @@ def _cupy() -> str:
 
 
 def _nvrtc() -> str:
-    from cupy.cuda import nvrtc
+    return ".".join(str(part) for part in nvrtc.version())
 
-    return ".".join(str(part) for part in nvrtc.getVersion())
+
+def _driver() -> str:
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        raise RuntimeError("no nvidia-smi")
+    asked = [path, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    told = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+    lines = [line.strip() for line in told.stdout.splitlines() if line.strip()]
+    if told.returncode != 0 or not lines:
+        raise RuntimeError((lines or told.stderr.strip().splitlines() or ["nvidia-smi lists no GPU"])[0])
+    version, _, name = lines[0].partition(", ")
+    return f"{version}, {len(lines)} x {name}"
 
 
 def _gpus() -> str:
-    import cupy
-
+    try:
+        import cupy
+    except ImportError:
+        raise RuntimeError("not asked, for CuPy is missing") from None
     runtime = cupy.cuda.runtime
     driver = runtime.driverGetVersion()
     if driver == 0:
@@ -118,12 +133,13 @@ def _nccl() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-# In a process of its own: starting MPI twice is not allowed, and a broken library may end the process.
+# Asked without MPI_Init, which for a process outside a launcher may be refused (Open MPI as root) or take seconds; in a
+# process of its own, because a broken library may end the process.
 _ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
 from mpi4py import MPI
-level = ["SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"][
-    [MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE].index(MPI.Query_thread())]
-print("minidl:", MPI.Get_library_version().splitlines()[0].strip("\\0 ,"), "| thread level", level)
+print("minidl:", MPI.Get_library_version().splitlines()[0].strip("\\0 ,"))
 """
 _RANK_VARIABLES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "SLURM_", "MV2_COMM")
 
@@ -134,11 +150,9 @@ def _mpi_library() -> str:
     told = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=30, env=alone)
     answers = [line for line in told.stdout.splitlines() if line.startswith("minidl:")]
     if not answers:
-        raise RuntimeError((told.stderr.strip().splitlines() or [f"ended with status {told.returncode}"])[-1])
-    answer = " ".join(answers[0].removeprefix("minidl:").split())
-    if not answer.endswith("MULTIPLE"):
-        raise RuntimeError(answer)
-    return answer
+        said = [line.strip() for line in told.stderr.splitlines() if line.strip()]
+        raise RuntimeError((said or [f"mpi4py ended with status {told.returncode}"])[-1])
+    return " ".join(answers[0].removeprefix("minidl:").split())
 
 
 def _mpiexec() -> str:
@@ -155,13 +169,14 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("cores", _cores, ""),
     ("CuPy", _cupy, _GPU_EXTRA),
     ("NVRTC", _nvrtc, _GPU_EXTRA),
-    ("GPUs", _gpus, "a GPU and its driver; the CPU kernels need neither"),
+    ("driver", _driver, "a GPU and its driver; the CPU kernels need neither"),
+    ("GPUs", _gpus, "CuPy and a driver, see above"),
     ("NCCL", _nccl, _GPU_EXTRA),
     ("mpi4py", _package("mpi4py"), "pip install 'minidl[mpi]'"),
-    ("MPI library", _mpi_library, "an MPI with MPI_THREAD_MULTIPLE: pip install 'minidl[mpi-wheel]'"),
+    ("MPI library", _mpi_library, "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
     ("mpiexec", _mpiexec, "pip install 'minidl[mpi-wheel]'"),
     ("ml_dtypes", _package("ml_dtypes"), "pip install ml_dtypes"),
     ("safetensors", _package("safetensors"), "pip install safetensors"),
     ("rich", _package("rich"), "pip install 'minidl[cli]'"),
-    ("scikit-learn", _package("scikit-learn"), "pip install scikit-learn"),
+    ("scikit-learn", _package("scikit-learn"), "pip install 'minidl[data]'"),
 ]
