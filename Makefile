@@ -35,7 +35,7 @@ build: $(BUILT) ## compile the Cython core in place
 train: $(BUILT) ## train ResNet-20 on the digits images, data-parallel over RANKS ranks
 	@$(PY) -m minidl.launch -n $(RANKS) scripts/train.py --model resnet20 --data digits $(ARGS)
 
-test: $(BUILT) ## every test; those that need a GPU skip themselves where there is none
+test: $(BUILT) ## every test; those that need a GPU or a peer skip themselves where there is none
 	@$(PY) -m pytest $(ARGS)
 
 test-gpu: $(BUILT) ## the tests that need a GPU
@@ -48,7 +48,7 @@ test-mpi: $(BUILT) ## the tests that start several ranks
 lint: $(ENVIRONMENT) ## ruff and cython-lint
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@$(PY) -m cython_lint.cython_lint minidl/cpu
+	@PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" cython-lint minidl/cpu
 
 format: $(ENVIRONMENT) ## let ruff put the sources into shape
 	@$(PY) -m ruff check --fix .

@@ -1,7 +1,7 @@
 """The result tables of README.md, made from benchmarks/results/<machine>/*.json.
 
-    python benchmarks/report.py            rewrite the tables
-    python benchmarks/report.py --check    exit 1 when README.md does not show what the files say
+python benchmarks/report.py            rewrite the tables
+python benchmarks/report.py --check    exit 1 when README.md does not show what the files say
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def convolutions() -> str:
     groups: dict[tuple[str, str, str], list[float]] = {}
     for file in load("h200", "bench_conv"):
         for row in file["rows"]:
-            key = row["case"].split("/")[0], row["dtype"], row["pass"]
+            key = row["case"].split()[0], row["dtype"], row["pass"]
             groups.setdefault(key, []).append(row["peers"]["cudnn"] / row["ms"])
     lines = sorted(
         (statistics.geometric_mean(ratios), network, dtype, passed, min(ratios))

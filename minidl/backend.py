@@ -11,7 +11,7 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["get_ops", "ops_of"]
+__all__ = ["get_ops", "open_device", "ops_of"]
 
 _TABLES = ("cpu", "cuda")
 
@@ -26,6 +26,19 @@ def get_ops(device: str) -> ModuleType:
     if device not in _TABLES:
         raise checks.unknown("device", device, _TABLES)
     return importlib.import_module(f"minidl.{device}")
+
+
+def open_device(device: str) -> ModuleType:
+    """The operation table of ``device``, ready to compute.
+
+    Raises:
+        ValueError, ImportError: as `get_ops`.
+        RuntimeError: when a GPU is asked for and none is usable.
+    """
+    ops = get_ops(device)
+    if device == "cuda":
+        ops.require_device()
+    return ops
 
 
 def ops_of(array: Any) -> ModuleType | None:

@@ -121,14 +121,14 @@ def prune(folder: str | os.PathLike, keep: int) -> list[Path]:
 
 
 def set_aside(folder: str | os.PathLike, step: int, records: Iterable[str] = ()) -> Path | None:
-    """Move the checkpoints after ``step`` into ``folder/previous``, with copies of ``records``, replacing what was there.
+    """Move the checkpoints after ``step`` and copies of ``records`` into ``folder/previous``, replacing what was there.
 
     For a run that starts at ``step`` in a folder where another run went further: left in place, the other's checkpoints
     would count as the newest. Only the one process that writes into ``folder`` may call this.
 
     Args:
-        records: names of files in ``folder``, such as metrics, that tell what the moved checkpoints are; absent ones are
-            left out.
+        records: names of files in ``folder``, such as metrics, that tell what the moved checkpoints are; those that
+            are absent are left out.
 
     Returns:
         ``folder/previous``, or None where nothing had to move and nothing was done.

@@ -39,7 +39,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--image-size", type=int, help="side of the images of synthetic data")
     p.add_argument("--classes", type=int, help="classes of synthetic data")
     p.add_argument("--samples", type=int, help="samples of synthetic data")
-    p.add_argument("--epochs", type=int, default=10)
+    p.add_argument("--epochs", type=int, default=30)
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
     p.add_argument("--schedule", default="cosine", help="constant, cosine, or step:30,60,80 (epochs)")
@@ -50,6 +50,9 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
+    p.add_argument(
+        "--augment", action=argparse.BooleanOptionalAction, default=True, help="as is customary for the data"
+    )
     p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
     p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
@@ -83,9 +86,10 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     options: dict[str, Any] = {}
     sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
     if a.data == "synthetic":
-        size, samples = a.image_size or 32, a.samples or 2048
+        given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
+        size, samples = given(a.image_size, 32), given(a.samples, 2048)
         sizes = {"n": samples}, {"n": max(samples // _TEST_SHARE, 1)}
-        options = {"shape": (size, size, 3), "num_classes": a.classes or 10, "seed": a.seed}
+        options = {"shape": (size, size, 3), "num_classes": given(a.classes, 10), "seed": a.seed}
         options["task"] = "segmentation" if a.model == "unet" else "classification"
     else:
         for name in ("image_size", "classes", "samples"):
@@ -117,13 +121,13 @@ def train(a: argparse.Namespace) -> dict[str, float]:
             workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
         )  # fmt: skip
 
-    train_loader = loader(train_set, shuffle=True)
+    train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)
     trainer = Trainer(
         model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
         epochs=a.epochs, output=a.output,
-        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch},
+        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},
     )  # fmt: skip
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
@@ -140,7 +144,11 @@ def train(a: argparse.Namespace) -> dict[str, float]:
 def _device(wanted: str, comm: Any) -> str:
     """The device that `dist.init` settled on, and for one rank alone: a GPU if there is one."""
     if wanted != "auto":
-        get_ops(wanted)
+        if wanted == "cuda":
+            try:
+                get_ops("cuda").require_device()
+            except RuntimeError as error:
+                raise ValueError(f"--device cuda: {error}") from error
         return wanted
     if comm.size > 1:
         return "cuda" if comm.name == "nccl" else "cpu"

@@ -67,14 +67,16 @@ class Graph:
         """The graph's input: shape of one sample, (H, W, C) or (C,)."""
         if self.nodes:
             raise checks.order("graph", "it has an input already", "a graph has one input")
+        if not isinstance(shape, Sequence) or len(shape) not in (1, 3):
+            raise checks.bad_value("graph", "input shape", "(H, W, C) or (C,), without the batch", shape)
         sizes = tuple(checks.at_least("graph", "input shape", size, 1) for size in shape)
         self.nodes.append(Node(self, 0, None, (), sizes))
         return self.nodes[0]
 
     def output(self, node: Node) -> Graph:
         """Declare the graph's output and check that every node leads to it."""
-        if node.graph is not self:
-            raise checks.bad_value("graph", "output", "a node of this graph", node.name)
+        if not isinstance(node, Node) or node.graph is not self:
+            raise checks.bad_value("graph", "output", "a node of this graph", getattr(node, "name", node))
         needed = {node.index}
         for other in reversed(self.nodes):
             if other.index in needed:
@@ -94,20 +96,35 @@ class Graph:
         return self.nodes[self._output]
 
     def add(self, layer: Layer, inputs: Sequence[Node]) -> Node:
-        """Append ``layer`` on ``inputs``; `Layer.__call__` does this. Gives the layer its full name."""
+        """Append ``layer`` on ``inputs``; `Layer.__call__` does this. Gives the layer its full name.
+
+        The output must be declared after the last layer, or again.
+
+        Raises:
+            ValueError: a name that is taken, inputs of several graphs, a shape that the layer cannot take.
+            RuntimeError: the layer stands in a graph already, or the graph belongs to a model.
+        """
         if any(node.layer is layer for node in self.nodes):
             raise checks.order(layer.name, "it stands in this graph already", "make another layer for each place")
         if any(node.graph is not self for node in inputs):
             raise checks.bad_value(layer.name, "inputs", "nodes of one graph", "nodes of several")
         if len(inputs) != layer.num_inputs and layer.num_inputs > 0:
             raise checks.bad_value(layer.name, "number of inputs", str(layer.num_inputs), len(inputs))
-        name = ".".join((*_scopes.get(), layer.name))
+        if any(other is not None and other.bound for other in (layer, self.nodes[-1].layer)):
+            raise checks.order(layer.name, "added to a graph that belongs to a model", "build the graph first, whole")
+        own = layer.name
+        name = ".".join((*_scopes.get(), own))
         if name in self._names or name == "input":
             raise checks.bad_value(
                 type(layer).__name__, "name", f"new in the graph (add name=... or a scope around {name!r})", name
             )
         layer.name = name
-        shape = layer.output_shape(*((1, *node.shape) for node in inputs))
+        try:
+            shape = layer.output_shape(*((1, *node.shape) for node in inputs))
+        except BaseException:
+            layer.name = own
+            raise
+        self._output = None
         node = Node(self, len(self.nodes), layer, tuple(node.index for node in inputs), shape[1:])
         self.nodes.append(node)
         self._names[name] = node

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from minidl import backend, checks
 
 __all__ = ["answer_in_kind", "take_in"]
@@ -22,6 +24,8 @@ def take_in(array: Any, who: str, argument: str) -> tuple[Any, ModuleType]:
     """
     ops = backend.ops_of(array)
     if ops is not None:
+        if isinstance(array, np.ma.MaskedArray):
+            raise checks.bad_dtype(who, argument, "an array without a mask", "a masked array", "fill it: x.filled(0)")
         return array, ops
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise checks.bad_dtype(

@@ -50,8 +50,9 @@ class Layer:
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
 
     def __init__(self, name: str | None = None):
+        if name is not None and not isinstance(name, str):
+            raise checks.bad_value(type(self).__name__, "name", "a string", name)
         self.name = name or type(self).__name__.lower()
-        self.named = name is not None
         self.ops: ModuleType | None = None
         self.precision: Precision | None = None
         self.params: LayerParams | dict[str, Any] = _NO_PARAMS
@@ -69,7 +70,8 @@ class Layer:
         self._arena: Arena | None = None  # only a layer that works alone owns one
         self._grad_enabled = True
         self._taken: SimpleNamespace | None = None
-        self._checked: Any = None
+        self._checked: Any = None  # table, shapes and dtypes of the last inputs that passed the door
+        self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
 
     # -- written by the author --------------------------------------------------------------------------------------
 
@@ -117,6 +119,11 @@ class Layer:
         return self.params.grad(name) if isinstance(self.params, LayerParams) else None
 
     @property
+    def bound(self) -> bool:
+        """Whether the layer belongs to a model."""
+        return self._bound
+
+    @property
     def tf32(self) -> bool:
         """Whether float32 products may round their operands to TF32."""
         return self.precision is not None and self.precision.tf32
@@ -138,8 +145,9 @@ class Layer:
         """Run the layer.
 
         Args:
-            x: NHWC arrays (NumPy, CuPy, or anything that speaks DLPack, answered in kind).
-            grad: keep what `backward` needs; False for inference.
+            x: NHWC arrays (NumPy, CuPy, or anything that speaks DLPack, answered in kind). They and the result are kept
+                for `backward` by reference, and the result may be a view of ``x``: do not write into them in between.
+            grad: keep what `backward` needs, and forget what an earlier call kept; False for inference.
 
         Raises:
             ValueError: for a shape the layer cannot take.
@@ -147,8 +155,12 @@ class Layer:
         """
         arrays = self._enter(x)
         self._grad_enabled = grad
-        if not self._bound and self.training and grad:
-            self.random.advance()
+        if grad:
+            self._kept = self._checked
+        if grad and not self._bound:
+            self.store.forget(self.name)
+            if self.training:
+                self.random.advance()
         with self.profiler.span(self.name, "forward"):
             y = self.compute(*arrays)
         return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
@@ -162,8 +174,14 @@ class Layer:
 
         Returns:
             The gradient of the input; a tuple for several inputs; None when `needs_input_grad` is False.
+
+        Raises:
+            ValueError, TypeError: for another shape or dtype than the last forward pass gave.
+            RuntimeError: without a forward pass to go back through.
         """
         array = self._enter_gradient(dy)
+        if add is not None:
+            add = self._enter_add(add)
         self._taken = self.store.take(self.name)
         if self._arena is not None:
             self._arena.begin_step()
@@ -177,6 +195,10 @@ class Layer:
             if self.needs_input_grad:
                 with self.profiler.span(self.name, "backward_data"):
                     dx = self._data_gradient(array, add)
+        except BaseException:
+            if self._arena is not None:
+                self._arena.abandon()
+            raise
         finally:
             self._taken = None
         if self._arena is not None:
@@ -198,8 +220,8 @@ class Layer:
 
     def _enter(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs as arrays of this layer's table, checked. ``x`` itself when nothing had to be converted."""
-        if len(x) != self.num_inputs and self.num_inputs > 0:
-            raise checks.bad_value(self.name, "number of inputs", str(self.num_inputs), len(x))
+        if len(x) != (self.num_inputs or max(len(x), 1)):
+            raise checks.bad_value(self.name, "number of inputs", str(self.num_inputs or "at least 1"), len(x))
         arrays, table = x, None
         for i, item in enumerate(x):
             if isinstance(item, Value):
@@ -214,11 +236,11 @@ class Layer:
             table = ops
         facts = (table, tuple((a.shape, a.dtype) for a in arrays))
         if facts != self._checked:
-            self._adopt(table or self.ops, arrays[0].dtype)
             for a in arrays:
                 if a.dtype != arrays[0].dtype:
                     raise checks.bad_dtype(self.name, "all inputs", f"of one dtype ({arrays[0].dtype})", a.dtype)
             self.output_shape(*(a.shape for a in arrays))
+            self._adopt(table or self.ops, arrays[0].dtype)  # last: what is refused leaves no trace
             self._checked = facts
         return arrays
 
@@ -226,15 +248,28 @@ class Layer:
         array, ops = interop.take_in(dy, self.name, "dy")
         if self.ops is not None and ops is not self.ops:
             raise checks.bad_dtype(self.name, "dy", f"a {self.ops.name} array", f"a {ops.name} array")
-        if self._checked is not None:
-            expected = self.output_shape(*(shape for shape, _ in self._checked[1]))
-            dtype = self._checked[1][0][1]
-            if array.shape != expected:
-                raise checks.bad_shape(self.name, "dy", str(expected), array.shape)
-            if array.dtype != dtype:
-                remedy = f"convert it with dy.astype({str(dtype)!r})"
-                raise checks.bad_dtype(self.name, "dy", dtype, array.dtype, remedy)
+        if self._kept is not None:
+            expected = self.output_shape(*(shape for shape, _ in self._kept[1]))
+            self._require_alike("dy", array, expected, self._kept[1][0][1])
         return array
+
+    def _enter_add(self, add: Any) -> Any:
+        """The gradient to add, in the shape and dtype of the one input."""
+        array, ops = interop.take_in(add, self.name, "add")
+        if ops is not self.ops:
+            raise checks.bad_dtype(self.name, "add", f"a {self.ops.name} array", f"a {ops.name} array")
+        if self._kept is not None:
+            if len(self._kept[1]) != 1:
+                raise checks.bad_value(self.name, "add", "None, as it has several inputs", checks.describe(array))
+            self._require_alike("add", array, *self._kept[1][0])
+        return array
+
+    def _require_alike(self, argument: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
+        if array.shape != shape:
+            raise checks.bad_shape(self.name, argument, str(shape), array.shape, "as in the last forward pass")
+        if array.dtype != dtype:
+            remedy = f"convert it with {argument}.astype({str(dtype)!r})"
+            raise checks.bad_dtype(self.name, argument, dtype, array.dtype, remedy)
 
     def _adopt(self, ops: ModuleType, dtype: Any) -> None:
         """Take over the table and dtype of the first input; later inputs must agree where parameters live."""
@@ -281,7 +316,7 @@ class Layer:
             raise checks.order(self.name, "it belongs to a model", "build the Model with device= and precision=")
         state = self.state_dict() if self._arena is not None else None
         if device is not None or self.ops is None:
-            self.ops = backend.get_ops(device or "cpu")
+            self.ops = backend.open_device(device or "cpu")
         self.precision = parse_precision(precision or self.precision or "fp32")
         if self.tf32 and self.ops.name == "cpu":
             raise checks.bad_value(self.name, "precision", "fp32, bf16 or fp16 on the cpu", "tf32")

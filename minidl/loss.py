@@ -11,12 +11,14 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
-from minidl import checks, interop
+from minidl import backend, checks, interop
 from minidl.dist.communicator import SOLO, Communicator
+from minidl.precision import bfloat16, float16, float32
 
 __all__ = ["SoftmaxCrossEntropy", "Totals"]
 
 _LABELS = ("int32", "int64", "uint8")
+_LOGITS = (float32, bfloat16, float16)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ class SoftmaxCrossEntropy:
     """
 
     def __init__(self, ignore_index: int = -100, comm: Communicator = SOLO):
-        self.ignore_index = ignore_index
+        if isinstance(ignore_index, bool) or not hasattr(ignore_index, "__index__"):
+            raise checks.bad_value("loss", "ignore_index", "an integer", ignore_index)
+        self.ignore_index = int(ignore_index)
         self.comm = comm
         self._saved: tuple[Any, ...] | None = None
 
@@ -78,13 +82,17 @@ class SoftmaxCrossEntropy:
 
         Raises:
             ValueError: when the shapes do not belong together.
-            TypeError: for labels that are not integers.
+            TypeError: for logits of no storage dtype, labels that are not integers.
         """
         array, ops = interop.take_in(logits, "loss", "logits")
         labels, label_ops = interop.take_in(labels, "loss", "labels")
         if label_ops is not ops:
             raise checks.bad_dtype("loss", "labels", f"a {ops.name} array like the logits", f"a {label_ops.name} array")
-        if array.ndim < 2 or labels.shape != array.shape[:-1]:
+        if array.ndim < 2 or array.shape[-1] < 1:
+            raise checks.bad_shape("loss", "logits", "(N, K) or (N, H, W, K) with at least one class", array.shape)
+        if array.dtype not in _LOGITS:
+            raise checks.bad_dtype("loss", "logits", "float32, bfloat16 or float16", array.dtype)
+        if labels.shape != array.shape[:-1]:
             raise checks.bad_shape("loss", "labels", f"{array.shape[:-1]} (the logits without classes)", labels.shape)
         if str(labels.dtype) not in _LABELS:
             raise checks.bad_dtype("loss", "labels", "int32, int64 or uint8", labels.dtype)
@@ -102,6 +110,9 @@ class SoftmaxCrossEntropy:
         if self._saved is None:
             raise checks.order("loss", "backward without a forward pass", "call forward(logits, labels) first")
         ops, logits, labels, lse, totals, answer = self._saved
+        if scale is not None and (backend.ops_of(scale) is not ops or (scale.shape, scale.dtype) != ((1,), float32)):
+            remedy = "pass optimizer.loss_scale"
+            raise checks.bad_dtype("loss", "scale", f"a float32 {ops.name} array (1,)", checks.describe(scale), remedy)
         self._saved = None
         assert prod(logits.shape[:-1]) == prod(labels.shape)
         return answer(

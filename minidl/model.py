@@ -60,9 +60,15 @@ class Model:
         profiler: Profiler = NULL_PROFILER,
         group_bytes: int = 4 << 20,
     ):
+        if not isinstance(graph, Graph):
+            raise checks.bad_dtype(
+                "model", "graph", "a Graph", checks.describe(graph), "models.build(name, ...) makes one"
+            )
+        if checks.at_least("model", "seed", seed, 0) >= 1 << 64:
+            raise checks.bad_value("model", "seed", "below 2**64", seed)
         self.graph = graph
         self.output_node = graph.output_node
-        self.ops = backend.get_ops(device)
+        self.ops = backend.open_device(device)
         self.precision = parse_precision(precision)
         if self.precision.tf32 and device == "cpu":
             raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
@@ -72,7 +78,8 @@ class Model:
         self.random = RandomCounter(seed)
         taken = [layer.name for layer in graph.layers if layer.ops is not None]
         if taken:
-            raise checks.order("model", f"layers {taken[:3]} belong to another model", "build the graph again")
+            text = f"layers {taken[:3]} belong to another model, or were used alone"
+            raise checks.order("model", text, "build the graph again")
         self.arena = Arena(
             self.ops, [(layer.name, layer.specs) for layer in graph.layers], self.precision, seed=seed, frozen=frozen
         )
@@ -89,6 +96,7 @@ class Model:
     def _agree(self) -> None:
         """Refuse to train when ranks disagree about the plan or the starting weights."""
         plan = [segment.describe() for segment in self.arena.segments]
+        plan += [f"{layer.name} {layer!r}" for layer in self.layers]
         plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
         require_same(self.comm, "parameter plan", [f"precision {self.precision.name}", *plan])
         if self.comm.size > 1:
@@ -142,6 +150,14 @@ class Model:
             accumulate, send: see `minidl.params.Arena.begin_step`.
         """
         self.arena.begin_step(accumulate=accumulate, send=send)
+        try:
+            self._walk_back(dy)
+        except BaseException:
+            self.arena.abandon()
+            raise
+
+    def _walk_back(self, dy: Any) -> None:
+        """The layers in reverse, each on the sum of its readers' gradients."""
         grads: list[Any] = [None] * len(self.graph.nodes)
         grads[self.output_node.index] = dy
         for node in reversed(self.graph.nodes):
@@ -172,7 +188,9 @@ class Model:
             )
         if x.dtype != self.precision.storage:
             raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, f"convert it: {self.precision.name}")
-        if x.shape[0] == 0 and self.comm.size == 1:  # one of several ranks may run out of samples, one alone may not
+        if (
+            x.shape[:1] == (0,) and self.comm.size == 1
+        ):  # one of several ranks may run out of samples, one alone may not
             raise checks.bad_shape("model", "x", "(N, ...) with at least one sample", x.shape)
         if x.shape != self._shapes:
             self.graph.shapes(x.shape)

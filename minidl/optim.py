@@ -7,6 +7,7 @@ decides nothing inside a step, so a whole step can be captured and replayed.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,11 @@ class ParameterGroup:
     weight_decay: float | None = None
 
 
+def _finite(argument: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise checks.bad_value("SGD", argument, "a finite number of at least 0", value)
+
+
 class SGD:
     """Stochastic gradient descent with momentum, as torch.optim.SGD computes it.
 
@@ -69,10 +75,14 @@ class SGD:
         loss_scale: float = _FIRST_LOSS_SCALE,
     ):
         for argument, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise checks.bad_value("SGD", argument, "at least 0", value)
+            _finite(argument, value)
         if nesterov and momentum == 0:
             raise checks.bad_value("SGD", "momentum", "positive with nesterov=True", momentum)
+        if not isinstance(model, Model):
+            remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
+            raise checks.bad_dtype("SGD", "model", "a Model", checks.describe(model), remedy)
+        if not 0 < loss_scale < math.inf:
+            raise checks.bad_value("SGD", "loss_scale", "positive and finite", loss_scale)
         self.model, self.arena, self.ops = model, model.arena, model.ops
         self.nesterov = nesterov
         self.weight_decay, self.decay_norm_and_bias, self.groups = weight_decay, decay_norm_and_bias, tuple(groups)
@@ -108,7 +118,12 @@ class SGD:
         return self._lr
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of the next step."""
+        """The learning rate of the next step.
+
+        Raises:
+            ValueError: when it is negative or not finite.
+        """
+        _finite("lr", lr)
         if lr != self._lr:
             self.ops.copy_into(self.control[LR : LR + 1], self.ops.from_host(np.array([lr], np.float32)))
             self._lr = float(lr)
@@ -161,13 +176,17 @@ class SGD:
         return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from `state_dict`.
+        """Go on from `state_dict`. Momentum stays what this optimizer was made with.
 
         Raises:
             ValueError: when the names do not match this optimizer.
         """
         checkpoint.match(self.state_dict(), state, "optimizer state")
-        self.ops.copy_into(self.control, self.ops.from_host(state["control"]))
+        control = np.array(state["control"])
+        own = self.ops.to_host(self.control)
+        for field in (MOMENTUM, GROWTH_INTERVAL):
+            control[field] = own[field]
+        self.ops.copy_into(self.control, self.ops.from_host(control))
         self._lr = float(state["control"][LR])
         if self.velocity is not None:
             host = np.zeros(self.arena.trainable_size, np.float32)

@@ -164,6 +164,7 @@ class Arena:
         mixed = precision.storage != np.float32
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
         self._written: set[str] = set()
+        self._abandoned = False
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.connect(SOLO)
@@ -187,7 +188,7 @@ class Arena:
         chunk = np.zeros(self.trainable_size // ALIGN, np.int32)
         for i, s in enumerate(trainable):
             chunk[s.offset // ALIGN : s.stop // ALIGN] = i
-        rows = np.array([values(s) for s in trainable], np.float32).reshape(len(trainable), -1)
+        rows = np.array([values(s) for s in trainable], np.float32, ndmin=2)
         return self.ops.from_host(chunk), self.ops.from_host(rows)
 
     # -- one backward pass ------------------------------------------------------------------------------------------
@@ -213,15 +214,20 @@ class Arena:
         """Before each backward pass.
 
         Args:
-            accumulate: add to the gradients of the backward pass before (micro-batches) instead of overwriting them.
+            accumulate: add to the gradients of the backward pass before (micro-batches) instead of overwriting them;
+                after an update there are none to add to.
             send: start messages; False for all micro-batches of a step but the last.
         """
         for message in self.messages:
+            if message.work is not None and self._abandoned:
+                message.work.wait()
+                message.work = None
             if message.work is not None:
                 raise checks.order(
                     "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
                 )
             message.waiting = len(message.layers)
+        self._abandoned = False
         self._send = send
         if not accumulate:
             self._written.clear()
@@ -243,13 +249,19 @@ class Arena:
         if message.waiting == 0 and self._send:
             message.work = self.comm.start_all_reduce(self.grad[message.begin : message.end])
 
+    def abandon(self) -> None:
+        """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh."""
+        self._abandoned = True
+
     def finished(self) -> Iterator[Message]:
         """The messages in the order they were started, each waited for (on the device's stream, not the host)."""
         for message in self.messages:
-            if message.work is None:
+            if message.work is None or self._abandoned:
                 raise checks.order(
                     f"message of {', '.join(message.layers)}", "update before backward", "call model.backward() first"
                 )
+        self._written.clear()  # once used, gradients are not added to
+        for message in self.messages:
             message.work.wait()
             message.work = None
             yield message

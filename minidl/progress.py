@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import sys
 import time
@@ -121,9 +122,9 @@ class MetricsLog:
     def __init__(self, folder: Path, *, step: int = 0, epoch: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
         self.lines, self.table = (folder / name for name in self.FILES)
-        kept = [line for line in _lines(self.lines) if json.loads(line)["step"] <= step] if step else []
+        kept = [line for line in _lines(self.lines) if _step(line) <= step] if step else []
         self.lines.write_text("".join(f"{line}\n" for line in kept))
-        rows = [row for row in csv.DictReader(_lines(self.table)) if int(row["epoch"]) < epoch] if epoch else []
+        rows = [row for row in csv.DictReader(_lines(self.table)) if _epoch(row) < epoch] if epoch else []
         with self.table.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.COLUMNS)
             writer.writeheader()
@@ -138,6 +139,20 @@ class MetricsLog:
         """Append one row of the table."""
         with self.table.open("a", newline="") as file:
             csv.DictWriter(file, self.COLUMNS).writerow({name: row.get(name, "") for name in self.COLUMNS})
+
+
+def _step(line: str) -> float:
+    """The step of a report; infinite for a line that an interrupted run left half-written."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _epoch(row: Mapping[str, Any]) -> float:
+    """The epoch of a row; infinite for one that an interrupted run left half-written."""
+    complete = None not in row and None not in row.values()
+    return int(row["epoch"]) if complete and row.get("epoch", "").isdecimal() else math.inf
 
 
 def _lines(path: Path) -> list[str]:

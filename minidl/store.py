@@ -42,6 +42,11 @@ class Slot:
     source: Any = None
 
 
+def _is_slot(item: Any) -> bool:
+    """Whether an entry of a frame is (key, slot), not a fact kept as it is."""
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Slot)
+
+
 class TensorStore:
     """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
 
@@ -53,7 +58,7 @@ class TensorStore:
         """Keep ``items`` of the layer named ``owner``. Arrays become shared slots, anything else is kept as it is."""
         frame = {}
         for name, item in items.items():
-            if hasattr(item, "strides") and item.size:
+            if hasattr(item, "strides") and not isinstance(item, np.generic) and item.size:
                 key = slot_key(item)
                 slot = self._slots.get(key)
                 if slot is None or slot.source() is None:
@@ -76,15 +81,25 @@ class TensorStore:
             raise checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
         taken = {}
         for name, item in stack.pop().items():
-            if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Slot):
+            if _is_slot(item):
                 key, slot = item
                 taken[name] = self.fetch(slot)
-                slot.savers -= 1
-                if slot.savers == 0 and self._slots.get(key) is slot:
-                    del self._slots[key]
+                self._release(key, slot)
             else:
                 taken[name] = item
         return SimpleNamespace(**taken)
+
+    def forget(self, owner: str) -> None:
+        """Release everything ``owner`` saved: it runs forward again, and nobody went back through the last time."""
+        for frame in self._stacks.pop(owner, ()):
+            for item in frame.values():
+                if _is_slot(item):
+                    self._release(*item)
+
+    def _release(self, key: Hashable, slot: Slot) -> None:
+        slot.savers -= 1
+        if slot.savers == 0 and self._slots.get(key) is slot:
+            del self._slots[key]
 
     def hold(self, array: Any) -> Slot:
         """A new slot for ``array``. Subclasses start moving it here."""

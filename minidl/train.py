@@ -12,6 +12,7 @@ from typing import Any
 from minidl import checkpoint, checks
 from minidl.data import Batch, Loader
 from minidl.dist import abort
+from minidl.dist.agree import require_same
 from minidl.loss import SoftmaxCrossEntropy, Totals
 from minidl.model import Model
 from minidl.optim import SGD
@@ -60,6 +61,7 @@ class Trainer:
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
 
     Raises:
+        ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
         FloatingPointError: from `fit`, when the training loss is not finite.
     """
 
@@ -91,7 +93,26 @@ class Trainer:
         self.comm = model.comm
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
-        self.test: tuple[float, float] | None = None
+        self._agree()
+
+    def _agree(self) -> None:
+        """Refuse parts of several communicators, and ranks that would not make the same steps."""
+        if self.optimizer.model is not self.model:
+            raise checks.bad_value("Trainer", "optimizer", "that of the model", "another model's")
+        if self.loss.comm is not self.comm:
+            remedy = "make it with SoftmaxCrossEntropy(comm=comm)"
+            raise checks.bad_value("Trainer", "loss", "on the model's communicator", self.loss.comm.name, remedy)
+        loaders = {"train_loader": self.train_loader, "test_loader": self.test_loader}
+        plan = [f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}"]
+        for argument, loader in loaders.items():
+            if loader is not None and (loader.rank, loader.size) != (self.comm.rank, self.comm.size):
+                expected = f"of rank {self.comm.rank} of {self.comm.size}, like the model's communicator"
+                got = f"rank {loader.rank} of {loader.size}"
+                raise checks.bad_value(
+                    "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
+                )
+            plan.append(f"{argument} {None if loader is None else loader.state()}")
+        require_same(self.comm, "training plan", plan)
 
     def fit(self) -> dict[str, float]:
         """Train to the last epoch; the last epoch's figures, named as in metrics.csv.
@@ -106,7 +127,11 @@ class Trainer:
             self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
         row: dict[str, float] = {}
         while self.train_loader.epoch < self.epochs:
-            row = self._epoch()
+            try:
+                row = self._epoch()
+            except BaseException:
+                self.display.finish()  # a bar would go on drawing, and hide the cursor for good
+                raise
         return row
 
     def _epoch(self) -> dict[str, float]:
@@ -224,6 +249,11 @@ class Trainer:
         if path.is_dir():
             path = checkpoint.latest(path)
         tensors, state = checkpoint.load(path)
+        lacking = {"step", "random", "loader", "settings"} - state.keys()
+        if lacking:
+            raise ValueError(
+                f"{path} is a checkpoint, but not a Trainer's: its state lacks {', '.join(sorted(lacking))}"
+            )
         differing = [
             f"{key}: {state['settings'].get(key)!r} there, {value!r} here"
             for key, value in self.settings.items()

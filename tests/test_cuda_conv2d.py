@@ -12,8 +12,10 @@ import pytest
 
 from minidl.cuda.conv2d_plan import (
     EXACT_TILES,
+    HALF_TILES,
     NARROW_TILES,
     TENSOR_TILES,
+    WEIGHT_BLOCKS,
     axis_classes,
     choose_tile,
     convolution,
@@ -23,6 +25,7 @@ from minidl.cuda.conv2d_plan import (
 )
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.cuda.widen import wide_channels
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, conv_output_size
 from tests.reference import conv2d as reference
@@ -36,13 +39,17 @@ PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 
 @DEVICES
-@pytest.mark.parametrize("tiles", [TENSOR_TILES, EXACT_TILES, NARROW_TILES], ids=["tensor", "exact", "narrow"])
+@pytest.mark.parametrize(
+    "tiles", [TENSOR_TILES, EXACT_TILES, HALF_TILES, NARROW_TILES], ids=["tensor", "exact", "half", "narrow"]
+)
 def test_every_chosen_tile_fits_the_device(tiles, device):
     for rows, columns, repeats in itertools.product((1, 49, 6272, 802816, 2**33), (1, 64, 65, 512, 4608), (1, 32)):
         tile = choose_tile(tiles, (rows, rows // 2 + 1), columns, repeats, device)
         assert tile in tiles
-        assert tile.shared_bytes <= device.shared_per_block
-        assert tile.shared_bytes >= 4 * tile.rows * tile.columns, "the epilogue spreads the whole tile out"
+        stages, resident = tile.pipeline(device)
+        assert resident >= 1 and stages >= 2
+        assert tile.shared_bytes(stages) <= device.shared_per_block
+        assert tile.shared_bytes(stages) >= 4 * tile.rows * tile.columns, "the epilogue spreads the whole tile out"
 
 
 @DEVICES
@@ -100,7 +107,7 @@ def test_chunks_are_whole_and_bounded():
     for pixels, tiles in itertools.product((1, 31, 257, 12544, 802816, 2**34), (1, 5, 144, 4096)):
         chunk = pixel_chunk(pixels, tiles)
         assert chunk % 32 == 0 and 0 < chunk <= 2**29
-        assert ceil_div(pixels, chunk) * tiles <= max(512, tiles) or chunk == 2**29
+        assert ceil_div(pixels, chunk) * tiles <= max(WEIGHT_BLOCKS, tiles) or chunk == 2**29
 
 
 def test_lanes_stay_within_a_warp_and_a_line():
@@ -140,6 +147,54 @@ def test_the_order_of_a_weight_gradients_sum_is_the_same_on_all_devices(groups):
     assert len(logs[0]) >= 4 and all(log == logs[0] for log in logs)
 
 
+@pytest.mark.parametrize("dtype", [float32, bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("channels", [3, 48, 64, 72])
+@pytest.mark.parametrize("groups", [1, 0], ids=["dense", "depthwise"])
+def test_the_order_of_every_sum_is_the_same_for_misaligned_slices(dtype, channels, groups):
+    """Alignment may narrow vectors and tiles, never change chunks, the order of the depth, or who sums which pixel."""
+    groups = groups or channels
+
+    def order(offset):
+        from minidl import cuda as ops
+
+        def slice_of(*shape):
+            wide = ops.empty((*shape[:-1], shape[-1] + 2 * offset), dtype)
+            return wide[..., offset : offset + shape[-1]]
+
+        def run():
+            x, dy = slice_of(32, 28, 28, channels), slice_of(32, 28, 28, channels)
+            w = ops.empty((channels, 3, 3, channels // groups), dtype)
+            out = ops.empty(w.shape, np.float32)
+            options = {**PLAIN, "padding": (1, 1), "groups": groups}
+            ops.conv2d(x, w, **options)
+            ops.conv2d_backward_data(dy, w, x.shape, **options)
+            ops.conv2d_backward_weight(dy, x, **options, out=out)
+
+        ordering = []
+        for launch in _launches(None, run):
+            defines = dict(launch.defines)
+            if launch.name == "conv2d_kernel":
+                ordering.append((launch.name, defines["PACKED"]))
+            elif launch.name == "conv2d_weight_kernel":
+                columns = 9 * wide_channels(channels, dtype.itemsize)
+                tiles = ceil_div(channels, defines["TILE_M"]) * ceil_div(columns, defines["TILE_N"])
+                ordering.append((launch.name, launch.grid[0] // tiles))
+            elif launch.name == "depthwise_weight_kernel":
+                slabs = ceil_div(channels, defines["LANES"] * defines["VEC"])
+                ordering.append((launch.name, defines["LANES"], defines["TAPS"], launch.grid[0] // slabs))
+            elif launch.name != "depthwise_kernel":  # each of its pixels sums its taps in order
+                ordering.append((launch.name, defines.get("SPLIT"), launch.grid))
+        return ordering
+
+    aligned = order(0)
+    assert len(aligned) >= 2 and order(1) == aligned and order(4) == aligned
+
+
+def test_images_of_few_channels_are_padded_to_asynchronous_copies():
+    assert [wide_channels(c, 2) for c in (1, 3, 4, 5, 12, 37, 64)] == [4, 4, 4, 8, 12, 40, 64]
+    assert [wide_channels(c, 4) for c in (1, 3, 4, 5, 12, 37, 64)] == [4, 4, 4, 8, 12, 40, 64]
+
+
 def test_many_parity_classes_take_several_launches():
     def run():
         from minidl import cuda as ops
@@ -148,7 +203,7 @@ def test_many_parity_classes_take_several_launches():
         w = ops.empty((8, 3, 3, 16), bfloat16)
         ops.conv2d_backward_data(ops.empty((2, 2, 2, 8), bfloat16), w, (2, 11, 11, 16), **options)
 
-    assert [launch.grid[0] for launch in _launches(None, run)] == [16, 9]
+    assert [launch.grid[1] for launch in _launches(None, run)] == [16, 9]
 
 
 def test_tf32_of_16_bit_arrays_is_refused():
@@ -267,7 +322,7 @@ def test_every_output_is_written(cuda_ops, dtype, rng, groups, monkeypatch):
         array.view(np.uint8).fill(255)  # NaN in every storage type
         return array
 
-    for stem in ("conv2d", "channel_sum"):
+    for stem in ("conv2d", "channel_sum", "widen"):
         monkeypatch.setattr(sys.modules[f"minidl.cuda.{stem}"], "empty", poisoned)
     for a, b in zip(expected, _all(cuda_ops, *placed, **options), strict=True):
         assert np.isfinite(b.astype(np.float32)).all()

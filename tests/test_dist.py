@@ -42,8 +42,7 @@ def test_without_a_launcher_there_is_one_rank_and_no_mpi(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert world() is SOLO and launched_size() == 1
     assert init() is SOLO and init("cpu") is SOLO and init("cpu") is SOLO and init("auto") is SOLO
-    with pytest.raises(RuntimeError, match="called for cuda after cpu"):
-        init("cuda")
+    assert init("cuda") is SOLO, "nothing was joined, so one rank alone may change its mind"
 
 
 @pytest.mark.parametrize("variable", world_module._SIZE_VARIABLES)

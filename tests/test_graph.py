@@ -128,3 +128,35 @@ def test_resnet_names_are_torchvisions():
         "features.transition2.norm.bias", "features.transition2.conv.weight", "features.norm5.weight",
         "classifier.bias",
     } <= names  # fmt: skip
+
+
+def test_a_layer_that_was_refused_keeps_its_own_name():
+    layer = m.Linear(4, 4, name="fc")
+    with m.scope("head"):
+        with pytest.raises(ValueError, match=r"head\.fc: x must have shape"):
+            layer(m.Graph().input((5,)))
+        layer(m.Graph().input((4,)))
+    assert layer.name == "head.fc"
+
+
+def test_layers_added_after_the_output_or_the_model():
+    graph = m.Graph()
+    x = m.ReLU(name="a")(graph.input((4,)))
+    graph.output(x)
+    y = m.ReLU(name="b")(x)
+    with pytest.raises(RuntimeError, match="output is not known"):
+        m.Model(graph)
+    m.Model(graph.output(y))
+    with pytest.raises(RuntimeError, match="c: added to a graph that belongs to a model"):
+        m.ReLU(name="c")(y)
+
+
+@pytest.mark.parametrize("shape", [5, (), (3, 4), (2, 8, 8, 3)])
+def test_an_input_is_an_image_or_a_vector(shape):
+    with pytest.raises(ValueError, match="graph: input shape"):
+        m.Graph().input(shape)
+
+
+def test_an_output_is_a_node():
+    with pytest.raises(ValueError, match="a node of this graph"):
+        m.Graph().output(None)

@@ -256,6 +256,16 @@ def _pitched(count, channels, pitch, offset, dtype):
     return np.empty((count, pitch), dtype)[:, offset : offset + channels]
 
 
+def _rows(plan, rows):
+    """The rows that the threads of one column take: groups of ``unroll`` steps, strided over the grid."""
+    step = plan.block[1]
+    group = plan.unroll * step
+    for block in range(plan.grid[0]):
+        for lane in range(step):
+            for first in range(block * group + lane, rows, plan.grid[0] * group):
+                yield from range(first, min(first + group, rows), step)
+
+
 def _visits(plan, which=0):
     """The element offsets that the threads of a walk touch in array ``which``, after Share in common.cuh."""
     walk = plan.argument[0]
@@ -265,7 +275,8 @@ def _visits(plan, which=0):
             column = by * plan.block[0] + tx
             if column >= walk["columns"]:
                 continue
-            for row in range(int(walk["rows"]) + (column < walk["last"])):
+            rows = int(walk["rows"]) + (column < walk["last"])
+            for row in _rows(plan, rows):
                 start = row * pitch + column * plan.vec
                 yield from range(start, start + plan.vec)
     yield from range(size // plan.vec * plan.vec, size)
@@ -276,7 +287,7 @@ def _visits(plan, which=0):
 def test_dense_walk_visits_each_element_once(size, dtype):
     x = np.empty(size, dtype)
     with dry_run():
-        plan = walk(x, x, per_sm=4, unroll=4)
+        plan = walk(x, x, unroll=4)
     assert sorted(_visits(plan)) == list(range(size))
     assert (0 in plan.grid) == (size == 0)
 

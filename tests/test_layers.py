@@ -288,3 +288,76 @@ def test_grad_false_saves_nothing():
     assert layer.store.saved_bytes == 0
     with pytest.raises(RuntimeError):
         layer.backward(np.zeros((1, 2, 2, 4), f32))
+
+
+# -- wrong use -------------------------------------------------------------------------------------------------------
+
+
+def test_backward_checks_against_the_forward_pass_it_goes_back_through(ops, rng):
+    layer = m.Conv2d(3, 4, 3, padding=1).to(ops.name)
+    x, small = (ops.from_host(images(rng, n, 8, 8, 3)) for n in (4, 2))
+    y = layer(x)
+    expected = ops.to_host(layer.backward(y))
+    layer(x)
+    other = layer.forward(small, grad=False)  # inference in between changes nothing
+    with pytest.raises(ValueError, match=r"dy must have shape \(4, 8, 8, 4\), got \(2, 8, 8, 4\)"):
+        layer.backward(other)
+    np.testing.assert_array_equal(ops.to_host(layer.backward(y)), expected)
+
+
+@pytest.mark.parametrize("make", [lambda: m.Conv2d(3, 3, 1), lambda: m.ReLU(), lambda: m.Pad(0)])
+def test_the_gradient_to_add_is_checked_at_the_door(make, ops):
+    layer = make().to(ops.name)
+    y = layer(ops.zeros((2, 4, 4, 3), np.dtype(np.float32)))
+    with pytest.raises(ValueError, match=r"add must have shape \(2, 4, 4, 3\), got \(2, 2, 2, 3\)"):
+        layer.backward(y, add=ops.zeros((2, 2, 2, 3), np.dtype(np.float32)))
+    with pytest.raises(TypeError, match="add must be float32, got float16"):
+        layer.backward(y, add=ops.zeros((2, 4, 4, 3), np.dtype(np.float16)))
+    with pytest.raises(TypeError, match="add must be a NumPy"):
+        layer.backward(y, add=[1.0])
+    layer.backward(y, add=y)
+
+
+def test_a_join_takes_no_gradient_to_add(cpu_ops):
+    layer, x = m.Add(), np.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match="several inputs"):
+        layer.backward(layer(x, x), add=x)
+
+
+def test_forward_passes_that_nobody_goes_back_through_are_forgotten(cpu_ops, rng):
+    layer = m.Linear(7, 5)
+    for _ in range(3):
+        layer(images(rng, 3, 7))
+    assert layer.store.saved_bytes == 3 * 7 * 4
+    layer.backward(np.zeros((3, 5), np.float32))
+    with pytest.raises(RuntimeError, match="without a forward pass"):
+        layer.backward(np.zeros((3, 5), np.float32))
+
+
+def test_a_failed_backward_pass_leaves_the_layer_usable(cpu_ops, rng, monkeypatch):
+    layer, x = m.Linear(7, 5), images(rng, 3, 7)
+    y = layer(x)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(m.Linear, "backward_data", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        layer.backward(y)
+    layer.backward(layer(x))
+
+
+def test_an_input_that_is_refused_leaves_no_trace(cpu_ops):
+    layer = m.Conv2d(3, 4, 3)
+    with pytest.raises(ValueError, match="NCHW"):
+        layer(np.zeros((1, 3, 8, 8), np.float16))
+    assert layer(np.zeros((1, 8, 8, 3), np.float32)).dtype == np.float32
+
+
+def test_inputs_that_are_none_scalar_or_masked(cpu_ops):
+    with pytest.raises(ValueError, match="number of inputs must be at least 1, got 0"):
+        m.Concat()()
+    with pytest.raises(ValueError, match="dropout: x must have shape"):
+        m.Dropout()(np.zeros((), np.float32))
+    with pytest.raises(ValueError, match="concat: every input must have shape"):
+        m.Concat()(np.zeros((), np.float32), np.zeros((), np.float32))
+    with pytest.raises(TypeError, match=r"masked array; fill it"):
+        m.ReLU()(np.ma.masked_array(np.zeros(3, np.float32), mask=[0, 1, 0]))
+    with pytest.raises(ValueError, match="Conv2d: name must be a string"):
+        m.Conv2d(3, 4, 3, name=5)

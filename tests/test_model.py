@@ -371,3 +371,76 @@ def test_an_overflowing_loss_scale_backs_off_on_the_device(ops, rng):
     after = model.state_dict()
     for s in model.arena.segments:
         np.testing.assert_array_equal(before[s.full_name], after[s.full_name])
+
+
+def test_a_backward_pass_that_fails_half_way_changes_nothing(cpu_ops, rng, monkeypatch):
+    model = m.Model(residual(), group_bytes=0)
+    optimizer, before = m.SGD(model, 0.1), model.state_dict()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(m.BatchNorm2d, "backward_weight", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(model, *batch(rng))
+    with pytest.raises(RuntimeError, match="update before backward"):
+        optimizer.step()
+    for s in model.arena.segments:
+        np.testing.assert_array_equal(before[s.full_name], model.state_dict()[s.full_name])
+    run(model, *batch(rng))
+    optimizer.step()
+
+
+def test_after_an_update_there_is_nothing_to_accumulate_on(cpu_ops):
+    model = m.Model(models.mlp(3, (2, 2, 1), (4,)))
+    optimizer, x, dy, norms = m.SGD(model, 0.0), np.ones((2, 2, 2, 1), f32), np.ones((2, 3), f32), []
+    for _ in range(2):
+        model.forward(x)
+        model.backward(dy, accumulate=True)
+        norms.append(model.arena.grad.copy())
+        optimizer.step()
+    np.testing.assert_array_equal(*norms)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_model_without_anything_to_train(precision, cpu_ops, rng):
+    model = m.Model(residual(), frozen=["*"], precision=precision)
+    optimizer = m.SGD(model, 0.1, momentum=0.9)
+    images, _ = batch(rng)
+    y = model.forward(images.astype(model.precision.storage))
+    model.backward(y)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_ranks_whose_layers_differ_are_told(cpu_ops):
+    class Other(Recording):
+        def share(self, value):
+            theirs = [str(v).replace(", sync=True", "") for v in value] if isinstance(value, list) else b"other"
+            return [value, theirs]
+
+    with pytest.raises(ValueError, match=r"parameter plan differs.*bn1 BatchNorm2d\(4, sync=True\)"):
+        m.Model(residual(sync=True), comm=Other())
+
+
+def test_seeds_and_graphs_at_the_door(cpu_ops):
+    for seed in (-1, 1.5, 1 << 70):
+        with pytest.raises(ValueError, match="model: seed must be"):
+            m.Model(residual(), seed=seed)
+    with pytest.raises(TypeError, match="model: graph must be a Graph"):
+        m.Model("resnet20")
+    with pytest.raises(TypeError, match="SGD: model must be a Model"):
+        m.SGD(residual().layers, 0.1)
+    optimizer = m.SGD(m.Model(residual()), 0.1)
+    for lr in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="SGD: lr must be"):
+            optimizer.set_lr(lr)
+
+
+def test_a_gpu_that_is_not_there_is_a_clear_error(monkeypatch):
+    from minidl import cuda
+
+    def refuse():
+        raise RuntimeError("no usable CUDA device")
+
+    monkeypatch.setattr(cuda, "require_device", refuse)
+    with pytest.raises(RuntimeError, match="no usable CUDA device"):
+        m.Model(residual(), device="cuda")
+    with pytest.raises(RuntimeError, match="no usable CUDA device"):
+        m.Conv2d(3, 4, 3).to("cuda")

@@ -11,8 +11,7 @@
 #if defined(FORWARD)
 
 extern "C" __global__ void __launch_bounds__(256, 4) relu_kernel(const T* __restrict__ x, T* __restrict__ y, Walk walk) {
-    constexpr int UNROLL = 4;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     Raw<T, VEC> raw[UNROLL];
     for_rows<UNROLL>(
         at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel); },
@@ -34,8 +33,7 @@ DEVICE float masked(float dy, float y, float add) { return (y > 0.0f ? dy : 0.0f
 extern "C" __global__ void __launch_bounds__(256, 4)
 relu_backward_kernel(const T* __restrict__ dy, const T* __restrict__ y, const T* __restrict__ add, T* __restrict__ dx,
                      Walk walk) {
-    constexpr int UNROLL = ADD ? 2 : 3;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     Raw<T, VEC> raw_dy[UNROLL], raw_y[UNROLL], more[ADD ? UNROLL : 1];
     for_rows<UNROLL>(
         at,

@@ -17,8 +17,8 @@ def relu(x: Any) -> Any:
     code = dtype_code(x, "relu")
     x = as_rows(x)
     y = empty(x.shape, x.dtype)
-    plan = walk(x, y, per_sm=4, unroll=4)
-    defines = {"FORWARD": 1, "DTYPE": code, "VEC": plan.vec}
+    plan = walk(x, y, unroll=2)
+    defines = {"FORWARD": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll}
     launch("activation", "relu_kernel", plan.grid, plan.block, x, y, plan.argument, defines=defines)
     return y
 
@@ -33,7 +33,7 @@ def relu_backward(dy: Any, y: Any, *, add: Any = None) -> Any:
     if add is not None:
         add = as_rows(add)
     arrays = (dy, y, dx) if add is None else (dy, y, dx, add)
-    plan = walk(*arrays, per_sm=4, unroll=3 if add is None else 2)
-    defines = {"DTYPE": code, "VEC": plan.vec, "ADD": int(add is not None)}
+    plan = walk(*arrays, unroll=1)
+    defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": int(add is not None)}
     launch("activation", "relu_backward_kernel", plan.grid, plan.block, dy, y, add, dx, plan.argument, defines=defines)
     return dx

@@ -14,8 +14,7 @@
 #ifdef COPY
 
 extern "C" __global__ void __launch_bounds__(256, 4) copy_kernel(const u8* __restrict__ x, u8* __restrict__ y, Walk walk) {
-    constexpr int UNROLL = 4;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     Raw<u8, VEC> raw[UNROLL];
     for_rows<UNROLL>(
         at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel); },
@@ -36,8 +35,7 @@ DEVICE void unpack(const Raw<u8, N>& raw, float (&v)[N]) {
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 convert_kernel(const SOURCE* __restrict__ x, TARGET* __restrict__ y, Walk walk) {
-    constexpr int UNROLL = VEC * sizeof(SOURCE) > 16 ? 2 : 4;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     Raw<SOURCE, VEC> raw[UNROLL];
     for_rows<UNROLL>(
         at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel); },

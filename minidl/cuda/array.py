@@ -101,12 +101,12 @@ def copy_into(out: Any, x: Any) -> None:
         raise checks.bad_dtype("copy_into", "x", "float32, bfloat16, float16 or uint8", x.dtype)
     if out.dtype not in DTYPE:
         raise checks.bad_dtype("copy_into", "out", "float32, bfloat16 or float16", out.dtype)
-    plan = walk(x, out, per_sm=4, unroll=4)
-    defines = {"SOURCE": _TYPE_NAMES[x.dtype], "TARGET": _TYPE_NAMES[out.dtype], "VEC": plan.vec}
+    plan = walk(x, out, unroll=2)
+    defines = {"SOURCE": _TYPE_NAMES[x.dtype], "TARGET": _TYPE_NAMES[out.dtype], "VEC": plan.vec, "UNROLL": plan.unroll}
     launch("array", "convert_kernel", plan.grid, plan.block, x, out, plan.argument, defines=defines)
 
 
 def _copy(out: Any, x: Any) -> None:
-    plan = walk(x, out, per_sm=4, unroll=4, in_bytes=True)
-    defines = {"COPY": 1, "VEC": plan.vec}
+    plan = walk(x, out, unroll=2, in_bytes=True)
+    defines = {"COPY": 1, "VEC": plan.vec, "UNROLL": plan.unroll}
     launch("array", "copy_kernel", plan.grid, plan.block, x, out, plan.argument, defines=defines)

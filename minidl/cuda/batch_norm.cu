@@ -11,7 +11,7 @@
 // LeVeque (1983).
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
-// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Merge kernels: 8 channels by 128 lanes of chunks.
+// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Merge kernels: 8 channels by MERGE lanes of chunks.
 // Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread.
 //
 // Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
@@ -34,15 +34,32 @@ struct Chunks {
 extern __shared__ __align__(16) float lanes[];
 
 // This thread's rows of its chunk.
-DEVICE Share chunk_share(const Chunks& cut) {
+DEVICE Share chunk_share(const Chunks& cut, int unroll) {
     Share at;
     const int begin = blockIdx.x * cut.chunk_rows, end = begin + cut.chunk_rows;
     at.channel = (blockIdx.y * blockDim.x + threadIdx.x) * VEC;
     at.row = begin + threadIdx.y;
     at.step = blockDim.y;
+    at.stride = unroll * blockDim.y;
     at.rows = at.channel < cut.channels ? min(end, cut.rows) : 0;
     return at;
 }
+
+// Which of the lanes a thread of a chunk kernel merges: STRETCH neighbours, a number that the launcher knows, of one
+// channel. Every thread of the block takes part when its vectors have STRETCH elements.
+#define STRETCH 8
+
+struct Stretch {
+    int index, column, lane;  // stretch * width + column; channel of the tile; first lane
+    bool inside;
+
+    __device__ __forceinline__ explicit Stretch(int width) {
+        index = threadIdx.y * blockDim.x + threadIdx.x;
+        lane = index / width * STRETCH;
+        column = index % width;
+        inside = lane < blockDim.y;
+    }
+};
 
 DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
     if (p) {
@@ -59,23 +76,22 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
 // mean (chunks, C) double, squares (chunks, C) float: the mean and M2 of each chunk.
 extern "C" __global__ void __launch_bounds__(256, 4)
 batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, float* __restrict__ squares, Chunks cut) {
-    constexpr int UNROLL = 4;
     const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;  // channels of the tile, and where mine begin
     float* lane_mean = lanes;  // [lane][channel of the tile], relative to the chunk's pivot
     float* lane_squares = lane_mean + blockDim.y * width;
     float* pivots = lane_squares + blockDim.y * width;  // the first row of the chunk
 
-    const Share at = chunk_share(cut);
+    const Share at = chunk_share(cut, UNROLL);
     float pivot[VEC] = {}, sum[VEC] = {}, square[VEC] = {};
-    if (at.row < at.rows) load(x + row_offset(at.row, cut.pitch[0]) + at.channel, pivot);
     Raw<T, VEC> raw[UNROLL];
     for_rows<UNROLL>(
-        at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel); },
-        [&](int u, int) {
+        at, [&](int u, int row) { raw[u] = load_once<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel); },
+        [&](int u, int row) {
             float v[VEC];
             unpack(raw[u], v);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
+                if (u == 0 && row == at.row) pivot[i] = v[i];
                 const float d = v[i] - pivot[i];
                 sum[i] += d;
                 square[i] = fmaf(d, d, square[i]);
@@ -96,21 +112,36 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
     store(lane_squares + threadIdx.y * width + slot, square);
     __syncthreads();
 
-    const int t = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.y * width + t;
-    if (t >= width || channel >= cut.channels) return;
-    const int count = min(cut.rows - int(blockIdx.x) * cut.chunk_rows, cut.chunk_rows), used = min(int(blockDim.y), count);
-    double total = 0.0;  // in float, up to 256 additions of large terms would cost the mean its last digits
-    for (int lane = 0; lane < used; ++lane)
-        total += double(ceil_div(count - lane, int(blockDim.y))) * lane_mean[lane * width + t];
-    total /= count;
-    float m2 = 0.0f;
-    for (int lane = 0; lane < used; ++lane) {
-        const float d = lane_mean[lane * width + t] - float(total);
-        m2 += fmaf(ceil_div(count - lane, int(blockDim.y)) * d, d, lane_squares[lane * width + t]);
+    // The lanes' results are merged in double, STRETCH lanes by each thread, then the stretches.
+    const Stretch part(width);
+    const int count = min(cut.rows - int(blockIdx.x) * cut.chunk_rows, cut.chunk_rows);
+    const int rows = count / int(blockDim.y), longer = count % int(blockDim.y);  // lanes that have one row more
+    double first = 0.0, second = 0.0;  // sums of rows * mean and of rows * mean^2 + M2
+    if (part.inside)
+#pragma unroll
+        for (int lane = part.lane; lane < part.lane + STRETCH; ++lane) {
+            const double m = lane_mean[lane * width + part.column], weighted = m * (rows + (lane < longer));
+            first += weighted;
+            second += fma(weighted, m, double(lane_squares[lane * width + part.column]));
+        }
+    double* firsts = reinterpret_cast<double*>(lane_mean);  // [stretch][channel of the tile]
+    double* seconds = firsts + blockDim.y / STRETCH * width;
+    __syncthreads();
+    if (part.inside) {
+        firsts[part.index] = first;
+        seconds[part.index] = second;
     }
+    __syncthreads();
+    const int channel = blockIdx.y * width + part.column;
+    if (part.lane > 0 || channel >= cut.channels) return;
+    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
+        first += firsts[i];
+        second += seconds[i];
+    }
+    const double shift = first / count;
     const i64 to = i64(blockIdx.x) * cut.channels + channel;
-    mean[to] = double(pivots[t]) + total;
-    squares[to] = m2;
+    mean[to] = double(pivots[part.column]) + shift;
+    squares[to] = clamp_below(float(second - first * shift), 0.0f);
 }
 
 #endif
@@ -118,12 +149,14 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
 // ------------------------------------------------------------------------------- merging chunks, and what is of size C
 #if defined(MERGE)
 
-constexpr int GROUP = 8, LANES = 128;  // channels of a block (one 32-byte sector of floats) by lanes over the chunks
+constexpr int GROUP = 8, LANES = MERGE;  // channels of a block (one 32-byte sector of floats) by lanes over the chunks
+constexpr int WARPS = GROUP * LANES / 32;
+static_assert(WARPS >= GROUP && WARPS <= 32, "a warp sums a channel of the group");
 
 // Sums over the lanes of a block of GROUP * LANES threads. Warp c < GROUP returns the totals of channel c of the group.
 template <int N>
 DEVICE void sum_lanes(double (&v)[N]) {
-    __shared__ double parts[N][GROUP][GROUP * LANES / 32];
+    __shared__ double parts[N][GROUP][WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -134,12 +167,12 @@ DEVICE void sum_lanes(double (&v)[N]) {
     __syncthreads();
     if (warp < GROUP)
 #pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = warp_sum(parts[i][warp][lane]);
+        for (int i = 0; i < N; ++i) v[i] = warp_sum(lane < WARPS ? parts[i][warp][lane] : 0.0);
 }
 
 // stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel. Deviations are taken from the first chunk's
 // mean, in double.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, Chunks cut) {
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[3] = {};  // sums of count * d, count * d^2, M2
@@ -164,7 +197,7 @@ batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict
 }
 
 // sums (2, C) double from partial (chunks, 2, C) float; also the local parameter gradients where their pointers are not null.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, Chunks cut) {
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
@@ -233,8 +266,7 @@ extern "C" __global__ void __launch_bounds__(256, ADD ? 3 : 4)
 batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                         const float* __restrict__ beta, const T* __restrict__ add, T* __restrict__ y, float bound, int channels,
                         Walk walk) {
-    constexpr int UNROLL = 4;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
     load(moments + at.channel, mean);
@@ -273,12 +305,11 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  float* __restrict__ partial, Chunks cut) {
-    constexpr int UNROLL = 4;
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;
 
-    const Share at = chunk_share(cut);
+    const Share at = chunk_share(cut, UNROLL);
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {};
     if (at.row < at.rows) load(moments + at.channel, mean);
     Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL];
@@ -302,12 +333,25 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
     store(lane_sum + slot, sum);
     store(lane_product + slot, product);
     __syncthreads();
-    const int t = threadIdx.y * blockDim.x + threadIdx.x, channel = blockIdx.y * width + t;
-    if (t >= width || channel >= cut.channels) return;
+    const Stretch part(width);
     float s = 0.0f, p = 0.0f;
-    for (int lane = 0; lane < blockDim.y; ++lane) {
-        s += lane_sum[lane * width + t];
-        p += lane_product[lane * width + t];
+    if (part.inside)
+#pragma unroll
+        for (int lane = 0; lane < STRETCH; ++lane) {
+            s += lane_sum[(part.lane + lane) * width + part.column];
+            p += lane_product[(part.lane + lane) * width + part.column];
+        }
+    __syncthreads();
+    if (part.inside) {
+        lane_sum[part.index] = s;
+        lane_product[part.index] = p;
+    }
+    __syncthreads();
+    const int channel = blockIdx.y * width + part.column;
+    if (part.lane > 0 || channel >= cut.channels) return;
+    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
+        s += lane_sum[i];
+        p += lane_product[i];
     }
     float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
     to[0] = s;
@@ -326,8 +370,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const float* __restrict__ gamma, const double* __restrict__ sums,
                                  const double* __restrict__ count, const T* __restrict__ add, T* __restrict__ dx,
                                  int channels, Walk walk) {
-    constexpr int UNROLL = BATCH || ADD ? 2 : 4;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC] = {}, level[VEC] = {}, slope[VEC] = {};
     load(moments + channels + at.channel, scale);

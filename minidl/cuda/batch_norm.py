@@ -22,11 +22,12 @@ __all__ = [
 ]
 
 THREADS = 256
-TARGET_BLOCKS = 2048  # enough to fill any GPU several times over; part of the cut, hence of the result's bits
+TARGET_BLOCKS = 512  # more would cost the merge more than they gain; part of the cut, hence of the result's bits
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
-UNROLL = 4
-MERGE_CHANNELS, MERGE_THREADS = 8, 1024
+UNROLL = 4  # rows that a thread has in flight
+MERGE_CHANNELS = 8  # of a block that merges chunks
+MERGE_LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
 
 
 class Chunks(NamedTuple):
@@ -67,8 +68,11 @@ def cut_rows(count: int, channels: int, itemsize: int, vec: int, x_pitch: int, d
     return Chunks((chunks, tiles), (threads, lanes), shared, chunks, argument)
 
 
-def _merge_grid(channels: int) -> int:
-    return shapes.ceil_div(channels, MERGE_CHANNELS)
+def _merge(kernel: str, cut: Chunks, channels: int, *args: Any) -> None:
+    """Start a kernel that merges the chunks' partial results in their order."""
+    lanes = FEW_LANES if cut.chunks <= FEW_CHUNKS else MERGE_LANES
+    grid, block = shapes.ceil_div(channels, MERGE_CHANNELS), MERGE_CHANNELS * lanes
+    launch("batch_norm", kernel, grid, block, *args, cut.argument, defines={"MERGE": lanes})
 
 
 def batch_norm_stats(x: Any) -> Any:
@@ -81,15 +85,12 @@ def batch_norm_stats(x: Any) -> Any:
     mean = empty((cut.chunks, channels), np.float64)
     squares = empty((cut.chunks, channels), np.float32)
     stats = empty(1 + 2 * channels, np.float64)
-    defines = {"STATS": 1, "DTYPE": code, "VEC": vec}
+    defines = {"STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
     launch(
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    launch(
-        "batch_norm", "batch_norm_merge_kernel", _merge_grid(channels), MERGE_THREADS,
-        mean, squares, stats, cut.argument, defines={"MERGE": 1},
-    )  # fmt: skip
+    _merge("batch_norm_merge_kernel", cut, channels, mean, squares, stats)
     return stats
 
 
@@ -114,7 +115,7 @@ def batch_norm_finalize(
     launch(
         "batch_norm", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
         stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
-        np.int32(parts), np.int32(channels), defines={"MERGE": 1},
+        np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments, count
 
@@ -126,7 +127,7 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     moments = empty((2, channels), np.float32)
     launch(
         "batch_norm", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
-        running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": 1},
+        running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments
 
@@ -142,8 +143,8 @@ def batch_norm_apply(
     _check_parameters(channels, gamma=gamma, beta=beta)
     y = empty(x.shape, x.dtype)
     arrays = (x, y) if add is None else (x, y, add)
-    plan = walk_channels(*arrays, per_sm=4 if add is None else 3, unroll=4, parameters=(moments, gamma, beta))
-    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "ADD": int(add is not None)}
+    plan = walk_channels(*arrays, unroll=4, parameters=(moments, gamma, beta))
+    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": int(add is not None)}
     bound = np.float32(0.0 if relu else -np.inf)
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
@@ -169,15 +170,13 @@ def batch_norm_backward_stats(
     cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2])
     partial = empty((cut.chunks, 2, channels), np.float32)
     sums = empty((2, channels), np.float64)
-    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec}
+    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
         dy, x, moments, partial, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    launch(
-        "batch_norm", "batch_norm_backward_merge_kernel", _merge_grid(channels), MERGE_THREADS,
-        partial, moments, sums, dgamma, dbeta, np.int32(accumulate), cut.argument, defines={"MERGE": 1},
-    )  # fmt: skip
+    args = (partial, moments, sums, dgamma, dbeta, np.int32(accumulate))
+    _merge("batch_norm_backward_merge_kernel", cut, channels, *args)
     return sums
 
 
@@ -199,9 +198,10 @@ def batch_norm_backward_apply(
     # The kernel knows its arrays by place: dy, dx, x, add; an absent x lends its place to dy.
     arrays = (dy, dx, x if batch else dy, *(() if add is None else (add,)))
     parameters = (moments, gamma, sums)
-    plan = walk_channels(*arrays, per_sm=3 if batch else 4, unroll=2, parameters=parameters)
+    plan = walk_channels(*arrays, unroll=2, per_sm=24, parameters=parameters)
     defines = {
-        "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "ADD": int(add is not None), "BATCH": int(batch)
+        "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
+        "ADD": int(add is not None), "BATCH": int(batch),
     }  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,

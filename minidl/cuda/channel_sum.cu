@@ -7,10 +7,11 @@
 //   Grid: (ceil(channels / (LANES*VEC)), chunks). FLOP: 1 per element. Bytes: x once.
 // sum_partials_kernel    out[i] (+)= sum over chunks of partials[chunk, i]
 //   partials   (chunks, count) dense;  out (count,)                                   float32
-//   Block: 256/SPLIT x SPLIT threads; thread (i, j) adds chunks j, j + SPLIT, ...  Grid: ceil(count / (256/SPLIT)).
+//   Block: WIDTH x SPLIT threads; thread (i, j) adds chunks j, j + SPLIT, ..., then a tree.  Grid: ceil(count / WIDTH).
 //   FLOP: 1 per partial. Bytes: partials once. Also the second step of the weight gradients.
 //
-// Macros: DTYPE, VEC, LANES (threads side by side along the channels, a power of two), SPLIT (1 to 8, a power of two).
+// Macros: DTYPE, VEC, LANES (threads side by side along the channels, a power of two), UNROLL (rows that
+// a thread has in flight), SPLIT (1 to 128, a power of two).
 // Chunks, LANES and SPLIT depend on the sizes alone, so the bits depend neither on the device nor on VEC.
 #include "common.cuh"
 
@@ -19,7 +20,6 @@ extern "C" __global__ void __launch_bounds__(256)
 channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels,
                    i64 pitch) {
     constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
-    constexpr int UNROLL = 4;          // enough bytes under way to cover the memory's latency
     __shared__ float scratch[DEEP][LANES * VEC + 1];
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
     const int channel = (blockIdx.x * LANES + lane) * VEC;
@@ -29,24 +29,19 @@ channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 ro
     float sum[VEC] = {};
     if (channel < channels) {
         const T* column = x + channel;
-        i64 row = first + depth;
-        for (; row + (UNROLL - 1) * DEEP < last; row += UNROLL * DEEP) {
+        for (i64 row = first + depth; row < last; row += UNROLL * DEEP) {
             Raw<T, VEC> raw[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) raw[u] = load_raw<VEC>(column + (row + u * DEEP) * pitch);
+            for (int u = 0; u < UNROLL; ++u)
+                if (row + u * DEEP < last) raw[u] = load_once<VEC>(column + (row + u * DEEP) * pitch);
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
+                if (row + u * DEEP >= last) break;
                 float value[VEC];
                 unpack(raw[u], value);
 #pragma unroll
                 for (int e = 0; e < VEC; ++e) sum[e] += value[e];
             }
-        }
-        for (; row < last; row += DEEP) {
-            float value[VEC];
-            load<T, VEC>(column + row * pitch, value);
-#pragma unroll
-            for (int e = 0; e < VEC; ++e) sum[e] += value[e];
         }
     }
 #pragma unroll
@@ -66,10 +61,11 @@ channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 ro
 #endif
 
 #ifdef SPLIT
-extern "C" __global__ void __launch_bounds__(256)
+constexpr int WIDTH = SPLIT > 32 ? 8 : 256 / SPLIT;
+
+extern "C" __global__ void __launch_bounds__(SPLIT * WIDTH)
 sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count,
                     int accumulate) {
-    constexpr int WIDTH = 256 / SPLIT;
     __shared__ float scratch[SPLIT][WIDTH];
     const int lane = threadIdx.x % WIDTH, part = threadIdx.x / WIDTH;
     const i64 i = i64(blockIdx.x) * WIDTH + lane;
@@ -78,10 +74,11 @@ sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out,
 #pragma unroll 8
         for (int chunk = part; chunk < chunks; chunk += SPLIT) sum += partials[chunk * count + i];
     scratch[part][lane] = sum;
-    __syncthreads();
-    if (part > 0 || i >= count) return;
 #pragma unroll
-    for (int other = 1; other < SPLIT; ++other) sum += scratch[other][lane];
-    out[i] = accumulate ? out[i] + sum : sum;
+    for (int half = SPLIT / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (part < half) scratch[part][lane] = sum += scratch[part + half][lane];
+    }
+    if (part == 0 && i < count) out[i] = accumulate ? out[i] + sum : sum;
 }
 #endif

@@ -12,13 +12,15 @@ from minidl.cuda.conv2d_plan import BLOCKS_WANTED, lanes_along
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.precision import float32
-from minidl.shapes import ceil_div
+from minidl.shapes import ceil_div, round_up
 
 __all__ = ["channel_sum", "check_sum", "sum_partials"]
 
 BLOCK = 256
-DEEPEST = 8  # chunks that a block of sum_partials_kernel adds side by side, at most
-ROWS_PER_THREAD = 8  # below that a block does little but its final reduction
+DEEPEST = 128  # chunks that a block of sum_partials_kernel adds side by side, at most
+NARROWEST = 8  # results of such a block, at least: a memory sector
+ENOUGH_THREADS = 2**17  # that adding fills any device with
+UNROLL = 4  # rows that a thread has in flight; below that a block does little but its final reduction
 
 
 def check_sum(who: str, out: Any) -> None:
@@ -44,12 +46,13 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
     vec = min(vector_width(dy), widest)
     # What shapes the sum follows from the sizes alone: a misaligned array costs narrower vectors, not other bits.
     lanes = lanes_along(channels, widest, dy.itemsize)
-    most = ceil_div(count, BLOCK // lanes * ROWS_PER_THREAD)
-    chunk = ceil_div(count, min(most, max(1, 2 * BLOCKS_WANTED // ceil_div(channels, lanes * widest))))
+    most = ceil_div(count, BLOCK // lanes * UNROLL)
+    chunk = ceil_div(count, min(most, max(1, BLOCKS_WANTED // ceil_div(channels, lanes * widest))))
+    chunk = round_up(chunk, BLOCK // lanes * UNROLL)
     chunks = ceil_div(count, chunk)
     partials = empty((chunks, channels), float32)
     sizes = np.int64(count), np.int64(chunk), np.int32(channels), np.int64(pitch)
-    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes}
+    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes, "UNROLL": UNROLL}
     grid = ceil_div(channels, lanes * vec), chunks
     launch("channel_sum", "channel_sum_kernel", grid, BLOCK, dy, partials, *sizes, defines=defines)
     sum_partials(partials, chunks, out, accumulate)
@@ -58,8 +61,9 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
 def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) -> None:
     """``out`` (+)= the sum over ``partials``, (chunks, out.size) float32, in the order of the chunks."""
     split = 1
-    while split < DEEPEST and 2 * split <= chunks:
+    while split < DEEPEST and 2 * split <= chunks and split * out.size < ENOUGH_THREADS:
         split *= 2
+    width = max(NARROWEST, BLOCK // split)
     sizes = np.int32(chunks), np.int64(out.size), np.int32(accumulate)
-    grid = ceil_div(out.size, BLOCK // split)
-    launch("channel_sum", "sum_partials_kernel", grid, BLOCK, partials, out, *sizes, defines={"SPLIT": split})
+    grid = ceil_div(out.size, width)
+    launch("channel_sum", "sum_partials_kernel", grid, split * width, partials, out, *sizes, defines={"SPLIT": split})

@@ -112,6 +112,33 @@ DEVICE Raw<S, N> load_raw(const S* __restrict__ p) {
     return raw;
 }
 
+template <class Word>
+DEVICE Word read_past_l1(const Word* p) { return *p; }
+DEVICE uint2 read_past_l1(const uint2* p) {
+    uint2 y;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "l"(p));
+    return y;
+}
+DEVICE uint4 read_past_l1(const uint4* p) {
+    uint4 y;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+        : "l"(p));
+    return y;
+}
+
+// load_raw for kernels that only read one large array: some 3 % faster there (on an H200), and slower where as much is
+// written.
+template <int N, class S>
+DEVICE Raw<S, N> load_once(const S* __restrict__ p) {
+    typedef Raw<S, N> R;
+    R raw;
+    const typename R::word* source = reinterpret_cast<const typename R::word*>(p);
+#pragma unroll
+    for (int i = 0; i < R::BYTES / R::ACCESS; ++i) raw.words[i] = read_past_l1(source + i);
+    return raw;
+}
+
 template <int N, class S>
 DEVICE void store_raw(S* __restrict__ p, const Raw<S, N>& raw) {
     typedef Raw<S, N> R;
@@ -226,19 +253,22 @@ struct Walk {
 // Elements from the start of an array to its row.
 DEVICE i64 row_offset(int row, int pitch) { return i64(row) * pitch; }
 
-// One thread's share of a walk. Thread x of column tile blockIdx.y owns one vector of channels and takes every step-th
-// row, so parameters of its channels stay in registers.
+// One thread's share of a walk. Thread x of column tile blockIdx.y owns one vector of channels, so parameters of its
+// channels stay in registers. The rows of a block, `unroll` groups of blockDim.y, lie together: what is in flight at any
+// time is one stretch of memory.
 struct Share {
-    int row, rows, step;  // first row, end of rows, distance between this thread's rows
-    int channel;          // first channel of this thread's vector
+    int row, rows;     // first row, end of rows
+    int step, stride;  // from row to row within a group of `unroll`, and from group to group
+    int channel;       // first channel of this thread's vector
 
     __device__ __forceinline__ Share() {}
-    __device__ __forceinline__ explicit Share(const Walk& walk) {
-        const int column = blockIdx.y * blockDim.x + threadIdx.x;
+    __device__ __forceinline__ Share(const Walk& walk, int unroll) {
+        const int column = blockIdx.y * blockDim.x + threadIdx.x, group = unroll * blockDim.y;
         channel = column * VEC;
-        row = blockIdx.x * blockDim.y + threadIdx.y;
-        step = gridDim.x * blockDim.y;
+        row = blockIdx.x * group + threadIdx.y;
         rows = column < walk.columns ? walk.rows + (column < walk.last) : 0;
+        step = blockDim.y;
+        stride = gridDim.x * group;
     }
 };
 
@@ -248,20 +278,23 @@ DEVICE i64 tail_element(const Walk& walk) {
     return (blockIdx.x | blockIdx.y | threadIdx.y) == 0 && i < walk.size ? i : -1;
 }
 
-// Walks the rows of a share, UNROLL at a time: first all loads, then all stores, so that UNROLL loads are in flight.
+// Walks the rows of a share in groups: first all loads of a group, then all stores, so that DEPTH loads are in flight.
 // load(u, row) and store(u, row) are called for rows that exist.
-template <int UNROLL, class Load, class Store>
-DEVICE void for_rows(Share at, Load load, Store store) {
-    for (; at.row + (UNROLL - 1) * at.step < at.rows; at.row += UNROLL * at.step) {
+template <int DEPTH, class Load, class Store>
+DEVICE void for_rows(const Share& at, Load load, Store store) {
+    for (int row = at.row; row < at.rows; row += at.stride) {
+        if (row + (DEPTH - 1) * at.step < at.rows) {
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) load(u, at.row + u * at.step);
+            for (int u = 0; u < DEPTH; ++u) load(u, row + u * at.step);
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) store(u, at.row + u * at.step);
+            for (int u = 0; u < DEPTH; ++u) store(u, row + u * at.step);
+        } else {
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u)
+                if (row + u * at.step < at.rows) load(u, row + u * at.step);
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u)
+                if (row + u * at.step < at.rows) store(u, row + u * at.step);
+        }
     }
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-        if (at.row + u * at.step < at.rows) load(u, at.row + u * at.step);
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-        if (at.row + u * at.step < at.rows) store(u, at.row + u * at.step);
 }

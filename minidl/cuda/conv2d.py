@@ -20,8 +20,9 @@ from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_plan import (
     DEPTH_BYTES,
     EXACT_TILES,
+    HALF_TILES,
     NARROW_TILES,
-    STAGES,
+    PATCH_BYTES,
     TENSOR_TILES,
     AxisClass,
     Convolution,
@@ -37,14 +38,13 @@ from minidl.cuda.conv2d_plan import (
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
+from minidl.cuda.widen import narrow, wide_channels, widen
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
 __all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
 
-BLOCK = 128
 CLASSES = 16  # parity classes of one launch, at most
-PATCH_BYTES = 16  # where an output pixel's patch starts, in conv2d_weight.cu
 
 # The structures Class and Problem of conv2d.cu, and Problem of conv2d_weight.cu.
 _CLASS = struct("", "row column taps_h taps_w first_h first_w offset_h offset_w")
@@ -82,6 +82,9 @@ def conv2d(
     """
     conv = convolution("conv2d", x.shape, w.shape, stride, padding, dilation, groups)
     y = empty(conv.y_shape, x.dtype)
+    wide = _wide_channels(conv, x.itemsize)
+    if wide > conv.channels:
+        x, w, conv = widen(x, wide), widen(w, wide), conv._replace(channels=wide)
     _gather("conv2d", conv, False, x, w, bias, None, y, tf32)
     return y
 
@@ -140,6 +143,13 @@ def conv2d_backward_weight(
     if conv.images == 0:
         sum_partials(None, 0, out, accumulate)
         return
+    wide = _wide_channels(conv, x.itemsize)
+    if wide > conv.channels:
+        gradient, x = empty((*out.shape[:-1], wide), float32), widen(x, wide)
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
+        conv2d_backward_weight(dy, x, **options, out=gradient)
+        narrow(gradient, out, accumulate)
+        return
     dy, x = as_rows(dy), as_rows(x)
     pitches, vectors = (rows(x)[2], rows(dy)[2]), (vector_width(x), vector_width(dy))
     if conv.depthwise:
@@ -154,6 +164,11 @@ def conv2d_backward_weight(
     partials = empty((chunks, out.size), float32)
     _start(planned, dy, x, partials)
     sum_partials(partials, chunks, out, accumulate)
+
+
+def _wide_channels(conv: Convolution, itemsize: int) -> int:
+    """Channels that x and w should be padded to before a product over them; grouped channels stay as they are."""
+    return wide_channels(conv.channels, itemsize) if conv.groups == 1 else conv.channels
 
 
 def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> int:
@@ -199,7 +214,7 @@ def _gather(
 
 def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:
     if min(vectors) * itemsize < ACCESS:
-        return NARROW_TILES
+        return HALF_TILES if min(vectors) * itemsize == ACCESS // 2 else NARROW_TILES
     return TENSOR_TILES if itemsize == 2 or tf32 else EXACT_TILES
 
 
@@ -236,16 +251,23 @@ def _plan_gather(
         vec_x = vec_w = min(vec_x, vec_w)
     counts = tuple(conv.images * h.count * w.count for h, w in classes)
     tile = choose_tile(_tiles(itemsize, tf32, vec_x, vec_w), counts, columns, conv.groups, device)
-    defines = {"DTYPE": code, "TF32": int(tf32), "BACKWARD": int(backward), "TILE_M": tile.rows, "TILE_N": tile.columns}
-    defines |= {"VEC_X": vec_x, "VEC_W": vec_w, "VEC_Y": vec_y}
+    stages = tile.pipeline(device)[0]
+    height, width = (conv.out_height, conv.out_width) if backward else (conv.height, conv.width)
+    images = max(tile.rows // (h.count * w.count) for h, w in classes) + 3  # that rows of one tile may come to lie in
+    far = images * height * width * pitches[0] // vec_x >= 2**31
+    packed = not backward and depth % (DEPTH_BYTES // itemsize) != 0
+    defines = {"DTYPE": code, "TF32": int(tf32), "BACKWARD": int(backward), "PACKED": int(packed)}
+    defines |= {"FAR": int(far)} | tile.defines
+    defines |= {"VEC_X": vec_x, "VEC_W": vec_w, "VEC_Y": vec_y, "STAGES": stages}
     tiles_n = ceil_div(columns, tile.columns)
     launches = []
     for first in range(0, len(classes), CLASSES):
         part = classes[first : first + CLASSES]
         tiles_m = ceil_div(max(counts[first : first + CLASSES]), tile.rows)
-        grid = tiles_n * conv.groups * tiles_m * len(part)
+        grid = tiles_n * conv.groups * tiles_m, len(part)
         problem = _gather_problem(conv, backward, pitches, part, tiles_m, tiles_n)
-        launches.append(Launched("conv2d", "conv2d_kernel", grid, BLOCK, problem, defines, tile.shared_bytes))
+        shared = tile.shared_bytes(stages)
+        launches.append(Launched("conv2d", "conv2d_kernel", grid, tile.threads, problem, defines, shared))
     return launches
 
 
@@ -320,6 +342,7 @@ def _plan_weight(
     vec_x, vec_dy, vec_y = gcd(vectors[0], channels), gcd(vectors[1], outputs), gcd(vectors[2], columns)
     tiles = _tiles(itemsize, tf32, vec_x, vec_dy)
     tile = choose_tile(tiles, (outputs,), columns, conv.groups * chunks, device)
+    stages = tile.pipeline(device)[0]
     tiles_m, tiles_n = ceil_div(outputs, tile.rows), ceil_div(columns, tile.columns)
     problem = argument(
         _WEIGHT,
@@ -346,11 +369,11 @@ def _plan_weight(
         tiles_n=tiles_n,
         accumulate=0,
     )
-    defines = {"DTYPE": code, "TF32": int(tf32), "TILE_M": tile.rows, "TILE_N": tile.columns}
-    defines |= {"VEC_DY": vec_dy, "VEC_X": vec_x, "VEC_Y": vec_y}
+    defines = {"DTYPE": code, "TF32": int(tf32), "VEC_DY": vec_dy, "VEC_X": vec_x, "VEC_Y": vec_y, "STAGES": stages}
+    defines |= tile.defines
     grid = tiles_n * tiles_m * conv.groups * chunks
-    shared = STAGES * DEPTH_BYTES // itemsize * PATCH_BYTES + tile.shared_bytes
-    return Launched("conv2d_weight", "conv2d_weight_kernel", grid, BLOCK, problem, defines, shared), chunks
+    shared = stages * DEPTH_BYTES // itemsize * PATCH_BYTES + tile.shared_bytes(stages)
+    return Launched("conv2d_weight", "conv2d_weight_kernel", grid, tile.threads, problem, defines, shared), chunks
 
 
 def _accumulating(problem: np.ndarray) -> np.ndarray:

@@ -22,9 +22,11 @@ __all__ = [
     "BLOCKS_WANTED",
     "DEPTH_BYTES",
     "EXACT_TILES",
+    "HALF_TILES",
     "NARROW_TILES",
-    "STAGES",
+    "PATCH_BYTES",
     "TENSOR_TILES",
+    "WEIGHT_BLOCKS",
     "AxisClass",
     "Convolution",
     "Launched",
@@ -39,8 +41,10 @@ __all__ = [
     "struct",
 ]
 
-DEPTH_BYTES, STAGES = 64, 4  # of tile.cuh
-BLOCKS_WANTED = 512  # a constant, so that sums are cut alike on every device
+DEPTH_BYTES = 128  # of tile.cuh: summed values of one stage
+PATCH_BYTES = 16  # where an output pixel's patch starts, in conv2d_weight.cu
+BLOCKS_WANTED = 512  # constants, so that sums are cut alike on every device
+WEIGHT_BLOCKS = 792  # of a weight gradient: whole rounds of 2 and of 3 blocks on each of 132 multiprocessors
 
 
 class Launched(NamedTuple):
@@ -48,7 +52,7 @@ class Launched(NamedTuple):
 
     stem: str
     name: str
-    grid: int
+    grid: int | tuple[int, ...]
     block: int
     problem: np.ndarray
     defines: dict[str, int]
@@ -133,24 +137,47 @@ class Tile(NamedTuple):
 
     Attributes:
         rows, columns: the macros TILE_M and TILE_N.
+        warps: along rows and columns, the macros WARPS_M and WARPS_N.
         resident: blocks that a multiprocessor's registers hold, as the kernels' launch bounds say.
         speed: throughput of a busy multiprocessor relative to the widest tile: wide tiles re-read less.
     """
 
     rows: int
     columns: int
+    warps: Pair
     resident: int
     speed: float
 
     @property
-    def shared_bytes(self) -> int:
+    def threads(self) -> int:
+        return 32 * self.warps[0] * self.warps[1]
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"TILE_M": self.rows, "TILE_N": self.columns, "WARPS_M": self.warps[0], "WARPS_N": self.warps[1]}
+
+    def shared_bytes(self, stages: int) -> int:
         """Dynamic shared memory: the pipeline's stages, later reused for the float32 results."""
-        return max(STAGES * DEPTH_BYTES * (self.rows + self.columns), 4 * self.rows * self.columns)
+        return max(stages * DEPTH_BYTES * (self.rows + self.columns), 4 * self.rows * self.columns)
+
+    def pipeline(self, device: DeviceRecord) -> tuple[int, int]:
+        """(stages, resident blocks): two stages, and a third where it costs no resident block."""
+        # The driver keeps 1 KiB of shared memory per block to itself, and the opt-in limit is 1 KiB short of the whole.
+        room, patches = device.shared_per_block + 1024, DEPTH_BYTES // 2 * PATCH_BYTES
+        fit = {stages: room // (self.shared_bytes(stages) + stages * patches + 1024) for stages in (2, 3)}
+        resident = min(self.resident, fit[2])
+        return (3 if fit[3] >= resident else 2), resident
 
 
-TENSOR_TILES = (Tile(128, 128, 2, 1.0), Tile(128, 64, 3, 0.85), Tile(64, 128, 3, 0.85), Tile(64, 64, 3, 0.65))
-EXACT_TILES = (Tile(128, 64, 2, 1.0), Tile(64, 64, 2, 0.8))
-NARROW_TILES = (Tile(64, 64, 2, 1.0),)  # vectors below 16 bytes: copying, not the product, sets the pace
+TENSOR_TILES = (
+    Tile(128, 128, (2, 2), 2, 1.0),
+    Tile(128, 64, (2, 2), 3, 0.85),
+    Tile(64, 128, (2, 2), 3, 0.85),
+    Tile(64, 64, (2, 2), 3, 0.7),
+)
+EXACT_TILES = (Tile(128, 64, (2, 2), 2, 1.0), Tile(64, 64, (2, 2), 2, 0.8))
+HALF_TILES = (Tile(128, 64, (2, 2), 2, 1.0), Tile(64, 64, (2, 2), 3, 0.8))  # vectors of 8 bytes: twice the copies
+NARROW_TILES = (Tile(64, 64, (2, 2), 2, 1.0),)  # below that copying, not the product, sets the pace
 
 
 @functools.lru_cache(maxsize=4096)
@@ -169,14 +196,16 @@ def choose_tile(
 
     def time(tile: Tile) -> tuple[float, int]:
         blocks = sum(ceil_div(m, tile.rows) for m in rows) * ceil_div(columns, tile.columns) * repeats
-        # The driver keeps 1 KiB of shared memory per block to itself, and the opt-in limit is 1 KiB short of the whole.
-        resident = min(tile.resident, (device.shared_per_block + 1024) // (tile.shared_bytes + 1024))
-        waves = ceil_div(blocks, device.multiprocessors * resident)
-        # A block alone on its multiprocessor has nobody to hide its latencies behind.
-        speed = tile.speed * (1.0 if resident > 1 else 0.6)
-        return waves * resident * tile.rows * tile.columns / speed, -tile.rows * tile.columns
+        resident = tile.pipeline(device)[1]
+        share = ceil_div(blocks, device.multiprocessors)
+        last = share % resident
+        # Fewer blocks than a multiprocessor holds run faster than all together, but not in proportion.
+        rounds = share + (resident - last) / 2 if last else share
+        # A block always alone on its multiprocessor has nobody to hide its latencies behind.
+        speed = tile.speed * (1.0 if resident > 1 else 0.7)
+        return rounds * tile.rows * tile.columns / speed, -tile.rows * tile.columns
 
-    return min((tile for tile in tiles if tile.shared_bytes <= device.shared_per_block), key=time)
+    return min((tile for tile in tiles if tile.pipeline(device)[1]), key=time)
 
 
 class AxisClass(NamedTuple):
@@ -223,7 +252,7 @@ def pixel_chunk(pixels: int, tiles: int) -> int:
         pixels: output pixels to be summed, at least 1.
         tiles: blocks that one chunk occupies.
     """
-    wanted = max(1, BLOCKS_WANTED // tiles)
+    wanted = max(1, WEIGHT_BLOCKS // tiles)
     chunk = max(256, ceil_div(pixels, wanted))
     # 32 bits count the pixels of a chunk.
     return min(round_up(chunk, 32), 2**29)

@@ -11,13 +11,14 @@
 //   x         ((n*height + h)*width + w)*x_pitch + group*channels + c                T
 //   output    (chunks, groups*rows, columns) dense; with one chunk the gradient itself, set or added to   float32
 //
-// Macros: DTYPE, TF32; TILE_M x TILE_N, the tile of rows x columns of one block; VEC_DY, VEC_X, VEC_Y: elements per
+// Macros: DTYPE, TF32, STAGES; TILE_M x TILE_N, the tile of rows x columns of one block, and WARPS_M x WARPS_N;
+// VEC_DY, VEC_X, VEC_Y: elements per
 // access to dy, x and output, at most 16 bytes.
-// Block: 128 threads. Grid: one block per chunk, group, row tile and column tile, the last fastest, so that blocks
-// which share pixels run together. Where a pixel's patch starts is the same for all columns: one warp works it out one
+// Grid: one block per chunk, group, row tile and column tile, the last fastest, so that blocks
+// which share pixels run together. Where a pixel's patch starts is the same for all columns: DEPTH threads find it one
 // stage ahead and leaves it in shared memory. Both operands lie with their pixels outermost; see tile.cuh.
-// Dynamic shared memory: 4 stages of DEPTH patches of 16 bytes, then tiles of
-// max(4 * 64 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.
+// Dynamic shared memory: STAGES * DEPTH patches of 16 bytes, then tiles of
+// max(STAGES * 128 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.
 // FLOP: 2 * rows * columns * pixels per group.
 // Bytes: dy and x once if the L2 cache keeps a chunk, and 4 * chunks * |dw| twice.
 #include "tile.cuh"
@@ -38,7 +39,7 @@ struct Problem {
 
 // Where the patch of an output pixel starts: its first source pixel, as an offset into x and as coordinates.
 struct __align__(16) Patch {
-    i64 offset;
+    i64 offset;  // in bytes
     int h, w;
 };
 
@@ -52,7 +53,7 @@ DEVICE void find_patch(Patch* patches, const Problem& p, i64 image, int rest, bo
     const int y = rest / p.out_width, x = rest - y * p.out_width;
     const int h = y * p.stride_h - p.padding_h, w = x * p.stride_w - p.padding_w;
     Patch patch;
-    patch.offset = (((image + further) * p.height + h) * p.width + w) * p.x_pitch;
+    patch.offset = (((image + further) * p.height + h) * p.width + w) * p.x_pitch * static_cast<int>(sizeof(T));
     patch.h = inside ? h : OUTSIDE;
     patch.w = w;
     patches[threadIdx.x % DEPTH] = patch;
@@ -60,39 +61,44 @@ DEVICE void find_patch(Patch* patches, const Problem& p, i64 image, int rest, bo
 
 // The gradient operand: DEPTH pixels x TILE_M output channels, neighbours in memory.
 struct Gradient {
+    using Operand = Tile<TILE_M, false>;
     static constexpr int COLUMNS = TILE_M / VEC_DY;
     static constexpr int STEP = THREADS / COLUMNS;
     static constexpr int ROWS = DEPTH / STEP;
     static_assert(ROWS * STEP == DEPTH, "the threads cover a stage in whole rows");
 
-    const T* from;  // of this thread's first pixel in the next stage to be copied
+    const char* from;  // of this thread's first pixel in the next stage to be copied
+    i64 row_step;      // between its pixels, in bytes
     bool readable;
 
     __device__ __forceinline__ Gradient(const T* dy, const Problem& p, i64 first_pixel, int group, int first_row) {
         const int row = first_row + threadIdx.x % COLUMNS * VEC_DY;
-        from = dy + (first_pixel + threadIdx.x / COLUMNS) * p.dy_pitch + i64(group) * p.rows + row;
+        from = reinterpret_cast<const char*>(dy + (first_pixel + threadIdx.x / COLUMNS) * p.dy_pitch +
+                                             i64(group) * p.rows + row);
+        row_step = STEP * p.dy_pitch * static_cast<int>(sizeof(T));
         readable = row < p.rows;
     }
 
     // `left`: pixels of the chunk from the first of this stage.
-    __device__ __forceinline__ void copy(unsigned char* tile, const Problem& p, i64 left) {
+    __device__ __forceinline__ void copy(u32 tile, int left) {
         const int row = threadIdx.x / COLUMNS;
+        const int to = Operand::offset(threadIdx.x % COLUMNS * VEC_DY, row);
+        left = readable ? left - row : 0;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-            copy_values<VEC_DY>(tile + Tile<TILE_M, false>::offset(threadIdx.x % COLUMNS * VEC_DY, row + i * STEP),
-                                from + i * STEP * p.dy_pitch, readable && row + i * STEP < left);
-        from += DEPTH * p.dy_pitch;
+        for (int i = 0; i < ROWS; ++i, from += row_step)
+            copy_values<VEC_DY>(tile + Operand::moved(to, i * STEP, 0), from, i * STEP < left);
     }
 };
 
 // The gathered operand: DEPTH pixels x TILE_N positions (r, s, c). A thread keeps one vector of positions.
 struct Source {
+    using Operand = Tile<TILE_N, false>;
     static constexpr int COLUMNS = TILE_N / VEC_X;
     static constexpr int STEP = THREADS / COLUMNS;
     static constexpr int ROWS = DEPTH / STEP;
     static_assert(ROWS * STEP == DEPTH, "the threads cover a stage in whole rows");
 
-    const T* from;  // of this thread's position, relative to the start of a patch
+    const char* from;  // of this thread's position, relative to the start of a patch
     int h, w;
 
     __device__ __forceinline__ Source(const T* x, const Problem& p, int group, int first_column) {
@@ -101,18 +107,19 @@ struct Source {
         const int tap_h = tap / p.kernel_w;
         h = column < p.columns ? tap_h * p.dilation_h : OUTSIDE;
         w = (tap - tap_h * p.kernel_w) * p.dilation_w;
-        from = x + (i64(tap_h * p.dilation_h) * p.width + w) * p.x_pitch + i64(group) * p.channels + channel;
+        from = reinterpret_cast<const char*>(x + (i64(tap_h * p.dilation_h) * p.width + w) * p.x_pitch +
+                                             i64(group) * p.channels + channel);
     }
 
-    __device__ __forceinline__ void copy(unsigned char* tile, const Problem& p, const Patch* patches) const {
+    __device__ __forceinline__ void copy(u32 tile, const Problem& p, const Patch* patches) const {
         const int row = threadIdx.x / COLUMNS;
+        const int to = Operand::offset(threadIdx.x % COLUMNS * VEC_X, row);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const Patch patch = patches[row + i * STEP];
             const bool inside = static_cast<u32>(patch.h + h) < static_cast<u32>(p.height) &&
                                 static_cast<u32>(patch.w + w) < static_cast<u32>(p.width);
-            copy_values<VEC_X>(tile + Tile<TILE_N, false>::offset(threadIdx.x % COLUMNS * VEC_X, row + i * STEP),
-                               from + patch.offset, inside);
+            copy_values<VEC_X>(tile + Operand::moved(to, i * STEP, 0), from + patch.offset, inside);
         }
     }
 };
@@ -143,9 +150,7 @@ DEVICE void write_tile(const float* staged, float* output, const Problem& p, i64
 
 // Blocks per multiprocessor that the registers must leave room for: the widest tile spends them on its accumulators,
 // exact float32 on two levels of them.
-#ifndef RESIDENT
-#define RESIDENT ((TILE_M * TILE_N > 64 * THREADS || (DTYPE == 0 && !TF32) ? 2 : 3) * 128 / THREADS)
-#endif
+constexpr int RESIDENT = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) ? 2 : 3;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
@@ -174,28 +179,32 @@ conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* _
     Gradient gradient(dy, p, first_pixel, group, first_row);
     const Source source(x, p, group, first_column);
 
+    // Stages are prepared and copied in order, so each keeps its own count and place.
     const auto prepare = [&](int index) {
         const int pixel = index * DEPTH + threadIdx.x % DEPTH;
         find_patch(patches + index % STAGES * DEPTH, p, first_image, first_rest + pixel, pixel < count);
     };
-    const auto copy = [&](int index) {
-        unsigned char* stage = tiles + index % STAGES * STAGE;
-        gradient.copy(stage, p, count - index * DEPTH);
-        source.copy(stage + Product::A::BYTES, p, patches + index % STAGES * DEPTH);
+    const u32 shared_tiles = shared_address(tiles);
+    int left = count, written = 0, read = 0;
+    const auto copy = [&] {
+        gradient.copy(shared_tiles + written * STAGE, left);
+        source.copy(shared_tiles + written * STAGE + Product::A::BYTES, p, patches + written * DEPTH);
+        left -= DEPTH;
+        written = written == STAGES - 1 ? 0 : written + 1;
         commit_copies();
     };
 
     for (int index = threadIdx.x / DEPTH; index < STAGES; index += THREADS / DEPTH) prepare(index);
     __syncthreads();
-    Product product;
-    product.clear();
-    for (int index = 0; index < STAGES - 1; ++index) copy(index);
+    Product product(tiles);
+    for (int index = 0; index < STAGES - 1; ++index) copy();
     for (int index = 0; index < stages; ++index) {
         await_copies<STAGES - 2>();
         __syncthreads();  // this stage is there for all, and the one before it is no longer read
-        const unsigned char* stage = tiles + index % STAGES * STAGE;
-        product.accumulate(stage, stage + Product::A::BYTES, [&] { copy(index + STAGES - 1); });
-        if (threadIdx.x < DEPTH) prepare(index + STAGES);
+        product.accumulate(read, copy);
+        read = read == (STAGES - 1) * STAGE ? 0 : read + STAGE;
+        // Work for one warp's worth of threads: they take turns, or the others would wait for the first.
+        if (threadIdx.x / DEPTH == index % (THREADS / DEPTH)) prepare(index + STAGES);
     }
     await_copies<0>();
     __syncthreads();

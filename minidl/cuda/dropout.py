@@ -15,6 +15,8 @@ from minidl.shapes import ceil_div
 
 __all__ = ["dropout"]
 
+SPANS = 2  # per thread
+
 
 def dropout(x: Any, p: float, key: Any, stream: int) -> Any:
     """Zero each element of ``x`` (N, ...) with probability ``p`` and scale the others by ``1 / (1 - p)``.
@@ -43,10 +45,11 @@ def dropout(x: Any, p: float, key: Any, stream: int) -> Any:
         vec, pitched, sample_pitch = vector_width(x, y), int(pixels > 1), pixels * pitch
     assert not pitched or size <= 2**32, "a pitched sample is numbered in 32 bits"
     spans = ceil_div(size, max(vec, 4))
-    grid, block = row_grid(n, spans)
+    grid, block = row_grid(n, spans, SPANS)
+    defines = {"DTYPE": dtype_code(x, "dropout"), "VEC": vec, "PITCHED": pitched, "SPANS": SPANS}
     launch(
         "dropout", "dropout", grid, block, x, y, key, np.int32(n), np.int64(size), np.int32(spans),
         np.int64(sample_pitch), np.uint32(channels), np.int64(pitch), np.uint32(stream), np.uint32(threshold),
-        np.float32(1.0 / (1.0 - p)), defines={"DTYPE": dtype_code(x, "dropout"), "VEC": vec, "PITCHED": pitched},
+        np.float32(1.0 / (1.0 - p)), defines=defines,
     )  # fmt: skip
     return y

@@ -9,10 +9,12 @@ struct Place {
     bool inside;
 };
 
+// A thread's first item; the others of EACH lie blockDim.x apart, and those up to `items` are inside.
+template <int EACH = 1>
 DEVICE Place place(int rows, int items) {
-    const u32 tiles = ceil_div(u32(items), blockDim.x);
+    const u32 tiles = ceil_div(u32(items), EACH * blockDim.x);
     const u32 group = blockIdx.x / tiles;
     const u32 row = group * blockDim.y + threadIdx.y;
-    const u32 item = (blockIdx.x - group * tiles) * blockDim.x + threadIdx.x;
+    const u32 item = (blockIdx.x - group * tiles) * (EACH * blockDim.x) + threadIdx.x;
     return {int(row), int(item), row < u32(rows) && item < u32(items)};
 }

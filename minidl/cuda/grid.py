@@ -16,13 +16,16 @@ THREADS_PER_MULTIPROCESSOR = 2048
 INT_MAX = 2**31 - 1
 
 
-def row_grid(rows: int, items: int) -> tuple[int, tuple[int, int]]:
-    """Grid and block for ``rows`` rows of ``items`` items: whole rows side by side while they fit into a block."""
+def row_grid(rows: int, items: int, each: int = 1) -> tuple[int, tuple[int, int]]:
+    """Grid and block for ``rows`` rows of ``items`` items: whole rows side by side while they fit into a block.
+
+    A thread takes ``each`` items of a row.
+    """
     if rows == 0 or items == 0:
         return 0, (BLOCK, 1)
     assert max(rows, items) <= INT_MAX, (rows, items)
-    tiles = ceil_div(items, BLOCK)
-    width = ceil_div(items, tiles)
+    tiles = ceil_div(items, BLOCK * each)
+    width = ceil_div(items, tiles * each)
     height = BLOCK // width
     grid = tiles * ceil_div(rows, height)
     assert grid <= INT_MAX, (rows, items)
@@ -32,9 +35,9 @@ def row_grid(rows: int, items: int) -> tuple[int, tuple[int, int]]:
 def strip_length(threads: int, rows: int, longest: int = 4) -> int:
     """How many of ``rows`` rows one thread works through when ``threads`` threads would take one each.
 
-    Longer strips reuse more of the cache, as long as twice the threads that the device holds remain.
+    Longer strips reuse more of the cache, as long as the threads that the device holds remain.
     """
-    enough = 2 * THREADS_PER_MULTIPROCESSOR * current_device().multiprocessors
+    enough = THREADS_PER_MULTIPROCESSOR * current_device().multiprocessors
     strip = 1
     while strip < min(longest, rows) and threads // (2 * strip) >= enough:
         strip *= 2

@@ -9,8 +9,7 @@
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 add_kernel(const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ y, Walk walk) {
-    constexpr int UNROLL = 3;
-    const Share at(walk);
+    const Share at(walk, UNROLL);
     Raw<T, VEC> raw_a[UNROLL], raw_b[UNROLL];
     for_rows<UNROLL>(
         at,

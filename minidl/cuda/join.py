@@ -19,8 +19,8 @@ def add(a: Any, b: Any) -> Any:
     assert a.shape == b.shape and a.dtype == b.dtype, (checks.describe(a), checks.describe(b))
     a, b = as_rows(a), as_rows(b)
     y = empty(a.shape, a.dtype)
-    plan = walk(a, b, y, per_sm=4, unroll=3)
-    defines = {"DTYPE": code, "VEC": plan.vec}
+    plan = walk(a, b, y, unroll=1)
+    defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll}
     launch("join", "add_kernel", plan.grid, plan.block, a, b, y, plan.argument, defines=defines)
     return y
 

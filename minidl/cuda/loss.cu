@@ -9,7 +9,8 @@
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
 // -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes). The rows of a block are one run
-//              of memory: it is copied through shared memory in 16-byte vectors, then each thread takes one row.
+//              of memory: it is copied through shared memory in 16-byte vectors, then each thread takes one row. With
+//              STAGES = 2 the forward pass copies the next rows while it works on these.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
 //              (ALIGNED = 0), its first and last are read and written element by element.
@@ -61,6 +62,18 @@ constexpr int WIDTH = 16 / int(sizeof(T));                                      
 constexpr int READ = CLASSES % 8 == 0 && WIDTH == 8 ? 8 : CLASSES % 4 == 0 ? 4 : CLASSES % 2 == 0 ? 2 : 1;
 static_assert(CLASSES <= 64, "a row is held in registers");
 
+// Starts the copy of `count` elements from one 16-byte aligned place to another, by the whole block: a part of the group
+// that is committed and awaited next.
+DEVICE void start_copy(T* to, const T* __restrict__ from, int count) {
+    const int vectors = count / WIDTH;
+    for (int i = threadIdx.x; i < vectors; i += BLOCK)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(u32(__cvta_generic_to_shared(to + i * WIDTH))),
+                     "l"(from + i * WIDTH)
+                     : "memory");
+    const int i = vectors * WIDTH + threadIdx.x;
+    if (i < count) to[i] = from[i];
+}
+
 // `count` elements from one 16-byte aligned place to another, by the whole block, four vectors in flight.
 DEVICE void copy_run(T* __restrict__ to, const T* __restrict__ from, int count) {
     const int vectors = count / WIDTH;
@@ -91,17 +104,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 4 : 2)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, float* __restrict__ lse,
                       double* __restrict__ partial, i64 rows, int passes, i64 ignore_index) {
     extern __shared__ uint4 memory[];
-    T* tile = reinterpret_cast<T*>(memory);
+    T* tiles = reinterpret_cast<T*>(memory);  // STAGES of them: with two, the next rows arrive during the work on these
+    const auto start_pass = [&](int pass) {
+        const i64 first = (i64(blockIdx.x) * passes + pass) * BLOCK;
+        if (pass < passes && first < rows)
+            start_copy(tiles + pass % STAGES * (BLOCK * CLASSES), logits + first * CLASSES,
+                       int(min(i64(BLOCK), rows - first)) * CLASSES);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
     Totals mine;
+    if (STAGES > 1) start_pass(0);
     for (int pass = 0; pass < passes; ++pass) {
         const i64 first = (i64(blockIdx.x) * passes + pass) * BLOCK, row = first + threadIdx.x;
         if (first >= rows) break;
         const i64 label = row < rows ? i64(labels[row]) : 0;
         if (pass > 0) __syncthreads();
-        copy_run(tile, logits + first * CLASSES, int(min(i64(BLOCK), rows - first)) * CLASSES);
+        start_pass(pass + STAGES - 1);
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
         __syncthreads();
         if (row >= rows) continue;
 
+        const T* tile = tiles + pass % STAGES * (BLOCK * CLASSES);
         const T* x = tile + threadIdx.x * CLASSES;
         float v[CLASSES];
         load_row(x, v);

@@ -18,7 +18,8 @@ __all__ = ["softmax_cross_entropy", "softmax_cross_entropy_backward"]
 BLOCK = 256
 STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
-MOST_PARTIALS = 4096  # blocks whose totals one more block can add in a few microseconds
+STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
+MOST_PARTIALS = 1024  # blocks whose totals one more block can add in a few microseconds
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
 
 
@@ -48,7 +49,10 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
     vec = ACCESS // size
     aligned = address(logits) % ACCESS == 0
     if classes <= STAGED_CLASSES and classes % vec and pitch == classes and aligned:
-        return _Plan(defines | {"CLASSES": classes}, BLOCK, BLOCK * classes * size)
+        tile = BLOCK * classes * size
+        stages = 2 if 2 * tile <= STAGED_BYTES else 1
+        shared = tile * (stages if out is None else 1)
+        return _Plan(defines | {"CLASSES": classes, "STAGES": stages}, BLOCK, shared)
     if out is not None:
         # One vector boundary has to serve the row that is read and the one that is written.
         while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:

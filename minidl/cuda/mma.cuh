@@ -13,11 +13,10 @@ __device__ __forceinline__ unsigned int shared_address(const void* pointer) {
 }
 
 // Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read and zeros are written instead.
-template <int BYTES, bool CACHE>
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
-    const unsigned int to = shared_address(shared);
+template <int BYTES>
+__device__ __forceinline__ void copy_async(unsigned int to, const void* global, bool valid) {
     const int readable = valid ? BYTES : 0;
-    if constexpr (BYTES == 16 && !CACHE) {
+    if constexpr (BYTES == 16) {
         // .cg keeps streamed tiles out of L1.
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(readable)
                      : "memory");
@@ -39,17 +38,17 @@ __device__ __forceinline__ void await_copies() {
 }
 
 // Four 8x8 matrices of 16-bit values (or 8x4 of 32-bit words); lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_matrices(unsigned int (&words)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(unsigned int (&words)[4], unsigned int row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_transposed(unsigned int (&words)[4], const void* row) {
+__device__ __forceinline__ void load_matrices_transposed(unsigned int (&words)[4], unsigned int row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
 

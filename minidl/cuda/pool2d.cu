@@ -1,4 +1,4 @@
-// Pooling over windows and over adaptive bins, NHWC.
+// Pooling over windows, NHWC.
 //
 //   x, dx: (N, height, width, channels)     y, dy: (N, out_h, out_w, channels)     index: as y, dense, u8 or u16
 //   x and dy may be pitched (`pitch` elements from pixel to pixel); everything written is dense. A thread owns VEC
@@ -7,23 +7,21 @@
 // max_pool2d            thread: one output column of `strip` rows (so that rows shared by windows come from L1). 16-bit
 //                       maxima are taken two lanes per instruction: comparing scalars would cost more than memory.
 //                       bytes: x once + y + index; R*S comparisons per output
-// max_pool2d_backward   thread: STRIDE_W neighbouring pixels of one row. It gathers, in window order, the gradients of
-//                       the windows whose maximum lies there. bytes: dy + index once + dx
+// max_pool2d_backward   thread: `strip` tiles below each other, of TILE_H by STRIDE_W pixels that the same windows
+//                       cover. Each pixel gathers, in window order, the gradients of the windows whose maximum it is.
+//                       bytes: dy + index once + dx
 // avg_pool2d            as max_pool2d; divisor as in PyTorch: the window clipped to the image, or (count_include_pad)
 //                       to the padded image. bytes: x once + y
 // avg_pool2d_backward   as max_pool2d_backward. bytes: dy once + dx
-// adaptive_avg_pool2d   output cell i averages pixels floor(i*H/P) .. ceil((i+1)*H/P). blockDim.y threads share the
-//                       pixels of a cell, blockIdx.y splits them further; a second kernel then merges the splits' sums,
-//                       in order. bytes: x once + y (+ 8 * splits per output element where split)
-// adaptive_avg_pool2d_backward   thread: one dx column of `strip` rows. bytes: dy + dx
 //
-// Variants: -DINDEX_BITS=8|16 (max), -DOUT_H (adaptive, with OUT_W, IN_H, IN_W), neither (average).
+// Loads come before their first use in groups as large as registers allow: whole small windows, all windows of a tile.
+//
+// Variants: -DINDEX_BITS=8|16 (max), without (average); backward -DTILE_H, STRIDE_H or 1.
 #include "common.cuh"
 #include "grid.cuh"
 
 #define BLOCK 256
 
-#ifndef OUT_H
 
 static_assert(STRIDE_H > 0 && STRIDE_W > 0 && DILATION_H > 0 && DILATION_W > 0, "a window moves and reaches forward");
 
@@ -32,9 +30,95 @@ static_assert(STRIDE_H > 0 && STRIDE_W > 0 && DILATION_H > 0 && DILATION_W > 0, 
 // Windows that may cover one pixel, along each axis.
 constexpr int COVER_H = (KERNEL_H - 1) * DILATION_H / STRIDE_H + 1;
 constexpr int COVER_W = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;
-// Taps of one window row that are loaded before the first is used.
+// Rows and columns of a window that are loaded before the first is used.
+constexpr int TAP_ROWS = KERNEL_H * KERNEL_W <= 9 ? KERNEL_H : 1;
 constexpr int TAPS = KERNEL_W <= 5 ? KERNEL_W : 4;
 
+// Loads taps r0 .. r0 + TAP_ROWS, s0 .. s0 + TAPS of the window at (h0, w0); `blank` is what a tap off the image holds.
+template <int DILATE_H, int DILATE_W>
+DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int r0, int s0, int height, int width, i64 pitch,
+                      const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[TAP_ROWS][TAPS]) {
+#pragma unroll
+    for (int r = 0; r < TAP_ROWS; ++r) {
+        const int h = h0 + (r0 + r) * DILATE_H;
+        const T* line = image + i64(h) * width * pitch;
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s) {
+            const int w = w0 + (s0 + s) * DILATE_W;
+            const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w) < u32(width);
+            taps[r][s] = blank;
+            if (inside) taps[r][s] = load_raw<VEC>(line + w * pitch);
+        }
+    }
+}
+
+#ifdef TILE_H
+// Windows that may cover a tile, of those the ones whose values are loaded before the first is used.
+constexpr int AHEAD_H = COVER_H * COVER_W <= 4 ? COVER_H : 1;
+constexpr int AHEAD_W = COVER_W <= 4 ? COVER_W : 1;
+static_assert(TILE_H == 1 || TILE_H == STRIDE_H, "pixels of a tile are covered by the same windows");
+
+struct Geometry {
+    int rows, strips, strip;  // of tiles: a thread takes `strip` tiles below each other, an image has `strips` of them
+    int height, width, channels, out_h, out_w, pad_h, pad_w;
+};
+
+// The gather of both backward kernels. For each window (n, p, q) that may cover the tile, fetch(n, p, q, c) gives what
+// it holds for the channels from c on (a default Window is one off the image); then comes add(window, tap, sum) for each
+// pixel of the tile and the window's tap on it, windows in row order.
+template <class Window, class Fetch, class Add>
+DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) {
+    const int vectors = g.channels / VEC, lines = TILE_H == 1 ? g.height : ceil_div(g.height + g.pad_h, TILE_H);
+    const Place at = place(g.rows, ceil_div(g.width + g.pad_w, STRIDE_W) * vectors);
+    if (!at.inside) return;
+    const int n = at.row / g.strips, b = at.item / vectors, c = (at.item - b * vectors) * VEC;
+    const int begin = (at.row - n * g.strips) * g.strip, end = min(begin + g.strip, lines);
+#pragma unroll 1
+    for (int line = begin; line < end; ++line) {
+        const int top = TILE_H == 1 ? line + g.pad_h : line * STRIDE_H;  // of the tile, on the padded image
+        const int a = top / STRIDE_H, phase = TILE_H == 1 ? top - a * STRIDE_H : 0;
+
+        float sum[TILE_H][STRIDE_W][VEC] = {};
+        // Window a - j reaches row i of the tile with tap r where r * DILATION_H = phase + i + j * STRIDE_H; columns
+        // likewise. j descends, so that windows come in row order.
+#pragma unroll UNROLLED(COVER_H / AHEAD_H)
+        for (int j0 = COVER_H - 1; j0 >= 0; j0 -= AHEAD_H)
+#pragma unroll UNROLLED(COVER_W / AHEAD_W)
+            for (int k0 = COVER_W - 1; k0 >= 0; k0 -= AHEAD_W) {
+                Window windows[AHEAD_H][AHEAD_W];
+#pragma unroll
+                for (int j = 0; j < AHEAD_H; ++j)
+#pragma unroll
+                    for (int k = 0; k < AHEAD_W; ++k) {
+                        const int p = a - (j0 - j), q = b - (k0 - k);
+                        windows[j][k] = Window();
+                        if (u32(p) < u32(g.out_h) && u32(q) < u32(g.out_w)) windows[j][k] = fetch(n, p, q, c);
+                    }
+#pragma unroll
+                for (int j = 0; j < AHEAD_H; ++j)
+#pragma unroll
+                    for (int k = 0; k < AHEAD_W; ++k)
+#pragma unroll
+                        for (int ih = 0; ih < TILE_H; ++ih)
+#pragma unroll
+                            for (int iw = 0; iw < STRIDE_W; ++iw) {
+                                const int reach_h = phase + ih + (j0 - j) * STRIDE_H, r = reach_h / DILATION_H;
+                                const int reach_w = iw + (k0 - k) * STRIDE_W, s = reach_w / DILATION_W;
+                                const bool tap = r * DILATION_H == reach_h && s * DILATION_W == reach_w;
+                                if (tap && r < KERNEL_H && s < KERNEL_W)
+                                    add(windows[j][k], r * KERNEL_W + s, sum[ih][iw]);
+                            }
+            }
+#pragma unroll
+        for (int ih = 0; ih < TILE_H; ++ih)
+#pragma unroll
+            for (int iw = 0; iw < STRIDE_W; ++iw) {
+                const int h = top + ih - g.pad_h, w = b * STRIDE_W + iw - g.pad_w;
+                if (u32(h) < u32(g.height) && u32(w) < u32(g.width))
+                    store(dx + ((i64(n) * g.height + h) * g.width + w) * g.channels + c, sum[ih][iw]);
+            }
+    }
+}
 #endif
 
 #ifdef INDEX_BITS
@@ -106,13 +190,6 @@ DEVICE u32 lane(const u32 (&words)[WORDS], int i) {
     return PER_WORD == 1 ? words[i] : (words[i / 2] >> (16 * (i % 2))) & 0xffffu;
 }
 
-DEVICE void load_lanes(const T* __restrict__ p, u32 (&words)[WORDS]) {
-    const Lanes raw = load_raw<VEC>(p);
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) words[i] = raw.pairs[i];
-    if (VEC * sizeof(T) == 2) words[0] &= 0xffffu;
-}
-
 // Overwrites the index of each channel that has a NaN in the window at (h0, w0).
 DEVICE void place_nans(const T* __restrict__ image, index_t* __restrict__ index, int h0, int w0, int height, int width,
                        i64 pitch) {
@@ -126,7 +203,7 @@ DEVICE void place_nans(const T* __restrict__ image, index_t* __restrict__ index,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ index, int rows, int strips, int strip,
            int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w) {
     const int vectors = channels / VEC;
@@ -137,6 +214,9 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     const int first_s = w0 < 0 ? ceil_div(-w0, DILATION_W) : 0;
     const T* image = x + i64(n) * height * width * pitch + c;
     const int p_begin = (at.row - n * strips) * strip, p_end = min(p_begin + strip, out_h);
+    Lanes lowest;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) lowest.pairs[i] = LOWEST;
 
     for (int p = p_begin; p < p_end; ++p) {
         const int h0 = p * STRIDE_H - pad_h;
@@ -147,34 +227,24 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
             best[i] = LOWEST;
             where[i] = (first_r * KERNEL_W + first_s) * ONE_PER_LANE;
         }
-#pragma unroll UNROLLED(KERNEL_H)
-        for (int r = 0; r < KERNEL_H; ++r) {
-            const int h = h0 + r * DILATION_H;
-            if (u32(h) >= u32(height)) continue;
-            const T* line = image + i64(h) * width * pitch;
+#pragma unroll UNROLLED(KERNEL_H / TAP_ROWS)
+        for (int r0 = 0; r0 < KERNEL_H; r0 += TAP_ROWS)
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
-                u32 taps[TAPS][WORDS];
-#pragma unroll
-                for (int s = 0; s < TAPS; ++s) {
-                    const int w = w0 + (s0 + s) * DILATION_W;
-                    if (s0 + s < KERNEL_W && u32(w) < u32(width)) {
-                        load_lanes(line + w * pitch, taps[s]);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < WORDS; ++i) taps[s][i] = LOWEST;
-                    }
-                }
+                Lanes taps[TAP_ROWS][TAPS];
+                load_taps<DILATION_H, DILATION_W>(image, h0, w0, r0, s0, height, width, pitch, lowest, taps);
                 // Strictly greater: the first of equal maxima keeps its place.
 #pragma unroll
-                for (int s = 0; s < TAPS; ++s)
+                for (int r = 0; r < TAP_ROWS; ++r)
 #pragma unroll
-                    for (int i = 0; i < WORDS; ++i) {
-                        where[i] = lane_select(taps[s][i], best[i], (r * KERNEL_W + s0 + s) * ONE_PER_LANE, where[i]);
-                        best[i] = lane_max(best[i], taps[s][i]);
-                    }
+                    for (int s = 0; s < TAPS; ++s)
+#pragma unroll
+                        for (int i = 0; i < WORDS; ++i) {
+                            const u32 tap = taps[r][s].pairs[i], position = (r0 + r) * KERNEL_W + s0 + s;
+                            where[i] = lane_select(tap, best[i], position * ONE_PER_LANE, where[i]);
+                            best[i] = lane_max(best[i], tap);
+                        }
             }
-        }
         const i64 out = ((i64(n) * out_h + p) * out_w + q) * channels + c;
         Raw<T, VEC> maximum;
         Raw<index_t, VEC> position;
@@ -192,49 +262,42 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     }
 }
 
+#ifdef TILE_H
+struct Window {
+    Raw<T, VEC> dy;
+    Raw<index_t, VEC> place;
+
+    __device__ __forceinline__ Window() {
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) place.items[i] = 0;
+        const float zeros[VEC] = {};
+        dy = pack<T>(zeros);
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, int rows,
-                    int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w) {
-    const int vectors = channels / VEC;
-    const Place at = place(rows, ceil_div(width + pad_w, STRIDE_W) * vectors);
-    if (!at.inside) return;
-    const int n = at.row / height, h = at.row - n * height;
-    const int b = at.item / vectors, c = (at.item - b * vectors) * VEC;
-    const int a = (h + pad_h) / STRIDE_H, phase = (h + pad_h) - a * STRIDE_H;
-
-    float sum[STRIDE_W][VEC] = {};
-    // Window (a - j) reaches this row with tap r where r * DILATION_H = phase + j * STRIDE_H; columns likewise.
-    // j descends, so that windows come in row order.
-#pragma unroll UNROLLED(COVER_H)
-    for (int j = COVER_H - 1; j >= 0; --j) {
-        const int p = a - j, reach = phase + j * STRIDE_H, r = reach / DILATION_H;
-        if (u32(p) >= u32(out_h) || r >= KERNEL_H || r * DILATION_H != reach) continue;
-#pragma unroll UNROLLED(COVER_W)
-        for (int k = COVER_W - 1; k >= 0; --k) {
-            const int q = b - k;
-            if (u32(q) >= u32(out_w)) continue;
-            const i64 window = (i64(n) * out_h + p) * out_w + q;
+max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, Geometry g,
+                    i64 pitch) {
+    gather<Window>(
+        g, dx,
+        [&](int n, int p, int q, int c) {
+            const i64 pixel = (i64(n) * g.out_h + p) * g.out_w + q;
+            Window window;
+            window.dy = load_raw<VEC>(dy + pixel * pitch + c);
+            window.place = load_raw<VEC>(index + pixel * g.channels + c);
+            return window;
+        },
+        [&](const Window& window, int tap, float (&sum)[VEC]) {
             float gradient[VEC];
-            load(dy + window * pitch + c, gradient);
-            const Raw<index_t, VEC> place = load_raw<VEC>(index + window * channels + c);
+            unpack(window.dy, gradient);
 #pragma unroll
-            for (int i = 0; i < STRIDE_W; ++i) {
-                const int reach_w = i + k * STRIDE_W, s = reach_w / DILATION_W;
-                if (s >= KERNEL_W || s * DILATION_W != reach_w) continue;
-#pragma unroll
-                for (int e = 0; e < VEC; ++e)
-                    if (place.items[e] == r * KERNEL_W + s) sum[i][e] += gradient[e];
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < STRIDE_W; ++i) {
-        const int w = b * STRIDE_W + i - pad_w;
-        if (u32(w) < u32(width)) store(dx + (i64(at.row) * width + w) * channels + c, sum[i]);
-    }
+            for (int e = 0; e < VEC; ++e)
+                if (window.place.items[e] == tap) sum[e] += gradient[e];
+        });
 }
+#endif
 
-#elif !defined(OUT_H)
+#else
 // ------------------------------------------------------------------------------------------------------------ average
 
 // Pixels that a window divides by along one axis.
@@ -247,7 +310,7 @@ DEVICE int window_length(int begin, int kernel, int size, int pad, int include_p
     return end - begin;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int height, int width,
            int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w, int include_pad) {
     const int vectors = channels / VEC;
@@ -258,36 +321,28 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
     const T* image = x + i64(n) * height * width * pitch + c;
     const int p_begin = (at.row - n * strips) * strip, p_end = min(p_begin + strip, out_h);
 
+    const float zeros[VEC] = {};
+    const Raw<T, VEC> zero = pack<T>(zeros);
+
     for (int p = p_begin; p < p_end; ++p) {
         const int h0 = p * STRIDE_H - pad_h;
         float sum[VEC] = {};
-#pragma unroll UNROLLED(KERNEL_H)
-        for (int r = 0; r < KERNEL_H; ++r) {
-            const int h = h0 + r;
-            if (u32(h) >= u32(height)) continue;
-            const T* line = image + i64(h) * width * pitch;
+#pragma unroll UNROLLED(KERNEL_H / TAP_ROWS)
+        for (int r0 = 0; r0 < KERNEL_H; r0 += TAP_ROWS)
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
-                const float zeros[VEC] = {};
-                Raw<T, VEC> taps[TAPS];
+                Raw<T, VEC> taps[TAP_ROWS][TAPS];
+                load_taps<1, 1>(image, h0, w0, r0, s0, height, width, pitch, zero, taps);
 #pragma unroll
-                for (int s = 0; s < TAPS; ++s) {
-                    const int w = w0 + s0 + s;
-                    if (s0 + s < KERNEL_W && u32(w) < u32(width)) {
-                        taps[s] = load_raw<VEC>(line + w * pitch);
-                    } else {
-                        taps[s] = pack<T>(zeros);
+                for (int r = 0; r < TAP_ROWS; ++r)
+#pragma unroll
+                    for (int s = 0; s < TAPS; ++s) {
+                        float value[VEC];
+                        unpack(taps[r][s], value);
+#pragma unroll
+                        for (int i = 0; i < VEC; ++i) sum[i] += value[i];
                     }
-                }
-#pragma unroll
-                for (int s = 0; s < TAPS; ++s) {
-                    float value[VEC];
-                    unpack(taps[s], value);
-#pragma unroll
-                    for (int i = 0; i < VEC; ++i) sum[i] += value[i];
-                }
             }
-        }
         const float divisor = float(max(window_length(h0, KERNEL_H, height, pad_h, include_pad), 1)) *
                               float(max(window_length(w0, KERNEL_W, width, pad_w, include_pad), 1));
 #pragma unroll
@@ -296,143 +351,36 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int height, int width, int channels,
-                    i64 pitch, int out_h, int out_w, int pad_h, int pad_w, int include_pad) {
-    const int vectors = channels / VEC;
-    const Place at = place(rows, ceil_div(width + pad_w, STRIDE_W) * vectors);
-    if (!at.inside) return;
-    const int n = at.row / height, h = at.row - n * height;
-    const int b = at.item / vectors, c = (at.item - b * vectors) * VEC;
-    const int a = (h + pad_h) / STRIDE_H, phase = (h + pad_h) - a * STRIDE_H;
+#ifdef TILE_H
+struct Window {
+    Raw<T, VEC> dy;
+    float share = 0.0f;
 
-    float sum[STRIDE_W][VEC] = {};
-#pragma unroll UNROLLED(COVER_H)
-    for (int j = COVER_H - 1; j >= 0; --j) {
-        const int p = a - j;
-        if (u32(p) >= u32(out_h) || phase + j * STRIDE_H >= KERNEL_H) continue;
-        const int length_h = window_length(p * STRIDE_H - pad_h, KERNEL_H, height, pad_h, include_pad);
-#pragma unroll UNROLLED(COVER_W)
-        for (int k = COVER_W - 1; k >= 0; --k) {
-            const int q = b - k;
-            if (u32(q) >= u32(out_w)) continue;
-            const int length_w = window_length(q * STRIDE_W - pad_w, KERNEL_W, width, pad_w, include_pad);
-            const float share = 1.0f / (float(length_h) * float(length_w));
+    __device__ __forceinline__ Window() {
+        const float zeros[VEC] = {};
+        dy = pack<T>(zeros);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, Geometry g, i64 pitch, int include_pad) {
+    gather<Window>(
+        g, dx,
+        [&](int n, int p, int q, int c) {
+            Window window;
+            window.dy = load_raw<VEC>(dy + ((i64(n) * g.out_h + p) * g.out_w + q) * pitch + c);
+            const int length_h = window_length(p * STRIDE_H - g.pad_h, KERNEL_H, g.height, g.pad_h, include_pad);
+            const int length_w = window_length(q * STRIDE_W - g.pad_w, KERNEL_W, g.width, g.pad_w, include_pad);
+            window.share = 1.0f / (float(length_h) * float(length_w));
+            return window;
+        },
+        [&](const Window& window, int, float (&sum)[VEC]) {
             float gradient[VEC];
-            load(dy + ((i64(n) * out_h + p) * out_w + q) * pitch + c, gradient);
+            unpack(window.dy, gradient);
 #pragma unroll
-            for (int i = 0; i < STRIDE_W; ++i) {
-                if (i + k * STRIDE_W >= KERNEL_W) continue;
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) sum[i][e] += gradient[e] * share;
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < STRIDE_W; ++i) {
-        const int w = b * STRIDE_W + i - pad_w;
-        if (u32(w) < u32(width)) store(dx + (i64(at.row) * width + w) * channels + c, sum[i]);
-    }
+            for (int e = 0; e < VEC; ++e) sum[e] += gradient[e] * window.share;
+        });
 }
-
-#else
-// ------------------------------------------------------------------------------------------------------ adaptive bins
-
-// The sizes are compile-time constants, so that bin arithmetic needs no division and one cell is a plain reduction.
-DEVICE int bin_begin(int cell, int cells, int size) { return int(i64(cell) * size / cells); }
-DEVICE int bin_end(int cell, int cells, int size) { return int((i64(cell + 1) * size + cells - 1) / cells); }
-
-// block (lanes, groups): lane = (cell, channels) item, group = every groups-th pixel of the cell. blockIdx.y = split.
-// partial: (splits, items, VEC) float32 where splits > 1, else unused.
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-adaptive_avg_pool2d(const T* __restrict__ x, T* __restrict__ y, float* __restrict__ partial, int items, int channels,
-                    i64 pitch) {
-    __shared__ float sums[BLOCK * VEC];
-    const int vectors = channels / VEC, item = blockIdx.x * blockDim.x + threadIdx.x;
-    const bool inside = item < items;
-    const int cell = item / vectors, c = (item - cell * vectors) * VEC;
-    const int n = cell / (OUT_H * OUT_W), p = cell / OUT_W % OUT_H, q = cell % OUT_W;
-    const int h0 = bin_begin(p, OUT_H, IN_H), w0 = bin_begin(q, OUT_W, IN_W);
-    const int width = bin_end(q, OUT_W, IN_W) - w0, pixels = (bin_end(p, OUT_H, IN_H) - h0) * width;
-    const int per_split = ceil_div(pixels, int(gridDim.y)), begin = blockIdx.y * per_split;
-    const int end = inside ? min(begin + per_split, pixels) : begin;
-    const T* corner = x + ((i64(n) * IN_H + h0) * IN_W + w0) * pitch + c;
-
-    float sum[VEC] = {};
-#pragma unroll 4
-    for (int i = begin + threadIdx.y; i < end; i += blockDim.y) {
-        const int row = i / width;
-        float value[VEC];
-        load(corner + (i64(row) * (IN_W - width) + i) * pitch, value);
-#pragma unroll
-        for (int e = 0; e < VEC; ++e) sum[e] += value[e];
-    }
-    if (blockDim.y > 1) {
-        const int slot = threadIdx.y * blockDim.x + threadIdx.x, stride = blockDim.x * blockDim.y;
-#pragma unroll
-        for (int e = 0; e < VEC; ++e) sums[e * stride + slot] = sum[e];
-        __syncthreads();
-        if (threadIdx.y > 0) return;
-#pragma unroll
-        for (int e = 0; e < VEC; ++e)
-            for (int group = 1; group < blockDim.y; ++group) sum[e] += sums[e * stride + group * blockDim.x + slot];
-    }
-    if (!inside) return;
-    if (gridDim.y > 1) {
-        store(partial + (i64(blockIdx.y) * items + item) * VEC, sum);
-        return;
-    }
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) sum[e] /= float(pixels);
-    store(y + i64(item) * VEC, sum);
-}
-
-// y = the splits' sums over the number of pixels. Thread: one item.
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-adaptive_avg_pool2d_merge(const float* __restrict__ partial, T* __restrict__ y, int items, int channels, int splits) {
-    const int item = blockIdx.x * BLOCK + threadIdx.x;
-    if (item >= items) return;
-    const int cell = item / (channels / VEC), p = cell / OUT_W % OUT_H, q = cell % OUT_W;
-    const int height = bin_end(p, OUT_H, IN_H) - bin_begin(p, OUT_H, IN_H);
-    const int width = bin_end(q, OUT_W, IN_W) - bin_begin(q, OUT_W, IN_W);
-    float sum[VEC] = {};
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-        float value[VEC];
-        load(partial + (i64(split) * items + item) * VEC, value);
-#pragma unroll
-        for (int e = 0; e < VEC; ++e) sum[e] += value[e];
-    }
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) sum[e] /= float(height * width);
-    store(y + i64(item) * VEC, sum);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-adaptive_avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip,
-                             int channels, i64 pitch) {
-    const int vectors = channels / VEC;
-    const Place at = place(rows, IN_W * vectors);
-    if (!at.inside) return;
-    const int n = at.row / strips, w = at.item / vectors, c = (at.item - w * vectors) * VEC;
-    // Cells whose bins hold coordinate i: i * P / H rounded down, up to (i + 1) * P / H rounded up.
-    const int q_begin = bin_begin(w, IN_W, OUT_W), q_end = bin_end(w, IN_W, OUT_W);
-    const int h_begin = (at.row - n * strips) * strip, h_end = min(h_begin + strip, IN_H);
-    for (int h = h_begin; h < h_end; ++h) {
-        const int p_begin = bin_begin(h, IN_H, OUT_H), p_end = bin_end(h, IN_H, OUT_H);
-        float sum[VEC] = {};
-        for (int p = p_begin; p < p_end; ++p)
-            for (int q = q_begin; q < q_end; ++q) {
-                const int bin_h = bin_end(p, OUT_H, IN_H) - bin_begin(p, OUT_H, IN_H);
-                const int bin_w = bin_end(q, OUT_W, IN_W) - bin_begin(q, OUT_W, IN_W);
-                const float share = 1.0f / (float(bin_h) * float(bin_w));
-                float gradient[VEC];
-                load(dy + ((i64(n) * OUT_H + p) * OUT_W + q) * pitch + c, gradient);
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) sum[e] += gradient[e] * share;
-            }
-        store(dx + ((i64(n) * IN_H + h) * IN_W + w) * channels + c, sum);
-    }
-}
+#endif
 
 #endif

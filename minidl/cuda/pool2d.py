@@ -1,4 +1,4 @@
-"""Pooling over windows and over adaptive bins (NHWC); the kernels are in pool2d.cu.
+"""Pooling over windows and over adaptive bins (NHWC); the kernels are in pool2d.cu and adaptive_pool2d.cu.
 
 Shapes: x, dx (N, H, W, C), dense or pitched where read; y, dy (N, P, Q, C). Sums are float32 in a fixed order, rounded
 once.
@@ -7,14 +7,14 @@ once.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.grid import BLOCK, ints, row_grid, strip_length
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import dtype_code, rows, vector_width
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.shapes import Pair, ceil_div, pair, pool_output_size
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 ACCUMULATORS = 32  # float registers that a gathering thread may spend on its pixels
-FULL_DEVICE = 2**18  # threads that keep any current GPU busy; a constant, so that sums are cut alike on all of them
+FULL_DEVICE = 2**17  # threads that keep any current GPU busy; a constant, so that sums are cut alike on all of them
 PIXELS_PER_THREAD = 4
 
 
@@ -53,12 +53,36 @@ def _out_shape(
     return n, p, q, channels
 
 
-def _gather_width(dy: Any, dx: Any, stride: Pair) -> int:
-    """Channels per thread of a gathering kernel, whose threads keep a float for each channel of stride[1] pixels."""
-    vec = vector_width(dy, dx)
+_SIZES = ("rows", "strips", "strip", "height", "width", "channels", "out_h", "out_w", "pad_h", "pad_w")
+_GEOMETRY = np.dtype([(name, np.int32) for name in _SIZES])
+
+
+class _Gather(NamedTuple):
+    """How the pixels of dx are dealt to the threads of a gathering kernel; ``geometry`` is its argument."""
+
+    vec: int
+    tile_h: int
+    grid: int
+    block: tuple[int, int]
+    geometry: np.ndarray
+
+
+def _gather(dy: Any, dx: Any, stride: Pair, padding: Pair, widest: int) -> _Gather:
+    """Tiles of stride[0] by stride[1] pixels while a thread has the registers for their sums, else of one row.
+
+    ``widest``: the most channels per thread that other arrays allow.
+    """
+    n, height, width, channels = dx.shape
+    vec = min(vector_width(dy, dx), widest)
     while vec > 1 and vec * stride[1] > ACCUMULATORS:
         vec //= 2
-    return vec
+    tile_h = stride[0] if vec * math.prod(stride) <= ACCUMULATORS else 1
+    lines = height if tile_h == 1 else ceil_div(height + padding[0], tile_h)
+    items = ceil_div(width + padding[1], stride[1]) * (channels // vec)
+    strip = strip_length(n * lines * items, lines)
+    strips = ceil_div(lines, strip)
+    sizes = n * strips, strips, strip, height, width, channels, *dy.shape[1:3], *padding
+    return _Gather(vec, tile_h, *row_grid(n * strips, items), np.array([sizes], _GEOMETRY))
 
 
 def max_pool2d(
@@ -95,18 +119,14 @@ def max_pool2d_backward(
 ) -> Any:
     """dx (N, H, W, C): each pixel gathers the gradients of the windows whose maximum it was."""
     dy = as_rows(dy)
-    n, height, width, channels = x_shape
-    _, out_h, out_w, _ = dy.shape
     assert index.shape == dy.shape and index.flags.c_contiguous, (index.shape, dy.shape)
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx = empty(x_shape, dy.dtype)
-    vec = min(_gather_width(dy, dx, stride), vector_width(index))
-    grid, block = row_grid(n * height, ceil_div(width + padding[1], stride[1]) * (channels // vec))
-    defines = _defines(dy, "max_pool2d_backward", vec, kernel, stride, dilation) | {"INDEX_BITS": 8 * index.itemsize}
-    launch(
-        "pool2d", "max_pool2d_backward", grid, block, dy, index, dx, *ints(n * height, height, width, channels),
-        np.int64(rows(dy)[2]), *ints(out_h, out_w, *padding), defines=defines,
-    )  # fmt: skip
+    plan = _gather(dy, dx, stride, padding, vector_width(index))
+    defines = _defines(dy, "max_pool2d_backward", plan.vec, kernel, stride, dilation)
+    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize}
+    args = (dy, index, dx, plan.geometry, np.int64(rows(dy)[2]))
+    launch("pool2d", "max_pool2d_backward", plan.grid, plan.block, *args, defines=defines)
     return dx
 
 
@@ -146,17 +166,12 @@ def avg_pool2d_backward(
 ) -> Any:
     """dx (N, H, W, C): each pixel gathers its share of the windows that cover it."""
     dy = as_rows(dy)
-    n, height, width, channels = x_shape
     assert dy.shape == _out_shape(x_shape, kernel, stride, padding, (1, 1), ceil_mode), (dy.shape, x_shape)
-    _, out_h, out_w, _ = dy.shape
     dx = empty(x_shape, dy.dtype)
-    vec = _gather_width(dy, dx, stride)
-    grid, block = row_grid(n * height, ceil_div(width + padding[1], stride[1]) * (channels // vec))
-    launch(
-        "pool2d", "avg_pool2d_backward", grid, block, dy, dx, *ints(n * height, height, width, channels),
-        np.int64(rows(dy)[2]), *ints(out_h, out_w, *padding, count_include_pad),
-        defines=_defines(dy, "avg_pool2d_backward", vec, kernel, stride, (1, 1)),
-    )  # fmt: skip
+    plan = _gather(dy, dx, stride, padding, ACCESS)
+    defines = _defines(dy, "avg_pool2d_backward", plan.vec, kernel, stride, (1, 1)) | {"TILE_H": plan.tile_h}
+    args = (dy, dx, plan.geometry, np.int64(rows(dy)[2]), np.int32(count_include_pad))
+    launch("pool2d", "avg_pool2d_backward", plan.grid, plan.block, *args, defines=defines)
     return dx
 
 
@@ -189,17 +204,19 @@ def adaptive_avg_pool2d(x: Any, output_size: Pair) -> Any:
     y = empty((n, out_h, out_w, channels), x.dtype)
     vec = vector_width(x, y)
     items = y.size // vec
-    groups, splits = _adaptive_split(items, ceil_div(height, out_h) * ceil_div(width, out_w))
+    # Cut as for whole vectors: a misaligned array costs narrower ones, not other bits.
+    wide_items, pixels = ceil_div(y.size * x.itemsize, ACCESS), ceil_div(height, out_h) * ceil_div(width, out_w)
+    groups, splits = _adaptive_split(wide_items, pixels)
     lanes = BLOCK // groups
     partial = empty((splits, y.size), np.float32) if splits > 1 else None
     defines = _adaptive_defines(x, "adaptive_avg_pool2d", vec, (height, width), (out_h, out_w))
     launch(
-        "pool2d", "adaptive_avg_pool2d", (ceil_div(items, lanes), splits), (lanes, groups), x, y, partial,
+        "adaptive_pool2d", "adaptive_avg_pool2d", (ceil_div(items, lanes), splits), (lanes, groups), x, y, partial,
         *ints(items, channels), np.int64(rows(x)[2]), defines=defines,
     )  # fmt: skip
     if splits > 1:
         args = (partial, y, *ints(items, channels, splits))
-        launch("pool2d", "adaptive_avg_pool2d_merge", ceil_div(items, BLOCK), BLOCK, *args, defines=defines)
+        launch("adaptive_pool2d", "adaptive_avg_pool2d_merge", ceil_div(items, BLOCK), BLOCK, *args, defines=defines)
     return y
 
 
@@ -215,7 +232,7 @@ def adaptive_avg_pool2d_backward(dy: Any, x_shape: tuple[int, ...]) -> Any:
     strips = ceil_div(height, strip)
     grid, block = row_grid(n * strips, items)
     launch(
-        "pool2d", "adaptive_avg_pool2d_backward", grid, block, dy, dx, *ints(n * strips, strips, strip, channels),
+        "adaptive_pool2d", "adaptive_avg_pool2d_backward", grid, block, dy, dx, *ints(n * strips, strips, strip, channels),
         np.int64(rows(dy)[2]),
         defines=_adaptive_defines(dy, "adaptive_avg_pool2d_backward", vec, (height, width), (out_h, out_w)),
     )  # fmt: skip

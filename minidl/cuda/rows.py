@@ -49,12 +49,12 @@ def rows(x: Any) -> tuple[int, int, int]:
     return math.prod(x.shape[:-1]), channels, pitch
 
 
-def _widest(itemsizes: tuple[int, ...], alignments: tuple[int, ...], channels: int = 0) -> int:
+def _widest(itemsizes: tuple[int, ...], alignments: tuple[int, ...], channels: int = 0, itemsize: int = 0) -> int:
     """The most elements per vector: a power of two that divides ``channels`` and whose accesses are aligned.
 
-    A vector wider than one access is split into several, so no array asks for more than 16 bytes.
+    At most 16 bytes of ``itemsize``, by default the smallest: vectors of wider types are split into several accesses.
     """
-    width = ACCESS // min(itemsizes)
+    width = ACCESS // (itemsize or min(itemsizes))
     while width > 1 and (
         channels % width or any(a % min(ACCESS, width * s) for a, s in zip(alignments, itemsizes, strict=True))
     ):
@@ -79,12 +79,13 @@ class Walk(NamedTuple):
     """A pass over arrays of one shape.
 
     Attributes:
-        vec: elements per vector: the macro VEC.
+        vec, unroll: elements per vector, rows that a thread has in flight: the macros VEC and UNROLL.
         grid, block: launch sizes; the grid is empty for empty arrays.
         argument: the ``Walk`` of common.cuh, passed to the kernel by value.
     """
 
     vec: int
+    unroll: int
     grid: tuple[int, int]
     block: tuple[int, int]
     argument: np.ndarray
@@ -104,35 +105,38 @@ def _argument(size: int, rows: int, columns: int, last: int, pitches: tuple[int,
     return argument
 
 
-def walk(*arrays: Any, per_sm: int, unroll: int, in_bytes: bool = False) -> Walk:
+def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
     """The pass over arrays of one shape when it does not matter which channel a thread sees.
 
-    Dense arrays are cut into rows of any length; pitched ones are walked like by `walk_channels`.
+    Dense arrays are cut into rows of any length; pitched ones are walked like by `walk_channels`. A thread takes one
+    group of rows: with nothing to keep from group to group, more blocks are faster than longer ones.
 
     Args:
-        per_sm: blocks that fit on one multiprocessor, as the kernel's launch bounds say.
-        unroll: rows that a thread has in flight.
+        unroll: rows in a group.
         in_bytes: count bytes instead of elements (the arrays have one type, and the kernel does not care which).
     """
-    resident = per_sm * current_device().multiprocessors
     scale = arrays[0].itemsize if in_bytes else 1
     itemsizes = tuple(x.itemsize // scale for x in arrays)
     if all(x.flags.c_contiguous for x in arrays):
         alignments = tuple(math.gcd(address(x), ACCESS) for x in arrays)
-        return _dense(arrays[0].size * scale, itemsizes, alignments, resident, unroll)
+        return _dense(arrays[0].size * scale, itemsizes, alignments, unroll)
     spans = [rows(x) for x in arrays]
     count, channels = spans[0][0], spans[0][1] * scale
     pitches = tuple(span[2] * scale for span in spans)
     alignments = tuple(
         math.gcd(address(x), pitch * size, ACCESS) for x, pitch, size in zip(arrays, pitches, itemsizes, strict=True)
     )
-    return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels), resident, unroll)
+    return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels, max(itemsizes)), unroll)
 
 
-def walk_channels(*arrays: Any, per_sm: int, unroll: int, parameters: tuple[Any, ...] = ()) -> Walk:
-    """The pass over arrays of one shape in which each thread keeps to its channels; arguments as in `walk`.
+def walk_channels(*arrays: Any, unroll: int, per_sm: int | None = None, parameters: tuple[Any, ...] = ()) -> Walk:
+    """The pass over arrays of one shape in which each thread keeps to its channels.
 
-    ``parameters`` are dense arrays of values per channel (or None) that the threads read in vectors, too.
+    Args:
+        unroll: rows in a group.
+        per_sm: most blocks per multiprocessor, for kernels whose parameters cost as much as some rows: threads then
+            take several groups. None: one group each, as in `walk`.
+        parameters: dense arrays of values per channel (or None) that the threads read in vectors, too.
     """
     spans = [rows(x) for x in arrays]
     count, channels = spans[0][:2]
@@ -141,26 +145,30 @@ def walk_channels(*arrays: Any, per_sm: int, unroll: int, parameters: tuple[Any,
     alignments += [math.gcd(address(x), ACCESS) for x in present]
     itemsizes = tuple(x.itemsize for x in (*arrays, *present))
     pitches = tuple(span[2] for span in spans)
-    resident = per_sm * current_device().multiprocessors
-    return _pitched(count, channels, pitches, _widest(itemsizes, tuple(alignments), channels), resident, unroll)
+    most = per_sm * current_device().multiprocessors if per_sm else None
+    return _pitched(count, channels, pitches, _widest(itemsizes, tuple(alignments), channels), unroll, most)
 
 
 @functools.lru_cache(maxsize=4096)
-def _dense(size: int, itemsizes: tuple[int, ...], alignments: tuple[int, ...], resident: int, unroll: int) -> Walk:
-    vec = _widest(itemsizes, alignments)
+def _dense(size: int, itemsizes: tuple[int, ...], alignments: tuple[int, ...], unroll: int) -> Walk:
+    vec = _widest(itemsizes, alignments, itemsize=max(itemsizes))
     count, last = divmod(size // vec, THREADS)
-    grid = min(shapes.ceil_div(size, THREADS * vec * unroll), resident)
+    grid = shapes.ceil_div(size, THREADS * vec * unroll)
     pitches = (THREADS * vec,) * len(itemsizes)
-    return Walk(vec, (grid, 1), (THREADS, 1), _argument(size, count, THREADS, last, pitches))
+    return Walk(vec, unroll, (grid, 1), (THREADS, 1), _argument(size, count, THREADS, last, pitches))
 
 
 @functools.lru_cache(maxsize=4096)
-def _pitched(count: int, channels: int, pitches: tuple[int, ...], vec: int, resident: int, unroll: int) -> Walk:
+def _pitched(
+    count: int, channels: int, pitches: tuple[int, ...], vec: int, unroll: int, most: int | None = None
+) -> Walk:
     columns = channels // vec
     if count * columns == 0:
-        return Walk(vec, (0, 1), (THREADS, 1), _argument(0, 0, columns, 0, pitches))
+        return Walk(vec, unroll, (0, 1), (THREADS, 1), _argument(0, 0, columns, 0, pitches))
     tiles = shapes.ceil_div(columns, THREADS)
     threads = shapes.ceil_div(columns, tiles)
     lanes = THREADS // threads
-    grid = min(shapes.ceil_div(count, lanes * unroll), max(1, resident // tiles))
-    return Walk(vec, (grid, tiles), (threads, lanes), _argument(count * channels, count, columns, 0, pitches))
+    grid = shapes.ceil_div(count, lanes * unroll)
+    if most is not None:
+        grid = min(grid, max(1, most // tiles))
+    return Walk(vec, unroll, (grid, tiles), (threads, lanes), _argument(count * channels, count, columns, 0, pitches))

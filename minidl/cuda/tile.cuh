@@ -1,12 +1,13 @@
 // Operand tiles in shared memory and the product of two of them, for the implicit-GEMM convolutions.
 //
-// A stage of the pipeline holds 64 bytes of depth (the summed dimension): DEPTH = 32 values of 16 bits or 16 of 32.
+// A stage of the pipeline holds 128 bytes of depth (the summed dimension): DEPTH = 64 values of 16 bits or 32 of 32.
+// That is the same on every device, because the order of a sum follows from it; the number of stages is not.
 // An operand tile has EXTENT rows (or columns) of the product and comes in two orders, whichever way the operand is
-// contiguous in memory; both take EXTENT * 64 bytes and are permuted in chunks of 16 bytes so that neither the
+// contiguous in memory; both take EXTENT * 128 bytes and are permuted in chunks of 16 bytes so that neither the
 // copies into them nor the fragment loads out of them meet a bank twice:
-//   DEPTH_INNER   EXTENT rows of 64 bytes of depth; chunk ^= row / 2 % 4
+//   DEPTH_INNER   EXTENT rows of 128 bytes of depth; chunk ^= row % 8
 //   otherwise     DEPTH rows of EXTENT values;      chunk ^= depth % 8 (16-bit) or depth % 4 * 2 (32-bit)
-// The accumulators stay in the registers of 128 threads; `stage` spreads them out as float32 rows in shared memory,
+// The accumulators stay in registers; `stage` spreads them out as float32 rows in shared memory,
 // where the epilogue picks them up in the order in which they are written to global memory.
 //
 // Macros: DTYPE, and TF32 (1: float32 operands rounded to TF32 on tensor cores; 0: float32 products are exact FFMA).
@@ -16,44 +17,45 @@
 #include "mma.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef DEPTH_BYTES
-#define DEPTH_BYTES 64
-#endif
+constexpr int DEPTH_BYTES = 128;
 constexpr int DEPTH = DEPTH_BYTES / sizeof(T);
 constexpr int CHUNK = 16 / sizeof(T);
 
 template <int EXTENT, bool DEPTH_INNER>
 struct Tile {
     static constexpr int BYTES = EXTENT * DEPTH_BYTES;
+    static constexpr int PITCH = DEPTH_INNER ? DEPTH_BYTES : EXTENT * static_cast<int>(sizeof(T));
+
+    // What the chunk numbers of a row are permuted with (exclusive or).
+    static __device__ __forceinline__ constexpr int twist(int row) {
+        return DEPTH_INNER || sizeof(T) == 2 ? row & 7 : (row & 3) << 1;
+    }
 
     // Byte offset of one value; the values of an aligned chunk of 16 bytes stay together.
     static __device__ __forceinline__ int offset(int extent, int depth) {
-        if constexpr (DEPTH_INNER) {
-            const int byte = depth * static_cast<int>(sizeof(T));
-            const int twist = DEPTH_BYTES == 64 ? extent >> 1 & 3 : extent & 7;
-            return extent * DEPTH_BYTES + (((byte >> 4) ^ twist) << 4) + (byte & 15);
-        } else {
-            const int byte = extent * static_cast<int>(sizeof(T));
-            const int twist = sizeof(T) == 2 ? depth & 7 : (depth & 3) << 1;
-            return depth * EXTENT * static_cast<int>(sizeof(T)) + (((byte >> 4) ^ twist) << 4) + (byte & 15);
-        }
+        const int row = DEPTH_INNER ? extent : depth, column = DEPTH_INNER ? depth : extent;
+        const int byte = column * static_cast<int>(sizeof(T));
+        return row * PITCH + (((byte >> 4) ^ twist(row)) << 4) + (byte & 15);
+    }
+
+    // An offset moved by rows and chunks whose bits are clear in its own row and chunk: no carry, so constants stay
+    // constants and one register serves many accesses.
+    static __device__ __forceinline__ int moved(int offset, int rows, int chunks) {
+        return (offset + rows * PITCH) ^ ((twist(rows) ^ chunks) << 4);
     }
 };
 
-// Copies COUNT neighbouring values into a tile, or zeros. cp.async moves at least 4 bytes: a single 16-bit value goes
-// through a register instead, and is there when the function returns.
-template <int COUNT, bool CACHE = false>
-__device__ __forceinline__ void copy_values(unsigned char* shared, const T* global, bool valid) {
+// Copies COUNT neighbouring values into shared memory, or zeros. cp.async moves at least 4 bytes: a single 16-bit value
+// goes through a register instead, and is there when the function returns.
+template <int COUNT>
+__device__ __forceinline__ void copy_values(u32 to, const char* from, bool valid) {
     constexpr int BYTES = COUNT * sizeof(T);
     if constexpr (BYTES >= 4) {
-        copy_async<BYTES, CACHE>(shared, global, valid);
+        copy_async<BYTES>(to, from, valid);
     } else {
         unsigned short bits = 0;
-        if (valid) bits = __ldg(reinterpret_cast<const unsigned short*>(global));
-        *reinterpret_cast<unsigned short*>(shared) = bits;
+        if (valid) bits = __ldg(reinterpret_cast<const unsigned short*>(from));
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
     }
 }
 
@@ -62,7 +64,7 @@ __device__ __forceinline__ int staged_column(int row, int column) { return colum
 
 #if DTYPE != 0 || TF32
 
-// Tensor-core product: 2 x 2 warps, each (ROWS / 2) x (COLUMNS / 2) in fragments of 16 x 8.
+// Tensor-core product: WARPS_M x WARPS_N warps, each with its part of rows and columns in fragments of 16 x 8.
 template <int ROWS, int COLUMNS, bool A_DEPTH_INNER, bool B_DEPTH_INNER>
 struct TileProduct {
     using A = Tile<ROWS, A_DEPTH_INNER>;
@@ -73,8 +75,15 @@ struct TileProduct {
     static_assert(N % 2 == 0, "column fragments are loaded in pairs");
 
     float sum[M][N][4];
+    u32 tiles;             // shared memory
+    int a_start, b_start;  // this thread's first value in the operands' tiles, as ldmatrix wants it
 
-    __device__ __forceinline__ void clear() {
+    __device__ __forceinline__ explicit TileProduct(const unsigned char* shared) : tiles(shared_address(shared)) {
+        const int lane = threadIdx.x % 32;
+        a_start = A_DEPTH_INNER ? A::offset(warp_row() + lane % 16, lane / 16 * CHUNK)
+                                : A::offset(warp_row() + lane / 8 % 2 * 8, lane % 8 + lane / 16 * 8);
+        b_start = B_DEPTH_INNER ? B::offset(warp_column() + lane % 8 + lane / 16 * 8, lane / 8 % 2 * CHUNK)
+                                : B::offset(warp_column() + lane / 16 * 8, lane % 16);
 #pragma unroll
         for (int i = 0; i < M; ++i)
 #pragma unroll
@@ -86,50 +95,53 @@ struct TileProduct {
     static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * (ROWS / WARPS_M); }
     static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * (COLUMNS / WARPS_N); }
 
-    static __device__ __forceinline__ void load_a(unsigned int (&a)[4], const unsigned char* tile, int row, int depth) {
-        const int lane = threadIdx.x % 32;
+    // A word of a tile of 32-bit values: ldmatrix transposes 16-bit values only.
+    static __device__ __forceinline__ u32 load_word(u32 address) {
+        u32 word;
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+        return word;
+    }
+
+    // Fragment i of the rows.
+    __device__ __forceinline__ void load_a(u32 (&a)[4], u32 tile, int i, int depth) const {
         if constexpr (A_DEPTH_INNER) {
-            load_matrices(a, tile + A::offset(row + lane % 16, depth + lane / 16 * CHUNK));
+            load_matrices(a, tile + A::moved(a_start, 16 * i, depth / CHUNK));
         } else if constexpr (sizeof(T) == 2) {
-            load_matrices_transposed(a, tile + A::offset(row + lane / 8 % 2 * 8, depth + lane % 8 + lane / 16 * 8));
+            load_matrices_transposed(a, tile + A::moved(a_start, depth, 2 * i));
         } else {
-            // ldmatrix transposes 16-bit values only.
+            const int row = warp_row() + 16 * i + threadIdx.x % 32 / 4;
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                a[e] = *reinterpret_cast<const unsigned int*>(
-                    tile + A::offset(row + lane / 4 + e % 2 * 8, depth + lane % 4 + e / 2 * 4));
+                a[e] = load_word(tile + A::offset(row + e % 2 * 8, depth + threadIdx.x % 4 + e / 2 * 4));
         }
     }
 
-    // Two neighbouring fragments of 8 columns.
-    static __device__ __forceinline__ void load_b(unsigned int (&b)[4], const unsigned char* tile, int column,
-                                                  int depth) {
-        const int lane = threadIdx.x % 32;
+    // Fragments j and j + 1 of the columns.
+    __device__ __forceinline__ void load_b(u32 (&b)[4], u32 tile, int j, int depth) const {
         if constexpr (B_DEPTH_INNER) {
-            load_matrices(b, tile + B::offset(column + lane % 8 + lane / 16 * 8, depth + lane / 8 % 2 * CHUNK));
+            load_matrices(b, tile + B::moved(b_start, 8 * j, depth / CHUNK));
         } else if constexpr (sizeof(T) == 2) {
-            load_matrices_transposed(b, tile + B::offset(column + lane / 16 * 8, depth + lane % 16));
+            load_matrices_transposed(b, tile + B::moved(b_start, depth, j));
         } else {
+            const int column = warp_column() + 8 * j + threadIdx.x % 32 / 4;
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-                b[e] = *reinterpret_cast<const unsigned int*>(
-                    tile + B::offset(column + lane / 4 + e / 2 * 8, depth + lane % 4 + e % 2 * 4));
+                b[e] = load_word(tile + B::offset(column + e / 2 * 8, depth + threadIdx.x % 4 + e % 2 * 4));
         }
     }
 
-    // `meanwhile` is called once the first operands are on their way.
+    // Adds the product of the tiles at offset `stage`. `meanwhile` is called once the first operands are on their way.
     template <class Work>
-    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile,
-                                               Work meanwhile) {
+    __device__ __forceinline__ void accumulate(int stage, Work meanwhile) {
 #pragma unroll
         for (int depth = 0; depth < DEPTH; depth += STEP) {
-            unsigned int a[M][4], b[N][2];
+            u32 a[M][4], b[N][2];
 #pragma unroll
-            for (int i = 0; i < M; ++i) load_a(a[i], a_tile, warp_row() + 16 * i, depth);
+            for (int i = 0; i < M; ++i) load_a(a[i], tiles + stage, i, depth);
 #pragma unroll
             for (int j = 0; j < N; j += 2) {
-                unsigned int pair[4];
-                load_b(pair, b_tile, warp_column() + 8 * j, depth);
+                u32 pair[4];
+                load_b(pair, tiles + stage + A::BYTES, j, depth);
                 b[j][0] = pair[0], b[j][1] = pair[1], b[j + 1][0] = pair[2], b[j + 1][1] = pair[3];
             }
             if (depth == 0) meanwhile();
@@ -185,8 +197,9 @@ struct TileProduct {
     static_assert(M % 4 == 0 && N % 4 == 0, "rows and columns are read in fours");
 
     float sum[M][N];
+    const unsigned char* tiles;  // shared memory
 
-    __device__ __forceinline__ void clear() {
+    __device__ __forceinline__ explicit TileProduct(const unsigned char* shared) : tiles(shared) {
 #pragma unroll
         for (int i = 0; i < M; ++i)
 #pragma unroll
@@ -224,18 +237,17 @@ struct TileProduct {
         }
     }
 
-    // A stage is summed apart before it joins the total, which divides the rounding error of a long sum by four.
+    // A stage is summed apart before it joins the total, which keeps the rounding error of a long sum small.
     template <class Work>
-    __device__ __forceinline__ void accumulate(const unsigned char* a_tile, const unsigned char* b_tile,
-                                               Work meanwhile) {
+    __device__ __forceinline__ void accumulate(int stage, Work meanwhile) {
         meanwhile();
         float part[M][N] = {};
         // Unrolled further, the compiler would hold more operands than there are registers.
 #pragma unroll 2
         for (int depth = 0; depth < DEPTH; depth += 2) {
             float a[2][M], b[2][N];
-            load<A, A_DEPTH_INNER>(a, a_tile, depth, row);
-            load<B, B_DEPTH_INNER>(b, b_tile, depth, column);
+            load<A, A_DEPTH_INNER>(a, tiles + stage, depth, row);
+            load<B, B_DEPTH_INNER>(b, tiles + stage + A::BYTES, depth, column);
 #pragma unroll
             for (int d = 0; d < 2; ++d)
 #pragma unroll

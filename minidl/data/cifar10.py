@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from minidl import checks
+from minidl.data.augment import Compose, RandomCrop, RandomHorizontalFlip
 from minidl.data.dataset import ArrayDataset, register
 
 __all__ = ["cifar10"]
@@ -16,6 +17,7 @@ _HEIGHT, _WIDTH, _CHANNELS = 32, 32, 3
 _RECORD_BYTES = 1 + _CHANNELS * _HEIGHT * _WIDTH  # the label, then the red, the green and the blue plane
 _FOLDER = "cifar-10-batches-bin"  # what the published archive unpacks to
 _FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+_AUGMENT = Compose(RandomCrop(4), RandomHorizontalFlip())  # He et al., "Deep residual learning", 2015, section 4.2
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
 
 
@@ -59,7 +61,7 @@ def cifar10(path: str | Path, split: str = "train") -> ArrayDataset:
         folder /= _FOLDER
     parts = [_read(folder / name) for name in _FILES[split]]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return ArrayDataset(images, labels, num_classes=10, mean=_MEAN, std=_STD)
+    return ArrayDataset(images, labels, num_classes=10, mean=_MEAN, std=_STD, augment=_AUGMENT)
 
 
 @register("cifar10")

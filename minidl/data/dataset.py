@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from minidl import checks
+from minidl.data.augment import Augmentation
 
 __all__ = ["ArrayDataset", "Dataset", "dataset", "datasets", "register"]
 
@@ -22,7 +23,8 @@ class Dataset(Protocol):
     one shape and dtype. ``dataset[i]`` is called from several threads at a time when the loader has several workers.
 
     Optional attributes: ``num_classes``; ``mean`` and ``std``, one number per channel, for images scaled to [0, 1];
-    ``take(indices) -> (images, labels)``, which fetches many items at once.
+    ``augment``, the augmentation customary for training; ``take(indices) -> (images, labels)``, which fetches many
+    items at once.
     """
 
     def __len__(self) -> int: ...
@@ -38,6 +40,7 @@ class ArrayDataset:
         labels: (N,) or (N, H, W) integers.
         num_classes: how many classes the labels may name.
         mean, std: of each channel, for images scaled to [0, 1].
+        augment: the augmentation customary for training; applied by a loader that is given it.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class ArrayDataset:
         *,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
+        augment: Augmentation | None = None,
     ):
         if images.ndim != 4:
             raise checks.bad_shape("ArrayDataset", "images", "(N, H, W, C)", images.shape)
@@ -58,7 +62,8 @@ class ArrayDataset:
             raise checks.bad_shape("ArrayDataset", "labels", expected, labels.shape)
         if labels.dtype.kind not in "iu":
             raise checks.bad_dtype("ArrayDataset", "labels", "integers", labels.dtype)
-        self.images, self.labels, self.num_classes, self.mean, self.std = images, labels, num_classes, mean, std
+        self.images, self.labels, self.num_classes = images, labels, num_classes
+        self.mean, self.std, self.augment = mean, std, augment
 
     def __len__(self) -> int:
         return len(self.images)

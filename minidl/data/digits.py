@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from minidl import checks
+from minidl.data.augment import RandomCrop
 from minidl.data.counter import shuffled
 from minidl.data.dataset import ArrayDataset, refuse_path, register
 
@@ -51,7 +52,7 @@ def digits(split: str = "train") -> ArrayDataset:
         raise checks.unknown("split", split, ("train", "test"))
     images, labels = _load()
     chosen = _test_positions(labels) == (split == "test")
-    return ArrayDataset(images[chosen], labels[chosen], num_classes=10, mean=_MEAN, std=_STD)
+    return ArrayDataset(images[chosen], labels[chosen], num_classes=10, mean=_MEAN, std=_STD, augment=RandomCrop(1))
 
 
 @register("digits")

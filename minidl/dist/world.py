@@ -53,7 +53,7 @@ def init(device: str = "auto") -> Communicator:
         raise checks.unknown("device", device, _DEVICES)
     if getattr(_world, "closed", False):
         _world, _device = SOLO, None
-    if _device in (None, "auto") and _world is SOLO:
+    if _world is SOLO:  # nothing is joined yet, or this process is alone and may change its mind
         size = launched_size()
         _world, _device = (SOLO, device) if size == 1 else _join(device, _load_mpi(size))
     elif device not in ("auto", _device):

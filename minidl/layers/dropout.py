@@ -26,6 +26,8 @@ class Dropout(Layer):
         self.p = float(p)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape:
+            raise checks.bad_shape(self.name, "x", "(N, ...)", shape)
         return shape
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:

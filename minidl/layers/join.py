@@ -46,8 +46,8 @@ class Concat(Layer):
     def output_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         if len(shapes) < 2:
             raise checks.bad_value(self.name, "number of inputs", "at least 2", len(shapes))
-        for shape in shapes[1:]:
-            if shape[:-1] != shapes[0][:-1]:
+        for shape in shapes:
+            if not shape or shape[:-1] != shapes[0][:-1]:
                 raise checks.bad_shape(self.name, "every input", f"{(*shapes[0][:-1], 'C')} like the first", shape)
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,12 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **opti
     """The network called ``name`` for images of (H, W, C) and ``num_classes`` classes.
 
     Raises:
-        ValueError: unknown name, listing the known ones; image too small, naming the layer it does not fit.
+        ValueError: unknown name, listing the known ones; an option that the network does not have; image too
+            small, naming the layer it does not fit.
     """
     if name not in MODELS:
         raise checks.unknown("model", name, MODELS)
+    unknown = set(options) - set(inspect.signature(MODELS[name]).parameters)
+    if unknown:
+        raise checks.bad_value(name, "options", "arguments that this model has", sorted(unknown), "leave them out")
     return MODELS[name](num_classes=num_classes, image_shape=image_shape, **options)

@@ -30,7 +30,7 @@ def unet(
     Raises:
         ValueError: when the image does not divide by 2**depth.
     """
-    step = 1 << depth
+    step = 1 << checks.at_least("unet", "depth", depth, 0)
     if image_shape[0] % step or image_shape[1] % step:
         raise checks.bad_shape("unet", "images", f"(H, W, C) with H and W multiples of {step}", image_shape)
     graph = Graph()

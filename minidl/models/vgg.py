@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minidl import checks
 from minidl.graph import Graph, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU
@@ -18,6 +19,8 @@ def vgg16(
     sync_batch_norm: bool = False,
 ) -> Graph:
     """Thirteen 3×3 convolutions and three fully connected layers."""
+    if sync_batch_norm and not batch_norm:
+        raise checks.bad_value("vgg16", "sync_batch_norm", "False without batch norm", True, "use vgg16_bn")
     graph = Graph()
     x = graph.input(image_shape)
     with scope("features"):
