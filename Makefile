@@ -8,6 +8,7 @@
 ifdef PYTHON
 PY := $(PYTHON)
 ENVIRONMENT :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := .venv/bin/python
 ENVIRONMENT := .venv/installed
@@ -21,7 +22,7 @@ BENCH ?= $(sort $(wildcard benchmarks/bench_*.py))
 PIP := PYTHONWARNINGS=ignore .venv/bin/python -m pip --quiet --disable-pip-version-check
 BUILT := build/built-for-$(subst /,-,$(PY))
 
-.PHONY: help env build train test test-gpu test-mpi lint format bench clean distclean
+.PHONY: help env build train test test-gpu sanitize test-mpi lint format bench clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -41,6 +42,10 @@ test: $(BUILT) ## every test; those that need a GPU or a peer skip themselves wh
 test-gpu: $(BUILT) ## the tests that need a GPU
 	@$(PY) -c 'from minidl import backend; backend.get_ops("cuda").require_device()'
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+sanitize: $(BUILT) ## laws of the operations on small shapes under compute-sanitizer's memcheck
+	@compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
+		$(PY) -m pytest -m gpu -k fp32 $(ARGS) tests/test_*_ops.py tests/test_layers.py
 
 test-mpi: $(BUILT) ## the tests that start several ranks
 	@$(PY) -m pytest -m mpi $(ARGS)

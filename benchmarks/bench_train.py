@@ -125,6 +125,7 @@ def captured(step: Step) -> Step:
         loss = step()
 
     def replay() -> Any:
+        assert step is not None  # the graph reads the memory of its inputs, which the step keeps alive
         whole.replay()
         return loss
 

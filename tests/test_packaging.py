@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import subprocess
 import sys
@@ -113,8 +114,8 @@ def test_make_lists_its_targets():
 
 def test_the_script_and_the_command_are_one(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "train.py", "--model", "nothing", "--output", tmp_path],
-        capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
+        [sys.executable, ROOT / "scripts" / "train.py", "--data", "synthetic", "--model", "nothing", "--output", tmp_path],
+        capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 2 and "unknown model 'nothing'" in done.stderr and "Traceback" not in done.stderr
 

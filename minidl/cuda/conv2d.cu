@@ -299,7 +299,8 @@ conv2d_kernel(const T* __restrict__ source, const T* __restrict__ filter, const 
     };
 
     Product product(shared);
-    for (int index = 0; index < STAGES - 1; ++index) copy(index * STAGE);
+    if (stages > 0)  // a class of a strided gradient may have no taps: its pixels are bias and addend alone
+        for (int index = 0; index < STAGES - 1; ++index) copy(index * STAGE);
     int read = 0;
     for (int index = 0; index < stages; ++index) {
         await_copies<STAGES - 2>();

@@ -232,8 +232,8 @@ def adaptive_avg_pool2d_backward(dy: Any, x_shape: tuple[int, ...]) -> Any:
     strips = ceil_div(height, strip)
     grid, block = row_grid(n * strips, items)
     launch(
-        "adaptive_pool2d", "adaptive_avg_pool2d_backward", grid, block, dy, dx, *ints(n * strips, strips, strip, channels),
-        np.int64(rows(dy)[2]),
+        "adaptive_pool2d", "adaptive_avg_pool2d_backward", grid, block, dy, dx,
+        *ints(n * strips, strips, strip, channels), np.int64(rows(dy)[2]),
         defines=_adaptive_defines(dy, "adaptive_avg_pool2d_backward", vec, (height, width), (out_h, out_w)),
     )  # fmt: skip
     return dx
