@@ -60,7 +60,7 @@ def operations() -> str:
     lines = []
     for name, members in families.items():
         shares = [row["floor_ms"] / row["ms"] for row in members]
-        against = [row["peers"]["torch"] / row["ms"] for row in members if row["peers"].get("torch")]
+        against = [min(row["peers"].values()) / row["ms"] for row in members if row["peers"]]
         speed = f"{statistics.median(against):.2f}" if against else ""
         lines.append((min(shares), [f"`{name}`", f"{min(shares):.0%}", f"{statistics.median(shares):.0%}", speed]))
     lines.sort(key=lambda line: line[0])

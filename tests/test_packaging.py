@@ -113,8 +113,9 @@ def test_make_lists_its_targets():
 
 
 def test_the_script_and_the_command_are_one(tmp_path):
+    arguments = ["--data", "synthetic", "--model", "nothing", "--output", tmp_path]
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "train.py", "--data", "synthetic", "--model", "nothing", "--output", tmp_path],
+        [sys.executable, ROOT / "scripts" / "train.py", *arguments],
         capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 2 and "unknown model 'nothing'" in done.stderr and "Traceback" not in done.stderr
