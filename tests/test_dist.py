@@ -257,3 +257,54 @@ def test_facts_never_raise_and_every_failure_has_a_remedy(monkeypatch):
     assert not report["thread pools"].ok and report["thread pools"].remedy
     assert all(fact.value for fact in report.values())
     assert all(fact.remedy for fact in report.values() if not fact.ok)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing, monkeypatch):
+    """Destroying them under a live CUDA graph crashes; fakes stand for NCCL and for CUDA."""
+    from types import SimpleNamespace
+
+    from minidl.dist import nccl
+
+    calls = []
+
+    class Engine:
+        def destroy(self):
+            calls.append("destroy")
+
+        def allReduce(self, *arguments):
+            calls.append("all_reduce")
+
+    class Device:
+        def __init__(self, index):
+            pass
+
+        def synchronize(self):
+            calls.append("synchronize")
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            pass
+
+    class Array(np.ndarray):
+        data = SimpleNamespace(ptr=0)
+
+    comm = nccl.NCCLCommunicator.__new__(nccl.NCCLCommunicator)
+    comm._nccl = SimpleNamespace(NCCL_FLOAT32=7, NCCL_SUM=0)
+    comm._ops, comm._device, comm.closed, comm._captured = SimpleNamespace(Array=np.ndarray), 0, False, False
+    comm._control = SimpleNamespace(
+        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda call: None
+    )
+    comm._inline, comm._messages = Engine(), Engine()
+    comm._cuda = SimpleNamespace(
+        Device=Device,
+        get_current_stream=lambda: SimpleNamespace(ptr=0),
+        runtime=SimpleNamespace(streamIsCapturing=lambda stream: capturing),
+    )
+    comm.all_reduce(np.zeros(3, np.float32).view(Array))
+    comm.close()
+    comm.close()
+    destroyed = [] if capturing else ["destroy", "destroy"]
+    assert calls == ["all_reduce", "depart", "synchronize", *destroyed, "close"]

@@ -7,6 +7,7 @@ that a collective could wait for waits for it, so the two cannot block each othe
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -115,6 +116,7 @@ class NCCLCommunicator:
         self._nccl = load_nccl()
         self._ops = backend.get_ops("cuda")
         self._control, self._device, self.closed = control, device, False
+        self._captured = False
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
         self._connect()
@@ -177,7 +179,13 @@ class NCCLCommunicator:
         self._control.depart()  # from here on no message lacks its partners, so the device comes to an end
         self.closed = True
         self._cuda.Device(self._device).synchronize()
-        # NCCL waits here for the end of every CUDA graph that holds a message, which may be that of the program.
+        if self._captured:
+            # NCCL ties a communicator to each graph that holds one of its calls, and a program's graphs may live to its
+            # end: then the communicators do as well, and go with the process. Destroying them first was seen to crash.
+            for engine in (self._inline, self._messages):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+            self._control.close()
+            return
         release = threading.Thread(target=self._destroy, name="minidl-nccl-release", daemon=True)
         release.start()
         release.join(_RELEASE_SECONDS)
@@ -192,6 +200,7 @@ class NCCLCommunicator:
         kind = _SUMMABLE.get(array.dtype.name)
         if summed and kind is None:
             raise checks.bad_dtype(call, "array", f"one of {', '.join(_SUMMABLE)}", array.dtype)
+        self._captured = self._captured or self._cuda.runtime.streamIsCapturing(self._cuda.get_current_stream().ptr)
         self._control.enter(call)
         return getattr(self._nccl, kind) if summed else None
 
