@@ -7,7 +7,8 @@ known, the remedy. ValueError: shapes and values. TypeError: dtype or kind of ar
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "bad_value",
     "describe",
     "missing_extra",
+    "number",
     "order",
     "positive_pair",
     "unknown",
@@ -76,6 +78,13 @@ def at_least(who: str, argument: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
         raise bad_value(who, argument, f"an integer of at least {least}", value)
     return int(value)
+
+
+def number(who: str, argument: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:
+    """``value`` as a float, or ValueError when it is no number or does not fit what is ``expected``."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):
+        raise bad_value(who, argument, f"a number {expected}", value)
+    return float(value)
 
 
 def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[int, int]:

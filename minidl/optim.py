@@ -42,8 +42,7 @@ class ParameterGroup:
 
 
 def _finite(argument: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise checks.bad_value("SGD", argument, "a finite number of at least 0", value)
+    checks.number("SGD", argument, value, "of at least 0, finite", lambda v: 0 <= v < math.inf)
 
 
 class SGD:
@@ -101,6 +100,11 @@ class SGD:
     def _check_groups(self) -> None:
         names = [s.full_name for s in self.arena.segments if s.trainable]
         for group in self.groups:
+            if not isinstance(group, ParameterGroup):
+                raise checks.bad_dtype("SGD", "groups", "ParameterGroups", repr(group), "ParameterGroup(pattern, ...)")
+            _finite(f"lr_scale of {group.pattern}", group.lr_scale)
+            if group.weight_decay is not None:
+                _finite(f"weight_decay of {group.pattern}", group.weight_decay)
             if not fnmatch.filter(names, group.pattern):
                 raise checks.unknown("parameter pattern", group.pattern, names)
 

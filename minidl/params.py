@@ -149,6 +149,8 @@ class Arena:
         seed: int = 0,
         frozen: Sequence[str] = (),
     ):
+        if isinstance(frozen, str):
+            raise checks.bad_value("arena", "frozen", "a list of patterns", frozen, f"pass [{frozen!r}]")
         self.ops = ops
         self.precision = precision
         self.segments = _lay_out(layers, frozen)
@@ -157,7 +159,7 @@ class Arena:
         host = np.zeros(size, np.float32)
         inits = {(name, spec.name): spec.init for name, specs in layers for spec in specs}
         for s in self.segments:
-            values = inits[s.layer, s.name](generator(seed, s.full_name), s.shape)
+            values = _drawn(inits[s.layer, s.name], generator(seed, s.full_name), s)
             host[s.offset : s.offset + s.size] = values.reshape(-1)
         self.master = ops.from_host(host)
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
@@ -265,6 +267,22 @@ class Arena:
             message.work.wait()
             message.work = None
             yield message
+
+
+def _drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:
+    """Starting values of one parameter.
+
+    Raises:
+        TypeError: when ``init`` is no function.
+        ValueError: when it gives another shape.
+    """
+    if not callable(init):
+        remedy = "see minidl.initializers"
+        raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", repr(init), remedy)
+    values = np.asarray(init(rng, segment.shape))
+    if values.shape != segment.shape:
+        raise checks.bad_shape(segment.full_name, "starting values", str(segment.shape), values.shape)
+    return values
 
 
 def _lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Sequence[str]) -> list[Segment]:

@@ -334,6 +334,8 @@ def test_model_doors(cpu_ops):
         m.Model(residual(), precision="fp8")
     with pytest.raises(ValueError, match="tf32"):
         m.Model(residual(), precision="tf32")
+    with pytest.raises(ValueError, match="frozen must be a list of patterns"):
+        m.Model(residual(), frozen="fc.*")
     with pytest.raises(ValueError, match="unknown device 'tpu'"):
         m.Model(residual(), device="tpu")
     graph = residual()

@@ -105,5 +105,11 @@ def test_impossible_settings_are_refused(cpu_ops, rng):
         m.SGD(model, -1)
     with pytest.raises(ValueError, match="momentum must be"):
         m.SGD(model, 0.1, nesterov=True)
+    with pytest.raises(ValueError, match="lr must be a number"):
+        m.SGD(model, "0.1")
+    with pytest.raises(TypeError, match="groups must be ParameterGroups"):
+        m.SGD(model, 0.1, groups=["fc1.*"])
+    with pytest.raises(ValueError, match="lr_scale of fc1"):
+        m.SGD(model, 0.1, groups=[m.ParameterGroup("fc1.*", lr_scale=-1)])
     with pytest.raises(ValueError, match="unknown parameter pattern 'conv"):
         m.SGD(model, 0.1, groups=[m.ParameterGroup("conv*")])

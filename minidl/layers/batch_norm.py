@@ -50,11 +50,9 @@ class BatchNorm2d(Layer):
     ):
         super().__init__(name)
         self.num_features = checks.at_least(self.name, "num_features", num_features, 1)
-        if not eps > 0:
-            raise checks.bad_value(self.name, "eps", "positive", eps)
-        if not 0 <= momentum <= 1:
-            raise checks.bad_value(self.name, "momentum", "in [0, 1]", momentum)
-        self.eps, self.momentum, self.sync = eps, momentum, sync
+        self.eps = checks.number(self.name, "eps", eps, "above 0", lambda v: v > 0)
+        self.momentum = checks.number(self.name, "momentum", momentum, "in [0, 1]", lambda v: 0 <= v <= 1)
+        self.sync = sync
         if affine:
             self.declare("weight", (num_features,), weight_init, product=False)
             self.declare("bias", (num_features,), zeros, product=False)

@@ -21,9 +21,7 @@ class Dropout(Layer):
 
     def __init__(self, p: float = 0.5, *, name: str | None = None):
         super().__init__(name)
-        if not 0 <= p < 1:
-            raise checks.bad_value(self.name, "p", "in [0, 1)", p)
-        self.p = float(p)
+        self.p = checks.number(self.name, "p", p, "in [0, 1)", lambda v: 0 <= v < 1)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:

@@ -23,11 +23,12 @@ class Pad(Layer):
 
     def __init__(self, padding: int | Sequence[int], value: float = 0.0, *, name: str | None = None):
         super().__init__(name)
-        sides = (padding,) * 4 if hasattr(padding, "__index__") else tuple(padding)
+        whole = hasattr(padding, "__index__")
+        sides = (padding,) * 4 if whole else tuple(padding) if isinstance(padding, Sequence) else ()
         if len(sides) != 4 or not all(hasattr(side, "__index__") for side in sides):
             raise checks.bad_value(self.name, "padding", "an integer or (left, right, top, bottom)", padding)
         self.padding = tuple(int(side) for side in sides)
-        self.value = float(value)
+        self.value = checks.number(self.name, "value", value, "to pad with", lambda v: True)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, h, w, c = self._image(shape)
