@@ -124,8 +124,7 @@ def captured(step: Step) -> Step:
     with torch.cuda.graph(whole):
         loss = step()
 
-    def replay() -> Any:
-        assert step is not None  # the graph reads the memory of its inputs, which the step keeps alive
+    def replay(inputs: Step = step) -> Any:  # the graph reads its inputs' memory: who replays it keeps them alive
         whole.replay()
         return loss
 

@@ -188,9 +188,8 @@ class Model:
             )
         if x.dtype != self.precision.storage:
             raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, f"convert it: {self.precision.name}")
-        if (
-            x.shape[:1] == (0,) and self.comm.size == 1
-        ):  # one of several ranks may run out of samples, one alone may not
+        # One of several ranks may run out of samples, one alone may not.
+        if x.shape[:1] == (0,) and self.comm.size == 1:
             raise checks.bad_shape("model", "x", "(N, ...) with at least one sample", x.shape)
         if x.shape != self._shapes:
             self.graph.shapes(x.shape)

@@ -75,7 +75,7 @@ def test_training_twice_gives_the_same_bits(ops):
 
 def losses(device, noise=0.0):
     """Loss of every step of two epochs; the starting weights are disturbed by relative ``noise``."""
-    run = trainer(device=device, seed=5)
+    run = trainer(device=device, seed=5, lr=0.003)  # small: the bound below then stays tight to the end
     state = run.model.state_dict()
     rng = np.random.default_rng(int(noise * 1e9))
     disturbed = {k: (v * (1 + noise * rng.standard_normal(v.shape))).astype(f32) for k, v in state.items()}
