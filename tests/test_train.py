@@ -73,23 +73,27 @@ def test_training_twice_gives_the_same_bits(ops):
     assert_same(final(runs[0]), final(runs[1]))
 
 
-def losses(device, noise=0.0):
-    """Loss of every step of two epochs; the starting weights are disturbed by relative ``noise``."""
-    run = trainer(device=device, seed=5, lr=0.003)  # small: the bound below then stays tight to the end
-    state = run.model.state_dict()
-    rng = np.random.default_rng(int(noise * 1e9))
-    disturbed = {k: (v * (1 + noise * rng.standard_normal(v.shape))).astype(f32) for k, v in state.items()}
-    run.model.load_state_dict(disturbed)
-    return np.array([run._train(batch).loss for _ in range(2) for batch in run.train_loader])
-
-
 def test_the_gpu_follows_the_cpu_step_by_step(cuda_ops):
-    """Training amplifies rounding: the two may drift apart as CPU runs do whose weights differ in the last bits."""
-    cpu, gpu = losses("cpu"), losses(cuda_ops.name)
-    drift = np.max([np.abs(losses("cpu", noise) - cpu) for noise in (1e-7, 2e-7, 3e-7)], axis=0)
-    allowed = 10 * np.maximum.accumulate(drift) + 1e-5
-    assert (np.abs(gpu - cpu) <= allowed).all(), (gpu - cpu, allowed)
-    assert allowed[0] < 1e-4, "the first losses must agree in float32"
+    """Each step starts from the CPU's state, so that what is compared is the step and not what training makes of it.
+
+    The loss is continuous in the weights and agrees in every step. The update is not: an activation within rounding of
+    zero may pass a ReLU on one device alone, which moves the whole update by a per cent or so, rarely.
+    """
+    cpu, gpu = trainer(device="cpu", seed=5), trainer(device=cuda_ops.name, seed=5)
+    loss_error, update_error = [], []
+    for _ in range(2):
+        for batch, same in zip(cpu.train_loader, gpu.train_loader, strict=True):
+            before = cpu.model.state_dict()
+            gpu.model.load_state_dict(before)
+            gpu.optimizer.load_state_dict(cpu.optimizer.state_dict())
+            expected = cpu._train(batch).loss
+            loss_error.append(abs(gpu._train(same).loss - expected) / expected)
+            after, found = cpu.model.state_dict(), gpu.model.state_dict()
+            whole = lambda state: np.concatenate([(state[k] - before[k]).ravel() for k in before])  # noqa: B023, E731
+            update = whole(after)
+            update_error.append(np.linalg.norm(whole(found) - update) / np.linalg.norm(update))
+    assert len(loss_error) >= 8 and max(loss_error) < 3e-6, loss_error
+    assert np.median(update_error) < 2e-5 and max(update_error) < 3e-2, update_error
 
 
 def test_the_test_set_is_counted_exactly(cpu_ops):
