@@ -114,6 +114,10 @@ class Layer:
         assert self._taken is not None, "saved() is for use inside backward"
         return self._taken
 
+    def recall(self, saved: SimpleNamespace) -> None:
+        """Make `saved` answer this: for those who call `backward_weight` and `backward_data` one by one."""
+        self._taken = saved
+
     def grad(self, name: str) -> Gradient | None:
         """Where to write the gradient of a parameter, and whether to overwrite; None if it is absent or frozen."""
         return self.params.grad(name) if isinstance(self.params, LayerParams) else None

@@ -14,6 +14,7 @@ from typing import Any
 from minidl import backend, checks, interop
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.spans import NULL_PROFILER, Profiler
 
 __all__ = ["SoftmaxCrossEntropy", "Totals"]
 
@@ -75,6 +76,7 @@ class SoftmaxCrossEntropy:
             raise checks.bad_value("loss", "ignore_index", "an integer", ignore_index)
         self.ignore_index = int(ignore_index)
         self.comm = comm
+        self.profiler: Profiler = NULL_PROFILER
         self._saved: tuple[Any, ...] | None = None
 
     def forward(self, logits: Any, labels: Any, grad: bool = True) -> Totals:
@@ -96,8 +98,9 @@ class SoftmaxCrossEntropy:
             raise checks.bad_shape("loss", "labels", f"{array.shape[:-1]} (the logits without classes)", labels.shape)
         if str(labels.dtype) not in _LABELS:
             raise checks.bad_dtype("loss", "labels", "int32, int64 or uint8", labels.dtype)
-        totals, lse = ops.softmax_cross_entropy(array, labels, ignore_index=self.ignore_index)
-        self.comm.all_reduce(totals)
+        with self.profiler.span("loss", "forward"):
+            totals, lse = ops.softmax_cross_entropy(array, labels, ignore_index=self.ignore_index)
+            self.comm.all_reduce(totals)
         self._saved = (ops, array, labels, lse, totals, interop.answer_in_kind(logits)) if grad else None
         return Totals(ops, totals, array.shape[-1])
 
@@ -115,6 +118,8 @@ class SoftmaxCrossEntropy:
             raise checks.bad_dtype("loss", "scale", f"a float32 {ops.name} array (1,)", checks.describe(scale), remedy)
         self._saved = None
         assert prod(logits.shape[:-1]) == prod(labels.shape)
-        return answer(
-            ops.softmax_cross_entropy_backward(logits, labels, lse, totals, scale, ignore_index=self.ignore_index)
-        )
+        with self.profiler.span("loss", "backward_data"):
+            dx = ops.softmax_cross_entropy_backward(
+                logits, labels, lse, totals, scale, ignore_index=self.ignore_index
+            )
+        return answer(dx)

@@ -87,6 +87,7 @@ class Model:
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
         self.arena.connect(comm, group_bytes)
+        self.arena.profiler = profiler
         self._readers = graph.consumers()
         self._needs_grad = _needs_grad(graph)
         self._shapes: tuple[int, ...] | None = None
@@ -179,7 +180,11 @@ class Model:
         """Add the gradients of a join's inputs to what other readers contributed."""
         for i, part in zip(node.inputs, dx, strict=True):
             if self._needs_grad[i]:
-                grads[i] = part if grads[i] is None else self.ops.add(grads[i], part)
+                if grads[i] is None:
+                    grads[i] = part
+                    continue
+                with self.profiler.span(node.name, "backward_data"):
+                    grads[i] = self.ops.add(grads[i], part)
 
     def _check_input(self, x: Any) -> None:
         if backend.ops_of(x) is not self.ops:
@@ -208,6 +213,12 @@ class Model:
         for layer in self.layers:
             layer.training = mode
         return self
+
+    def observe(self, profiler: Profiler) -> None:
+        """Let ``profiler`` see every pass and message from now on."""
+        self.profiler = self.arena.profiler = profiler
+        for layer in self.layers:
+            layer.profiler = profiler
 
     def eval(self) -> Model:
         """Evaluation mode: running statistics, no dropout; forward saves nothing unless asked."""

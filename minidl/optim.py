@@ -151,23 +151,26 @@ class SGD:
             return
         for _ in messages:
             pass
-        self.ops.find_nonfinite(self.arena.grad, self.control)
+        with self.model.profiler.span("optimizer", "update"):
+            self.ops.find_nonfinite(self.arena.grad, self.control)
         self._update(0, self.arena.trainable_size)
-        self.ops.update_loss_scale(self.control)
+        with self.model.profiler.span("optimizer", "update"):
+            self.ops.update_loss_scale(self.control)
 
     def _update(self, begin: int, end: int) -> None:
         arena, part = self.arena, slice(begin, end)
         mixed = arena.working is not arena.master
-        self.ops.sgd_update(
-            arena.master[part],
-            arena.grad[part],
-            self.velocity[part] if self.velocity is not None else None,
-            arena.working[part] if mixed else None,
-            self.segment_of[begin // ALIGN : end // ALIGN],
-            self.segments,
-            self.control,
-            nesterov=self.nesterov,
-        )
+        with self.model.profiler.span("optimizer", "update"):
+            self.ops.sgd_update(
+                arena.master[part],
+                arena.grad[part],
+                self.velocity[part] if self.velocity is not None else None,
+                arena.working[part] if mixed else None,
+                self.segment_of[begin // ALIGN : end // ALIGN],
+                self.segments,
+                self.control,
+                nesterov=self.nesterov,
+            )
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Momentum by parameter name, and the control array, as host copies."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from minidl import checks
 from minidl.dist.communicator import SOLO, Communicator, Work
 from minidl.initializers import Initializer, generator
 from minidl.precision import Precision
+from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.shapes import round_up
 
 __all__ = ["ALIGN", "Arena", "Gradient", "LayerParams", "Message", "ParameterSpec", "Segment"]
@@ -113,6 +115,10 @@ class LayerParams(Mapping[str, Any]):
         """The gradients as they stand, float32, by name (trainable parameters only)."""
         return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
 
+    def restart(self) -> None:
+        """The next gradients overwrite: for those who run backward passes of a layer one by one."""
+        self._arena.begin_step()
+
     def ready(self) -> None:
         """All gradients of this layer are written: its all-reduce may start."""
         self._arena.ready(self._layer)
@@ -127,6 +133,11 @@ class Message:
     layers: tuple[str, ...]
     waiting: int = 0
     work: Work | None = None
+
+    @property
+    def name(self) -> str:
+        """The names of its layers, joined by ``+``, as profilers know it."""
+        return "+".join(self.layers)
 
 
 class Arena:
@@ -169,6 +180,7 @@ class Arena:
         self._abandoned = False
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
+        self.profiler: Profiler = NULL_PROFILER
         self.connect(SOLO)
 
     def layer(self, name: str) -> LayerParams:
@@ -249,7 +261,8 @@ class Arena:
         if message.waiting < 0:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
-            message.work = self.comm.start_all_reduce(self.grad[message.begin : message.end])
+            span = partial(self.profiler.span, message.name, "all_reduce")
+            message.work = self.comm.start_all_reduce(self.grad[message.begin : message.end], span)
 
     def abandon(self) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh."""
@@ -264,7 +277,8 @@ class Arena:
                 )
         self._written.clear()  # once used, gradients are not added to
         for message in self.messages:
-            message.work.wait()
+            with self.profiler.span(message.name, "wait"):
+                message.work.wait()
             message.work = None
             yield message
 

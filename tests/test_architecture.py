@@ -14,7 +14,8 @@ LEVELS = [
     {"precision"},
     {"cpu", "cuda"},
     {"backend", "initializers"},
-    {"interop", "random", "schedule", "dist", "store", "value", "profile", "checkpoint", "progress"},
+    {"interop", "random", "schedule", "dist", "store", "value", "checkpoint", "progress"},
+    {"profile"},
     {"params"},
     {"layer"},
     {"graph"},
@@ -23,6 +24,7 @@ LEVELS = [
     {"model"},
     {"loss", "optim"},
     {"train"},
+    {"bench"},
     {"launch", "cli"},
     {"__main__", "__init__"},
 ]
@@ -70,7 +72,7 @@ def test_imports_go_one_way():
 
 
 def test_optional_packages_are_imported_only_inside_functions():
-    optional = {"cupy", "mpi4py", "rich", "sklearn", "matplotlib", "torch", "cuda", "threadpoolctl"}
+    optional = {"cupy", "mpi4py", "rich", "sklearn", "matplotlib", "torch", "cuda", "threadpoolctl", "pynvml", "nvtx"}
     eager = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources()

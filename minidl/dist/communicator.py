@@ -6,13 +6,24 @@ dense. "In stream order" means like a kernel launched on the current CUDA stream
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from minidl import checks
 
-__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Work", "check_array", "check_root"]
+__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Span", "Work", "check_array", "check_root", "unseen"]
+
+Span = Callable[[Any], AbstractContextManager]
+
+_NOTHING = nullcontext()
+
+
+def unseen(stream: Any) -> AbstractContextManager:
+    """The span of a message that nobody times."""
+    return _NOTHING
 
 
 @runtime_checkable
@@ -47,11 +58,15 @@ class Communicator(Protocol):
             ValueError: for an array that is not dense or not writeable.
         """
 
-    def start_all_reduce(self, array: Any) -> Work:
+    def start_all_reduce(self, array: Any, span: Span = unseen) -> Work:
         """Like `all_reduce`, but return at once; the message starts when all work enqueued so far is done.
 
         Until `Work.wait` nobody may read or write ``array``. Started messages run one after another, beside compute
         and beside the other collectives.
+
+        Args:
+            span: called with the CUDA stream that the transfer is enqueued on, or with None in the thread that makes
+                it; a context around the transfer, for a profiler.
         """
 
     def all_gather(self, array: Any) -> Any:
@@ -110,7 +125,7 @@ class SoloCommunicator:
     def all_reduce(self, array: Any) -> None:
         check_array("all_reduce", array, written=True)
 
-    def start_all_reduce(self, array: Any) -> Work:
+    def start_all_reduce(self, array: Any, span: Span = unseen) -> Work:
         check_array("start_all_reduce", array, written=True)
         return _DONE
 

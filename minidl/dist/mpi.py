@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checks
-from minidl.dist.communicator import Work, check_array, check_root
+from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
 from minidl.dist.roll_call import RollCall
 
 __all__ = ["MPICommunicator"]
@@ -20,8 +20,9 @@ _SUMMABLE = tuple(np.dtype(name) for name in ("float32", "float64", "int32", "in
 class _Message:
     """An all-reduce on its way through the helper thread."""
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: np.ndarray, span: Span) -> None:
         self.array = array
+        self.span = span
         self.done = threading.Event()
         self.error: BaseException | None = None
 
@@ -60,12 +61,12 @@ class MPICommunicator:
         self._admit("all_reduce", array, summed=True)
         self._comm.Allreduce(self._mpi.IN_PLACE, array)
 
-    def start_all_reduce(self, array: np.ndarray) -> Work:
+    def start_all_reduce(self, array: np.ndarray, span: Span = unseen) -> Work:
         self._admit("start_all_reduce", array, summed=True)
         if self._helper is None:
             self._helper = threading.Thread(target=self._send_messages, name="minidl-messages", daemon=True)
             self._helper.start()
-        message = _Message(array)
+        message = _Message(array, span)
         self._queue.put(message)
         return message
 
@@ -128,7 +129,8 @@ class MPICommunicator:
     def _send_messages(self) -> None:
         while (message := self._queue.get()) is not None:
             try:
-                self._messages.Allreduce(self._mpi.IN_PLACE, message.array)
+                with message.span(None):
+                    self._messages.Allreduce(self._mpi.IN_PLACE, message.array)
             except Exception as error:  # told where the result is waited for
                 message.error = error
             message.done.set()

@@ -19,7 +19,7 @@ from typing import Any
 from minidl import backend, checks
 from minidl.dist import abort
 from minidl.dist.agree import rank_list, require_same, together
-from minidl.dist.communicator import Work, check_array, check_root
+from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
 from minidl.dist.mpi import MPICommunicator
 
 __all__ = ["NCCLCommunicator", "bind_device", "load_nccl", "refuse_shared_devices"]
@@ -143,13 +143,14 @@ class NCCLCommunicator:
         stream = self._cuda.get_current_stream().ptr
         self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream)
 
-    def start_all_reduce(self, array: Any) -> Work:
+    def start_all_reduce(self, array: Any, span: Span = unseen) -> Work:
         kind = self._admit("start_all_reduce", array, summed=True)
         # A wait refers to the last record before it, so one event serves all messages.
         self._ready.record(self._cuda.get_current_stream())
         self._stream.wait_event(self._ready)
         pointer = array.data.ptr
-        self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
+        with span(self._stream):
+            self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
         done = self._cuda.Event(disable_timing=True)
         done.record(self._stream)
         return _Message(self._cuda, done, array)

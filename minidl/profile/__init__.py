@@ -1,6 +1,20 @@
-"""Where time goes, layer by layer."""
+"""Where time goes, layer by layer: costs, spans, timers, ceilings, result files, reports and pictures."""
 
 from minidl.profile.cost import Cost, PassCost
+from minidl.profile.results import load, result, write
 from minidl.profile.spans import NullProfiler, Profiler, SpanRecorder
+from minidl.profile.timing import Budget, Timing, timer
 
-__all__ = ["Cost", "NullProfiler", "PassCost", "Profiler", "SpanRecorder"]
+__all__ = [
+    "Budget",
+    "Cost",
+    "NullProfiler",
+    "PassCost",
+    "Profiler",
+    "SpanRecorder",
+    "Timing",
+    "load",
+    "result",
+    "timer",
+    "write",
+]

@@ -1,22 +1,31 @@
 """Spans: the hook through which every pass of every layer is seen, in one place.
 
-`Layer.forward` and `Layer.backward` open a span around each pass. The null profiler makes that free; a recorder notes
-the order of events (tests, planners); timers that read device events build on the same three methods.
+`Layer.forward` and `Layer.backward` open a span around each pass, the gradient arena around each message and the wait
+for it, the loss and the optimizer around theirs. The null profiler makes that free; a recorder notes the order of
+events (tests, planners); `minidl.profile.steps` reads clocks and device events through the same one method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["NULL_PROFILER", "NullProfiler", "Profiler", "SpanRecorder"]
 
 
 class Profiler(Protocol):
-    """What a layer calls. ``pass_name``: forward, backward_weight, backward_data or message."""
+    """What layers, arena, loss and optimizer call."""
 
-    def span(self, layer: str, pass_name: str) -> AbstractContextManager[None]: ...
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
+        """A context around the launching of some work.
+
+        Args:
+            layer: full name; "loss", "optimizer" for those, names joined by "+" for a message of several layers.
+            pass_name: forward, backward_weight, backward_data; update; message (the starting of an all-reduce on the
+                host), all_reduce (its transfer, on the message's stream or thread), wait (the wait for it).
+            stream: the CUDA stream that the work goes to; None: the current one, or the calling thread on a CPU.
+        """
 
 
 class NullProfiler:
@@ -24,7 +33,7 @@ class NullProfiler:
 
     _nothing = nullcontext()
 
-    def span(self, layer: str, pass_name: str) -> AbstractContextManager[None]:
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
         return self._nothing
 
 
@@ -38,6 +47,6 @@ class SpanRecorder:
         self.events: list[tuple[str, str]] = []
 
     @contextmanager
-    def span(self, layer: str, pass_name: str) -> Iterator[None]:
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
         self.events.append((layer, pass_name))
         yield

@@ -1,0 +1,1 @@
+"""Benchmarks of layers and networks: ``minidl bench``."""

@@ -1,0 +1,191 @@
+"""StepProfiler: every pass of every layer within real steps, by device events or by the clock.
+
+Between two steps nothing is waited for and nothing is read; each span costs two event records (about a microsecond
+each). In a CUDA graph the records become nodes of the graph, which each replay times anew: the passes of a step with no
+time of the host in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+__all__ = ["COMPUTE", "MESSAGES", "SpanTime", "StepProfiler", "StepTimes"]
+
+COMPUTE, MESSAGES = "compute", "messages"
+_OF_THE_HOST = ("message",)  # launches on another stream: an interval of the compute stream holds nothing of it
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class SpanTime:
+    """One span of one step. ``lane``: compute, or messages (the communication stream or thread).
+
+    Times in milliseconds, ``start_ms`` from the start of the step.
+    """
+
+    layer: str
+    pass_name: str
+    lane: str
+    start_ms: float
+    ms: float
+
+
+@dataclass
+class StepTimes:
+    """One step: its whole time, its spans in the order they ended on the host, and memory over time.
+
+    Attributes:
+        memory: (milliseconds, bytes in use) after each span of the compute lane; empty where nothing tells.
+    """
+
+    ms: float
+    spans: list[SpanTime] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def unaccounted_ms(self) -> float:
+        """Time of the compute lane outside all spans: launching, and what nobody opened a span for."""
+        return self.ms - sum(span.ms for span in self.spans if span.lane == COMPUTE)
+
+
+class StepProfiler:
+    """Sees all spans of the steps inside `step`, and of no others.
+
+    Args:
+        ops: the operation table the steps run on.
+        captured: the step is being captured in a CUDA graph: `read` then gives the times of its last replay.
+        memory: note the bytes in use after each span (GPU; costs a few microseconds of the host each).
+    """
+
+    def __init__(self, ops: ModuleType, *, captured: bool = False, memory: bool = False):
+        self.on_gpu = ops.name == "cuda"
+        self._marks: _DeviceMarks | _HostMarks = _DeviceMarks(captured) if self.on_gpu else _HostMarks()
+        self._used = _bytes_in_use() if memory and self.on_gpu else None
+        self._open: list[tuple[str, str, str, Any, Any, int]] | None = None
+        self._steps: list[tuple[Any, Any, list[tuple[str, str, str, Any, Any, int]]]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step (or, captured, around its capture)."""
+        begin = self._marks.set(None)
+        self._open = spans = []
+        try:
+            yield
+        except BaseException:
+            self._open = None
+            raise
+        self._open = None
+        self._steps.append((begin, self._marks.set(None), spans))
+
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
+        if self._open is None or (self.on_gpu and pass_name in _OF_THE_HOST):
+            return _NOTHING
+        return _Span(self, self._open, layer, pass_name, stream)
+
+    def read(self) -> list[StepTimes]:
+        """The steps since the last reading, waited for; captured, the last replay."""
+        found = []
+        for begin, end, spans in self._steps:
+            self._marks.wait(end)
+            step = StepTimes(self._marks.between(begin, end))
+            for layer, pass_name, lane, start, stop, used in spans:
+                at = self._marks.between(begin, start)
+                step.spans.append(SpanTime(layer, pass_name, lane, at, self._marks.between(start, stop)))
+                if used >= 0:
+                    step.memory.append((at + step.spans[-1].ms, used))
+            found.append(step)
+        if not self._marks.lasting:
+            for begin, end, spans in self._steps:
+                self._marks.reuse([begin, end, *(mark for span in spans for mark in span[3:5])])
+            self._steps.clear()
+        return found
+
+
+class _Span:
+    __slots__ = ("profiler", "target", "layer", "pass_name", "stream", "start")
+
+    def __init__(self, profiler: StepProfiler, target: list, layer: str, pass_name: str, stream: Any):
+        self.profiler, self.target = profiler, target
+        self.layer, self.pass_name, self.stream = layer, pass_name, stream
+
+    def __enter__(self) -> None:
+        self.start = self.profiler._marks.set(self.stream)
+
+    def __exit__(self, *failure: Any) -> None:
+        profiler = self.profiler
+        stop = profiler._marks.set(self.stream)
+        lane = MESSAGES if self.pass_name == "all_reduce" else COMPUTE
+        used = profiler._used() if profiler._used is not None and lane == COMPUTE else -1
+        self.target.append((self.layer, self.pass_name, lane, self.start, stop, used))
+
+
+class _HostMarks:
+    """Moments of the clock. A message's thread may set them too."""
+
+    lasting = False
+
+    def set(self, stream: Any) -> float:
+        return time.perf_counter()
+
+    def wait(self, mark: float) -> None:
+        pass
+
+    def between(self, start: float, stop: float) -> float:
+        return (stop - start) * 1e3
+
+    def reuse(self, marks: list[float]) -> None:
+        pass
+
+
+class _DeviceMarks:
+    """CUDA events, kept for later steps once they were read."""
+
+    def __init__(self, captured: bool):
+        import cupy
+
+        self._cuda, self._runtime = cupy.cuda, cupy.cuda.runtime
+        self._record = _external_record() if captured else cupy.cuda.runtime.eventRecord
+        self._free: list[Any] = []
+        self.lasting = captured
+
+    def set(self, stream: Any) -> Any:
+        event = self._free.pop() if self._free else self._cuda.Event()
+        self._record(event.ptr, (stream or self._cuda.get_current_stream()).ptr)
+        return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def between(self, start: Any, stop: Any) -> float:
+        # A message's last mark may lie after the step's, which the wait above does not cover.
+        stop.synchronize()
+        return self._cuda.get_elapsed_time(start, stop)
+
+    def reuse(self, marks: list[Any]) -> None:
+        self._free += marks
+
+
+def _external_record() -> Any:
+    """Records an event within a captured stream as a node that can be read after each replay (CuPy does not offer it)."""
+    import ctypes
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    external = 1  # CU_EVENT_RECORD_EXTERNAL
+
+    def record(event: int, stream: int) -> None:
+        status = driver.cuEventRecordWithFlags(ctypes.c_void_p(event), ctypes.c_void_p(stream), external)
+        if status:
+            raise RuntimeError(f"cuEventRecordWithFlags failed with CUDA driver error {status}")
+
+    return record
+
+
+def _bytes_in_use() -> Any:
+    import cupy
+
+    return cupy.get_default_memory_pool().used_bytes

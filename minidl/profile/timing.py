@@ -1,0 +1,257 @@
+"""How long a call takes: on a GPU by events, on the CPU by the clock; cold, hot, or replayed from a graph.
+
+Each way answers another question, and none alone tells the truth:
+
+* ``replayed``: a captured graph of calls that rotate among input sets larger than the second-level cache. No time of
+  the host is in it and no operand waits in the cache: what a kernel costs within a large network.
+* ``cold``: one call after the cache was overwritten, with the host's launching hidden behind a waiting kernel.
+* ``hot``: calls one after another on the same operands, launched by the host: what a loop around a small layer sees.
+
+On the CPU there is no graph, and ``replayed`` is None.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "input_sets", "timer"]
+
+CACHE_MULTIPLE = 2  # all input sets together, in sizes of the cache
+_ENOUGH_FOR_P95 = 20
+_USUAL_CACHE = 64 << 20
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds per call, of at least two samples in the order they were taken."""
+
+    samples_ms: tuple[float, ...]
+
+    @cached_property
+    def _quartiles(self) -> tuple[float, float, float]:
+        low, median, high = statistics.quantiles(self.samples_ms, n=4, method="inclusive")
+        return low, median, high
+
+    @property
+    def ms(self) -> float:
+        """Median."""
+        return self._quartiles[1]
+
+    @property
+    def min_ms(self) -> float:
+        return min(self.samples_ms)
+
+    @property
+    def p95_ms(self) -> float | None:
+        """95th percentile; None with fewer than 20 samples, which do not know it."""
+        if len(self.samples_ms) < _ENOUGH_FOR_P95:
+            return None
+        return statistics.quantiles(self.samples_ms, n=20, method="inclusive")[-1]
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range over the median, a fraction."""
+        low, median, high = self._quartiles
+        return (high - low) / median if median else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """As it stands in result files, the samples to a tenth of a microsecond."""
+        figures = {"ms": self.ms, "min_ms": self.min_ms, "p95_ms": self.p95_ms, "spread": self.spread}
+        return figures | {"n": len(self.samples_ms), "samples_ms": [round(s, 7) for s in self.samples_ms]}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to measure: a sample lasts at least ``sample_ms``; samples are taken until there are ``samples`` or
+    ``seconds`` have passed, but never fewer than ``least``.
+    """
+
+    samples: int = 25
+    seconds: float = 1.0
+    least: int = 5
+    sample_ms: float = 2.0  # an event's resolution (half a microsecond) is then below a thousandth of a sample
+
+    def take(self, sample: Callable[[], float]) -> Timing:
+        """Samples of ``sample``, which gives milliseconds."""
+        taken: list[float] = []
+        end = time.perf_counter() + self.seconds
+        while len(taken) < self.samples and (len(taken) < max(self.least, 2) or time.perf_counter() < end):
+            taken.append(sample())
+        return Timing(tuple(taken))
+
+
+def input_sets(bytes_per_set: int, cache_bytes: int) -> int:
+    """How many input sets to rotate among so that together they exceed the cache twice; at least two."""
+    return max(2, math.ceil(CACHE_MULTIPLE * cache_bytes / max(bytes_per_set, 1)) + 1)
+
+
+class Timer:
+    """Times calls on one device. Get one with `timer`.
+
+    Attributes:
+        cache_bytes: size of the last cache before memory, which `cold` overwrites.
+    """
+
+    cache_bytes: int
+
+    def replayed(self, calls: Sequence[Call], budget: Budget = Budget()) -> Timing | None:
+        """Per call of ``calls``, each bound to its own inputs (see `input_sets`); None where nothing can replay them.
+
+        The calls may be captured in a CUDA graph: they do not wait for the device and do not read it back.
+        """
+        raise NotImplementedError
+
+    def hot(self, call: Call, budget: Budget = Budget()) -> Timing:
+        """Per call, repeated on the same operands."""
+        raise NotImplementedError
+
+    def cold(self, call: Call, budget: Budget = Budget()) -> Timing:
+        """One call at a time, the cache overwritten before each."""
+        raise NotImplementedError
+
+
+class DeviceTimer(Timer):
+    """By CUDA events on a stream of its own, on CuPy's current device."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        from minidl.cuda.device import current_device
+
+        self._cupy, self.cache_bytes = cupy, current_device().l2_bytes
+        self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
+
+    def _elapsed(self, stream: Any, body: Call) -> float:
+        self._start.record(stream)
+        body()
+        self._stop.record(stream)
+        self._stop.synchronize()
+        return self._cupy.cuda.get_elapsed_time(self._start, self._stop)
+
+    def _repeated(self, stream: Any, body: Call, calls: int, budget: Budget) -> Timing:
+        """Time per call where ``body`` makes ``calls`` of them; repeated until a sample is long enough."""
+
+        def elapsed(repeats: int) -> float:
+            return self._elapsed(stream, lambda: [body() for _ in range(repeats)])
+
+        repeats = max(1, math.ceil(budget.sample_ms / max(elapsed(1), 1e-3)))
+        elapsed(repeats)
+        return budget.take(lambda: elapsed(repeats) / (repeats * calls))
+
+    def replayed(self, calls: Sequence[Call], budget: Budget = Budget()) -> Timing:
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._cupy.cuda.Device().synchronize()  # the inputs were made on another stream
+        with stream:
+            # Kernels are loaded and the memory pool is filled now: neither is allowed while a stream is captured.
+            results = [call() for call in calls]
+            del results
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                results = [call() for call in calls]  # kept to the end, so that outputs rotate like inputs
+            except BaseException:
+                stream.end_capture()
+                raise
+            graph = stream.end_capture()
+            graph.launch(stream)
+            timing = self._repeated(stream, lambda: graph.launch(stream), len(calls), budget)
+            stream.synchronize()
+        del results
+        return timing
+
+    def hot(self, call: Call, budget: Budget = Budget()) -> Timing:
+        stream = self._cupy.cuda.get_current_stream()
+        call()
+        return self._repeated(stream, call, 1, budget)
+
+    def cold(self, call: Call, budget: Budget = Budget()) -> Timing:
+        from minidl.cuda.spin import spin
+
+        stream = self._cupy.cuda.get_current_stream()
+        scratch = self._cupy.empty(CACHE_MULTIPLE * self.cache_bytes, np.uint8)
+        call()
+        stream.synchronize()
+        started = time.perf_counter()
+        call()
+        hold = 2 * (time.perf_counter() - started) + 50e-6  # the host is back before the device has waited so long
+        stream.synchronize()
+
+        def sample() -> float:
+            scratch.data.memset_async(0, scratch.nbytes, stream)
+            spin(hold)
+            return self._elapsed(stream, call)
+
+        sample()
+        return budget.take(sample)
+
+
+class HostTimer(Timer):
+    """By the clock, for work that is done when a call returns."""
+
+    def __init__(self) -> None:
+        self.cache_bytes = _last_level_cache()
+
+    def replayed(self, calls: Sequence[Call], budget: Budget = Budget()) -> None:
+        return None
+
+    def hot(self, call: Call, budget: Budget = Budget()) -> Timing:
+        call()
+        repeats = max(1, math.ceil(budget.sample_ms / max(self._elapsed(call), 1e-6)))
+        return self._quietly(budget, lambda: self._elapsed(lambda: [call() for _ in range(repeats)]) / repeats)
+
+    def cold(self, call: Call, budget: Budget = Budget()) -> Timing:
+        scratch = np.zeros(CACHE_MULTIPLE * self.cache_bytes, np.uint8)
+
+        def sample() -> float:
+            scratch.fill(0)
+            return self._elapsed(call)
+
+        call()
+        return self._quietly(budget, sample)
+
+    @staticmethod
+    def _quietly(budget: Budget, sample: Callable[[], float]) -> Timing:
+        """Samples without a collection of garbage in them."""
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return budget.take(sample)
+        finally:
+            if collecting:
+                gc.enable()
+
+    @staticmethod
+    def _elapsed(call: Call) -> float:
+        started = time.perf_counter()
+        call()
+        return (time.perf_counter() - started) * 1e3
+
+
+def timer(ops: ModuleType) -> Timer:
+    """The timer of an operation table's device."""
+    return DeviceTimer() if ops.name == "cuda" else HostTimer()
+
+
+def _last_level_cache() -> int:
+    """Bytes of the largest cache that Linux tells of; a usual size where it tells of none."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text[:-1].isdigit() and text[-1] in units:
+            sizes.append(int(text[:-1]) * units[text[-1]])
+    # Virtual machines name the whole socket's cache; a few hundred megabytes would take longer than what is measured.
+    return min(max(sizes, default=_USUAL_CACHE), 4 * _USUAL_CACHE)
