@@ -22,6 +22,17 @@ BENCH ?= $(sort $(wildcard benchmarks/bench_*.py))
 PIP := PYTHONWARNINGS=ignore .venv/bin/python -m pip --quiet --disable-pip-version-check
 BUILT := build/built-for-$(subst /,-,$(PY))
 
+define REQUIRE_GPU
+import sys
+from minidl import backend
+try:
+    backend.get_ops("cuda").require_device()
+except (ImportError, RuntimeError) as error:
+    print(f"make test-gpu: {error}", file=sys.stderr)
+    sys.exit(2)
+endef
+export REQUIRE_GPU
+
 .PHONY: help env build train test test-gpu sanitize test-mpi lint format bench clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -40,7 +51,7 @@ test: $(BUILT) ## every test; those that need a GPU or a peer skip themselves wh
 	@$(PY) -m pytest $(ARGS)
 
 test-gpu: $(BUILT) ## the tests that need a GPU
-	@$(PY) -c 'from minidl import backend; backend.get_ops("cuda").require_device()'
+	@$(PY) -c "$$REQUIRE_GPU"
 	@$(PY) -m pytest -m gpu $(ARGS)
 
 sanitize: $(BUILT) ## laws of the operations on small shapes under compute-sanitizer's memcheck
@@ -79,7 +90,7 @@ distclean: clean ## remove .venv too
 	if [ "$$python" = none ]; then echo "minidl needs Python 3.11 or newer; none was found on the PATH" >&2; exit 1; fi; \
 	echo "environment: .venv from $$("$$python" --version)"; \
 	[ -x .venv/bin/python ] || "$$python" -m venv .venv
-	@extras=cli,data,dev; \
+	@extras=cli,data,plot,dev; \
 	if command -v mpicc >/dev/null && command -v mpiexec >/dev/null; then mpi=mpi; else mpi=mpi-wheel; fi; \
 	case $$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA[A-Za-z ]*Version *: *([0-9]+)\..*/\1/p' | head -n 1) in \
 		'' | [0-9] | 1[01]) cuda=nvrtc ;; \

@@ -8,6 +8,7 @@ costs the networks most against the peer: the time lost, weighted by how often t
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +20,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import harness
+from minidl import cuda
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.device_ceilings import copy_bandwidth
+from minidl.profile.results import machine_record, result, write
+from minidl.profile.tables import show
+from minidl.profile.timing import Budget, DeviceTimer, input_sets
 
 __all__ = ["Layer", "floor_ms", "main"]
 
@@ -214,8 +219,10 @@ def _nchw(tensor: Any) -> Any:
 def _measure(layer: Layer, name: str, bandwidth: float, cache: int, samples: int) -> list[dict[str, Any]]:
     import cupy
 
+    from minidl.bench.torch_calls import time_calls
+
     torch, precision = _torch(), PRECISIONS[name]
-    sets = min(8, harness.input_sets(layer.bytes(precision.dtype.itemsize), cache))
+    sets = min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
     arrays = _Arrays(layer, precision, sets)
     rows = []
     for which in PASSES:
@@ -225,7 +232,8 @@ def _measure(layer: Layer, name: str, bandwidth: float, cache: int, samples: int
         error = arrays.error(ours[-1](), peer[-1]())
         if not error <= precision.bound:
             raise AssertionError(f"{layer.name} {which} {name}: {error:.1e} off the peer, more than {precision.bound}")
-        mine, theirs = harness.time_cupy(ours, samples), harness.time_torch(peer, samples)
+        budget = Budget(samples, seconds=math.inf)
+        mine, theirs = DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")
         rows.append(
             {
                 "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": mine.ms, "spread": mine.spread,
@@ -272,11 +280,11 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16"])
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
-    harness.add_json_option(parser)
+    parser.add_argument("--json", metavar="PATH", help="write the result file here")
     options = parser.parse_args()
     torch = _torch()
     torch.backends.cudnn.benchmark = True
-    machine, bandwidth = harness.machine_record(), harness.copy_bandwidth()
+    machine, bandwidth = machine_record(), copy_bandwidth(cuda, DeviceTimer()) * 1e9
     rows = []
     for name in options.precision:
         torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
@@ -285,11 +293,11 @@ def main() -> None:
                 rows += _measure(layer, name, bandwidth, machine["l2_bytes"], options.samples)
     rows.sort(key=_lost, reverse=True)
     columns = ["layer and pass", "type", "ms", "spread", "TFLOP/s", "floor ms", "cudnn ms", "speed", "count", "lost ms"]
-    harness.print_table("convolutions, worst first", columns, map(_cells, rows))
+    show("convolutions, worst first", columns, map(_cells, rows))
     columns = ["network, type, pass", "ms", "floor ms", "cudnn ms", "speed against cudnn"]
-    harness.print_table("all layers, weighted by count", columns, _totals(rows))
+    show("all layers, weighted by count", columns, _totals(rows))
     if options.json:
-        harness.write_result(options.json, harness.result_file("bench_conv", rows, machine))
+        write(options.json, result("bench_conv", rows, machine))
 
 
 if __name__ == "__main__":

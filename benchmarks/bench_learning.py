@@ -18,8 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import harness
 from minidl import cli, dist
+from minidl.profile.results import result, write
+from minidl.profile.tables import show
 
 TENTHS = 10
 
@@ -35,7 +36,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=300)
     p.add_argument("--lr", type=float, default=0.05)
     p.add_argument("--workers", type=int, default=8)
-    harness.add_json_option(p)
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
     return p.parse_args()
 
 
@@ -88,9 +89,9 @@ def main() -> None:
         + [f"{row['losses_by_tenth'][-1]:.4f}", f"{row['test_accuracy']:.4f}", f"{row['images_per_s']:.0f}"]
         for row in rows
     ]
-    harness.print_table(f"mean loss over {a.steps} steps", columns, table)
+    show(f"mean loss over {a.steps} steps", columns, table)
     if a.json:
-        harness.write_result(a.json, harness.result_file("bench_learning", rows))
+        write(a.json, result("bench_learning", rows))
 
 
 if __name__ == "__main__":

@@ -22,19 +22,23 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import harness
 from minidl import cuda as ops
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
+from minidl.profile.device_ceilings import copy_bandwidth
+from minidl.profile.results import result, write
+from minidl.profile.tables import show
+from minidl.profile.timing import Budget, Call, DeviceTimer, input_sets
 
 DTYPES = {"bf16": bfloat16, "fp32": float32}
 BATCH = 256
 ACTIVATIONS = {"64@56": (56, 56, 64), "256@56": (56, 56, 256), "512@28": (28, 28, 512), "2048@7": (7, 7, 2048)}
 POOL = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1)}
 PARAMETERS = 25_600_000
+BUDGET = Budget(seconds=math.inf)
 
-Make = Callable[[], harness.Call]  # builds one input set and returns the call bound to it
+Make = Callable[[], Call]  # builds one input set and returns the call bound to it
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
         return lambda: bound(call, [noise(shape, DTYPES[dtype]) for _ in range(count)] + list(moments()))
 
     def torch_peer(call: Callable[..., Any], count: int) -> dict[str, Make]:
-        def make() -> harness.Call:
+        def make() -> Call:
             import torch
 
             ones = torch.ones(channels, device="cuda")
@@ -151,17 +155,17 @@ def pooling(dtype: str) -> Iterator[Case]:
     average = POOL | {"ceil_mode": False, "count_include_pad": True}
     window = [[3, 3], [2, 2], [1, 1]]
 
-    def max_backward() -> harness.Call:
+    def max_backward() -> Call:
         _, index = ops.max_pool2d(noise(shape, DTYPES[dtype]), **dilated, ceil_mode=False)
         return bound(lambda dy: ops.max_pool2d_backward(dy, index, shape, **dilated), [noise(pooled, DTYPES[dtype])])
 
-    def torch_max_backward() -> harness.Call:
+    def torch_max_backward() -> Call:
         x = torch_noise(shape, dtype)
         _, index = aten().max_pool2d_with_indices(x, *window)
         dy = torch_noise(pooled, dtype)
         return lambda: aten().max_pool2d_with_indices_backward(dy, x, *window, [1, 1], False, index)
 
-    def torch_avg_backward() -> harness.Call:
+    def torch_avg_backward() -> Call:
         x, dy = torch_noise(shape, dtype), torch_noise(pooled, dtype)
         return lambda: aten().avg_pool2d_backward(dy, x, *window, False, True, None)
 
@@ -187,7 +191,7 @@ def pooling(dtype: str) -> Iterator[Case]:
         shape_, cell = (BATCH, height, wide, channels), (BATCH, 1, 1, channels)
         moved = width * (math.prod(shape_) + math.prod(cell))
 
-        def torch_adaptive_backward(shape_: Any = shape_, cell: Any = cell) -> harness.Call:
+        def torch_adaptive_backward(shape_: Any = shape_, cell: Any = cell) -> Call:
             x, dy = torch_noise(shape_, dtype), torch_noise(cell, dtype)
             return lambda: aten()._adaptive_avg_pool2d_backward(dy, x)
 
@@ -206,16 +210,16 @@ def loss(dtype: str) -> Iterator[Case]:
     def labels(rows: int, classes: int) -> np.ndarray:
         return np.random.default_rng(1).integers(0, classes, rows)
 
-    def forward(rows: int, classes: int) -> harness.Call:
+    def forward(rows: int, classes: int) -> Call:
         x, t = noise((rows, classes), DTYPES[dtype]), ops.from_host(labels(rows, classes))
         return lambda: ops.softmax_cross_entropy(x, t, ignore_index=-100)
 
-    def backward(rows: int, classes: int) -> harness.Call:
+    def backward(rows: int, classes: int) -> Call:
         x, t = noise((rows, classes), DTYPES[dtype]), ops.from_host(labels(rows, classes))
         totals, lse = ops.softmax_cross_entropy(x, t, ignore_index=-100)
         return lambda: ops.softmax_cross_entropy_backward(x, t, lse, totals, ignore_index=-100)
 
-    def torch_both(rows: int, classes: int) -> tuple[harness.Call, harness.Call]:
+    def torch_both(rows: int, classes: int) -> tuple[Call, Call]:
         import torch
 
         x, t = torch_noise((rows, classes), dtype), torch.from_numpy(labels(rows, classes)).cuda()
@@ -244,7 +248,7 @@ def loss(dtype: str) -> Iterator[Case]:
 def optimizer(dtype: str) -> Iterator[Case]:
     working = dtype != "fp32"
 
-    def make() -> harness.Call:
+    def make() -> Call:
         master, grad, momentum = (noise((PARAMETERS,), float32) for _ in range(3))
         copy = ops.empty(PARAMETERS, DTYPES[dtype]) if working else None
         segment_of = ops.zeros(PARAMETERS // 64, np.int32)
@@ -252,7 +256,7 @@ def optimizer(dtype: str) -> Iterator[Case]:
         control = ops.from_host(np.array([1e-9, 0.9, 1, 0, 0, 0, 2000, 0], np.float32))
         return lambda: ops.sgd_update(master, grad, momentum, copy, segment_of, segments, control, nesterov=False)
 
-    def torch_make() -> harness.Call:
+    def torch_make() -> Call:
         import torch
 
         weight = torch.nn.Parameter(torch.randn(PARAMETERS, device="cuda"))
@@ -267,7 +271,7 @@ def optimizer(dtype: str) -> Iterator[Case]:
 
         return step
 
-    def check() -> harness.Call:
+    def check() -> Call:
         grad, control = noise((PARAMETERS,), float32), ops.zeros(8, np.float32)
         return lambda: ops.find_nonfinite(grad, control)
 
@@ -280,7 +284,7 @@ def optimizer(dtype: str) -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------------------------ helpers
 
 
-def bound(call: Callable[..., Any], arguments: list[Any]) -> harness.Call:
+def bound(call: Callable[..., Any], arguments: list[Any]) -> Call:
     return lambda: call(*arguments)
 
 
@@ -325,8 +329,10 @@ def cases(dtypes: list[str], only: str) -> list[Case]:
 
 def measure(case: Case, bandwidth: float, peers: bool) -> dict[str, Any]:
     """One row of the result file."""
-    sets = harness.input_sets(case.least_bytes, current_device().l2_bytes)
-    timing = harness.time_cupy([case.make() for _ in range(sets)])
+    if peers:
+        from minidl.bench.torch_calls import time_calls
+    sets = input_sets(case.least_bytes, current_device().l2_bytes)
+    timing = DeviceTimer().replayed([case.make() for _ in range(sets)], BUDGET)
     row = {
         "case": case.name, "pass": case.direction, "dtype": case.dtype, "arm": "minidl",
         "ms": timing.ms, "spread": timing.spread, "floor_ms": case.least_bytes / bandwidth * 1e3,
@@ -335,7 +341,7 @@ def measure(case: Case, bandwidth: float, peers: bool) -> dict[str, Any]:
     row["share"] = row["floor_ms"] / row["ms"]
     for name, make in case.peers.items() if peers else ():
         try:
-            row["peers"][name] = harness.time_torch([make() for _ in range(sets)]).ms
+            row["peers"][name] = time_calls([make() for _ in range(sets)], BUDGET, "replayed", "cuda").ms
         except RuntimeError as error:  # a peer that cannot do this leaves a gap in its column, not in ours
             print(f"{case.name} {case.direction}: {name} failed: {str(error).splitlines()[0]}", file=sys.stderr)
         release_memory()
@@ -368,7 +374,7 @@ def report(rows: list[dict[str, Any]], bandwidth: float) -> None:
         beside = [f"{peer:.4f}", f"{peer / row['ms']:.2f}"] if peer else ["", ""]
         times = [f"{row['ms']:.4f}", f"{row['spread']:.1%}", f"{row['tb_per_s']:.2f}", f"{row['floor_ms']:.4f}"]
         lines.append([row["case"], row["pass"], row["dtype"], *times, f"{row['share']:.1%}", *beside])
-    harness.print_table(f"device copy {bandwidth * 1e-12:.2f} TB/s, worst share first", columns, lines)
+    show(f"device copy {bandwidth * 1e-12:.2f} TB/s, worst share first", columns, lines)
 
 
 def rehearse(found: list[Case]) -> None:
@@ -381,7 +387,7 @@ def rehearse(found: list[Case]) -> None:
             case.make()()
         kernels = sorted({launch.name for launch in log.launches[2 * setup :]})
         lines.append([case.name, case.direction, case.dtype, f"{case.least_bytes / 1e6:.1f}", ", ".join(kernels)])
-    harness.print_table("dry run", ["case", "pass", "dtype", "least MB", "kernels"], lines)
+    show("dry run", ["case", "pass", "dtype", "least MB", "kernels"], lines)
 
 
 def main() -> None:
@@ -390,7 +396,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=[*DTYPES], action="append", help="default: all")
     parser.add_argument("--no-peers", action="store_true", help="without PyTorch")
     parser.add_argument("--dry-run", action="store_true", help="call every launcher without a GPU")
-    harness.add_json_option(parser)
+    parser.add_argument("--json", metavar="PATH", help="write the result file here")
     options = parser.parse_args()
     if options.dry_run:
         with dry_run():
@@ -399,14 +405,14 @@ def main() -> None:
         return
     ops.require_device()
     peers = not options.no_peers and has_torch()
-    bandwidth = harness.copy_bandwidth()
+    bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
     found = cases(options.dtype or [*DTYPES], options.only)
     rows = [measure(case, bandwidth, peers) for case in found]
     report(rows, bandwidth)
     if options.json:
-        content = harness.result_file("bench_ops", rows)
+        content = result("bench_ops", rows)
         content["copy_bytes_per_s"] = bandwidth
-        harness.write_result(options.json, content)
+        write(options.json, content)
 
 
 if __name__ == "__main__":

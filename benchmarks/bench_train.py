@@ -22,9 +22,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
-from benchmarks import harness
 from minidl import models
 from minidl.precision import precision
+from minidl.profile.results import result, write
+from minidl.profile.tables import show
+from minidl.profile.timing import Timing
 
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 CHECKED_STEPS = 3
@@ -43,7 +45,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps on each side")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
     p.add_argument("--peers", nargs="*", default=None, help="of torch-eager, torch-graph, torch-compile; default: all")
-    harness.add_json_option(p)
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
     small = a.model in ("resnet20", "lenet", "mlp")
     a.image_size = a.image_size or (32 if small else 256 if a.model == "unet" else 224)
@@ -87,7 +89,7 @@ def theirs(a: argparse.Namespace, mode: str, arm: str, state: dict[str, np.ndarr
     """One step of PyTorch, returning the loss tensor."""
     import torch
 
-    from benchmarks.torch_peer import TorchGraph, from_nhwc
+    from minidl.bench.torch_peer import TorchGraph, from_nhwc
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
@@ -167,7 +169,7 @@ def measure(a: argparse.Namespace, mode: str) -> dict[str, Any]:
     for _ in range(a.blocks):
         for arm, one in arms.items():
             samples[arm].append(block_ms(one, a.steps, wait))
-    timings = {arm: harness.summary(values) for arm, values in samples.items()}
+    timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
     mine = timings.pop("minidl")
     return {
         "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}",
@@ -195,9 +197,9 @@ def main() -> None:
         + [f"{row['ratio_to_best_peer']:.2f}"]
         for row in rows
     ]
-    harness.print_table("training step, milliseconds (peers: milliseconds)", columns, table)
+    show("training step, milliseconds (peers: milliseconds)", columns, table)
     if a.json:
-        harness.write_result(a.json, harness.result_file("bench_train", rows))
+        write(a.json, result("bench_train", rows))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,11 @@ class Layer:
         return self._bound
 
     @property
+    def has_backward_weight(self) -> bool:
+        """Whether `backward_weight` does anything, be it only for `backward_data`."""
+        return type(self).backward_weight is not Layer.backward_weight
+
+    @property
     def tf32(self) -> bool:
         """Whether float32 products may round their operands to TF32."""
         return self.precision is not None and self.precision.tf32
@@ -190,8 +195,9 @@ class Layer:
         if self._arena is not None:
             self._arena.begin_step()
         try:
-            with self.profiler.span(self.name, "backward_weight"):
-                self.backward_weight(array)
+            if self.has_backward_weight:
+                with self.profiler.span(self.name, "backward_weight"):
+                    self.backward_weight(array)
             if isinstance(self.params, LayerParams):
                 with self.profiler.span(self.name, "message"):
                     self.params.ready()

@@ -14,6 +14,7 @@ from typing import Any
 from minidl import backend, checks, interop
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile import Cost, PassCost
 from minidl.profile.spans import NULL_PROFILER, Profiler
 
 __all__ = ["SoftmaxCrossEntropy", "Totals"]
@@ -79,6 +80,19 @@ class SoftmaxCrossEntropy:
         self.profiler: Profiler = NULL_PROFILER
         self._saved: tuple[Any, ...] | None = None
 
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4, label_itemsize: int = 4) -> Cost:
+        """Least work of `forward` and `backward` (as ``backward_data``) on logits of ``shape``. Pure.
+
+        Per logit: maximum, difference, exponential, sum 4; ``(exp(x − lse) − label)·scale`` 3. Per label: logarithm,
+        plus the maximum, minus its logit, sum of losses 4; minus its one 1.
+        """
+        n, labels = prod(shape), prod(shape[:-1])
+        kept = labels * (label_itemsize + 4)  # the labels, and lse in float32
+        return Cost(
+            forward=PassCost(4 * n + 4 * labels, n * itemsize + kept),
+            backward_data=PassCost(3 * n + labels, 2 * n * itemsize + kept),
+        )
+
     def forward(self, logits: Any, labels: Any, grad: bool = True) -> Totals:
         """Evaluate the loss; keeps what `backward` needs unless ``grad`` is False.
 
@@ -100,6 +114,7 @@ class SoftmaxCrossEntropy:
             raise checks.bad_dtype("loss", "labels", "int32, int64 or uint8", labels.dtype)
         with self.profiler.span("loss", "forward"):
             totals, lse = ops.softmax_cross_entropy(array, labels, ignore_index=self.ignore_index)
+        with self.profiler.span("loss", "wait"):
             self.comm.all_reduce(totals)
         self._saved = (ops, array, labels, lse, totals, interop.answer_in_kind(logits)) if grad else None
         return Totals(ops, totals, array.shape[-1])
@@ -119,7 +134,5 @@ class SoftmaxCrossEntropy:
         self._saved = None
         assert prod(logits.shape[:-1]) == prod(labels.shape)
         with self.profiler.span("loss", "backward_data"):
-            dx = ops.softmax_cross_entropy_backward(
-                logits, labels, lse, totals, scale, ignore_index=self.ignore_index
-            )
+            dx = ops.softmax_cross_entropy_backward(logits, labels, lse, totals, scale, ignore_index=self.ignore_index)
         return answer(dx)

@@ -17,6 +17,7 @@ import numpy as np
 from minidl import checkpoint, checks
 from minidl.model import Model
 from minidl.params import ALIGN, Segment
+from minidl.profile import PassCost
 
 __all__ = ["SGD", "ParameterGroup"]
 
@@ -142,6 +143,28 @@ class SGD:
         """Steps left out so far because their gradients overflowed. Waits for the device."""
         return int(self.ops.to_host(self.control)[SKIPPED])
 
+    def cost(self) -> PassCost:
+        """Least work of `step`: FLOP of the formula; gradients, weights, momentum and the copy that products read.
+
+        With loss scaling all gradients are tested before the first is used: they are read twice.
+        """
+        total = PassCost()
+        for s in self.arena.segments:
+            if not s.trainable:
+                continue
+            decay = self._row(s)[1]
+            steps = 1 + bool(decay) + (self.velocity is not None) + self.nesterov
+            copy = self.model.precision.storage.itemsize if s.product and self._mixed else 0
+            total += PassCost(2 * steps * s.size, (12 + 8 * (self.velocity is not None) + copy) * s.size)
+            if self.scales_loss:
+                total += PassCost(2 * s.size, 4 * s.size)
+        return total
+
+    @property
+    def _mixed(self) -> bool:
+        """Whether products read a rounded copy of the weights."""
+        return self.arena.working is not self.arena.master
+
     def step(self) -> None:
         """Update all parameters: group by group as messages arrive or, with loss scaling, after all of them."""
         messages = self.arena.finished()
@@ -159,13 +182,12 @@ class SGD:
 
     def _update(self, begin: int, end: int) -> None:
         arena, part = self.arena, slice(begin, end)
-        mixed = arena.working is not arena.master
         with self.model.profiler.span("optimizer", "update"):
             self.ops.sgd_update(
                 arena.master[part],
                 arena.grad[part],
                 self.velocity[part] if self.velocity is not None else None,
-                arena.working[part] if mixed else None,
+                arena.working[part] if self._mixed else None,
                 self.segment_of[begin // ALIGN : end // ALIGN],
                 self.segments,
                 self.control,

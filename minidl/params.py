@@ -209,7 +209,7 @@ class Arena:
 
     def connect(self, comm: Communicator, group_bytes: int = 0) -> None:
         """Cut the gradients into messages: neighbouring layers share one until it holds ``group_bytes``."""
-        self.comm = comm
+        self.comm, self.group_bytes = comm, group_bytes
         self.messages = []
         for name in reversed(self._layers):
             mine = [s for s in self._layers[name] if s.trainable]

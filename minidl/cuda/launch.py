@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -27,13 +27,15 @@ from minidl.cuda.device import (
     import_cupy,
 )
 
-__all__ = ["dry_run", "launch"]
+__all__ = ["Observer", "dry_run", "launch", "observed"]
 
 DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 
 _NULL = np.uint64(0)
 _NO_DEFINES: Mapping[str, int | str] = MappingProxyType({})
 _PLAIN = (int, float, bool, complex)
+
+Observer = Callable[[str, str, Mapping[str, int | str]], AbstractContextManager]
 
 
 class _Kernel:
@@ -49,6 +51,7 @@ class _Kernel:
 _modules: dict[tuple, Any] = {}
 _kernels: dict[tuple, _Kernel] = {}
 _get_device = None
+_observer: Observer | None = None
 
 
 def launch(
@@ -96,7 +99,11 @@ def launch(
         if argument is None or type(argument) in _PLAIN:
             args = _checked(name, args)
             break
-    kernel.function(grid, block, args, shared)
+    if _observer is None:
+        kernel.function(grid, block, args, shared)
+    else:
+        with _observer(stem, name, defines):
+            kernel.function(grid, block, args, shared)
     if DEBUG:
         _wait(f"{name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}")
 
@@ -162,6 +169,17 @@ def _record(
     if 0 not in grid:
         sizes = tuple(map(int, grid)), tuple(map(int, block))
         dry.launches.append(Launch(stem, name, tuple(sorted(defines.items())), *sizes, int(shared)))
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Open ``observer(stem, name, defines)`` around each launch: for a profiler that wants to see single kernels."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
 
 
 @contextmanager

@@ -69,12 +69,23 @@ class BatchNorm2d(Layer):
         return shape
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        # Forward: statistics read x, normalising reads and writes. Backward: sums read dy and x, dx reads both, writes.
-        n = prod(shape)
+        """As in `Layer.cost`, in the present mode: in evaluation the running statistics are constants.
+
+        Per element: mean 1, squared deviations 3, ``(x − mean)·scale + shift`` 3 (2 if not affine);
+        ``Σ dy`` 1, ``Σ dy·(x − mean)`` 3; ``slope·(dy − a − (x − mean)·b)`` 5, in evaluation ``slope·dy`` 1.
+        """
+        n, affine = prod(shape), bool(self.specs)
+        x, vector = n * itemsize, 4 * self.num_features
+        moments, parameters = 2 * vector, 2 * vector if affine else 0
+        sums = 2 * vector if self.training else 0
+        # Running statistics are read; in training, written too. Either way the moments are kept for backward.
+        buffers = 4 * vector if self.training else 2 * vector
+        statistics = PassCost(4 * n, x) if self.training else PassCost()
+        backward_data = PassCost(5 * n, 3 * x + moments) if self.training else PassCost(n, 2 * x + vector)
         return Cost(
-            forward=PassCost(7 * n, 3 * n * itemsize),
-            backward_data=PassCost(6 * n, 3 * n * itemsize),
-            backward_weight=PassCost(5 * n, 2 * n * itemsize),
+            forward=statistics + PassCost((3 if affine else 2) * n, 2 * x + parameters + buffers + moments),
+            backward_data=backward_data + PassCost(0, sums + parameters // 2),
+            backward_weight=PassCost(4 * n, 2 * x + moments + 2 * vector) if affine or self.training else PassCost(),
         )
 
     @property

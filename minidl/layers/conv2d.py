@@ -9,6 +9,7 @@ from minidl import checks
 from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
+from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
 
 __all__ = ["Conv2d", "ConvTranspose2d"]
@@ -47,20 +48,20 @@ class _Convolution(Layer):
         """Keyword arguments of the convolution operations."""
         return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
 
-    def _cost(self, multiply_adds: int, x: int, y: int, itemsize: int) -> Cost:
-        """Cost of three products over tensors of ``x`` and ``y`` elements; the weight gradient is float32."""
-        w = prod(self.specs[0].shape)
-        return Cost(
-            forward=PassCost(2 * multiply_adds, (x + w + y) * itemsize),
-            backward_data=PassCost(2 * multiply_adds, (x + w + y) * itemsize),
-            backward_weight=PassCost(2 * multiply_adds, (x + y) * itemsize + 4 * w),
-        )
+    @property
+    def _biased(self) -> bool:
+        return any(spec.name == "bias" for spec in self.specs)
+
+    def _window(self, image: tuple[int, ...], out: tuple[int, ...]) -> int:
+        """Elements of ``image`` under the windows of the convolution that maps it to ``out``."""
+        axes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return image[0] * image[3] * covered(image[1:3], out[1:3], *axes)
 
     def describe(self) -> str:
         parts = [str(self.in_channels), str(self.out_channels), f"kernel_size={self.kernel_size}"]
         defaults = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
         parts += [f"{key}={value}" for key, value in self.geometry.items() if value != defaults[key]]
-        if not any(spec.name == "bias" for spec in self.specs):
+        if not self._biased:
             parts.append("bias=False")
         return ", ".join(parts)
 
@@ -110,8 +111,16 @@ class Conv2d(_Convolution):
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        y = prod(self.output_shape(shape))
-        return self._cost(y * prod(self.specs[0].shape[1:]), prod(shape), y, itemsize)
+        out = self.output_shape(shape)
+        x, y, w = prod(shape), prod(out), prod(self.specs[0].shape)
+        read = self._window(shape, out)
+        product = 2 * y * prod(self.specs[0].shape[1:])
+        bias = PassCost(y, 4 * self.out_channels) if self._biased else PassCost()
+        return Cost(
+            forward=PassCost(product, (read + w + y) * itemsize) + bias,
+            backward_data=PassCost(product, (y + w + x) * itemsize),
+            backward_weight=PassCost(product, (read + y) * itemsize + 4 * w) + bias,
+        )
 
     def compute(self, x: Any) -> Any:
         self.save(x=x)
@@ -181,8 +190,16 @@ class ConvTranspose2d(_Convolution):
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        x = prod(shape)
-        return self._cost(x * prod(self.specs[0].shape[1:]), x, prod(self.output_shape(shape)), itemsize)
+        out = self.output_shape(shape)
+        x, y, w = prod(shape), prod(out), prod(self.specs[0].shape)
+        read = self._window(out, shape)  # of dy: backward, this is a convolution
+        product = 2 * x * prod(self.specs[0].shape[1:])
+        bias = PassCost(y, 4 * self.out_channels) if self._biased else PassCost()
+        return Cost(
+            forward=PassCost(product, (x + w + y) * itemsize) + bias,
+            backward_data=PassCost(product, (read + w + x) * itemsize),
+            backward_weight=PassCost(product, (x + (y if self._biased else read)) * itemsize + 4 * w) + bias,
+        )
 
     def compute(self, x: Any) -> Any:
         self.save(x=x)

@@ -49,7 +49,8 @@ class Linear(Layer):
         n, x, y = shape[0], shape[0] * self.in_features, shape[0] * self.out_features
         w = self.in_features * self.out_features
         product = PassCost(2 * n * w, (x + w + y) * itemsize)
-        return Cost(product, product, PassCost(2 * n * w, (x + y) * itemsize + 4 * w))
+        bias = PassCost(y, 4 * self.out_features) if len(self.specs) == 2 else PassCost()
+        return Cost(product + bias, product, PassCost(2 * n * w, (x + y) * itemsize + 4 * w) + bias)
 
     def compute(self, x: Any) -> Any:
         self.save(x=x)

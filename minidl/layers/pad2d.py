@@ -39,8 +39,13 @@ class Pad(Layer):
         return n, h, w, c
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        both = PassCost(0, (prod(shape) + prod(self.output_shape(shape))) * itemsize)
-        return Cost(forward=both, backward_data=both)
+        left, right, top, bottom = (min(side, 0) for side in self.padding)
+        n, h, w, c = shape
+        kept = n * max(h + top + bottom, 0) * max(w + left + right, 0) * c
+        return Cost(
+            forward=PassCost(0, (kept + prod(self.output_shape(shape))) * itemsize),
+            backward_data=PassCost(0, (kept + prod(shape)) * itemsize),
+        )
 
     def compute(self, x: Any) -> Any:
         self.save()

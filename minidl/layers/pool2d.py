@@ -8,7 +8,8 @@ from typing import Any
 from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.shapes import Pair, pool_output_size
+from minidl.profile.cost import covered
+from minidl.shapes import Pair, ceil_div, pool_output_size
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
@@ -40,10 +41,11 @@ class _Pool(Layer):
         p, q = self._fitting(shape, tuple(pool_output_size(*axis, self.ceil_mode) for axis in sizes))
         return n, p, q, c
 
-    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        x, y = prod(shape), prod(self.output_shape(shape))
-        both = PassCost(y * prod(self.kernel_size), (x + y) * itemsize)
-        return Cost(forward=both, backward_data=both)
+    def _read(self, shape: tuple[int, ...]) -> int:
+        """Elements of an input of ``shape`` that lie in any window."""
+        out = self.output_shape(shape)[1:3]
+        axes = (self.kernel_size, self.stride, self.padding, self.dilation)
+        return shape[0] * shape[3] * covered(shape[1:3], out, *axes)
 
     def describe(self) -> str:
         return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}"
@@ -77,6 +79,15 @@ class MaxPool2d(_Pool):
         return {
             "kernel": self.kernel_size, "stride": self.stride, "padding": self.padding, "dilation": self.dilation,
         }  # fmt: skip
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        # A comparison per tap, one addition per maximum; where each maximum was is kept in one byte or two.
+        x, y, window = prod(shape), prod(self.output_shape(shape)), prod(self.kernel_size)
+        index = y * (1 if window <= 256 else 2)
+        return Cost(
+            forward=PassCost(y * window, (self._read(shape) + y) * itemsize + index),
+            backward_data=PassCost(y, (y + x) * itemsize + index),
+        )
 
     def compute(self, x: Any) -> Any:
         y, index = self.ops.max_pool2d(x, **self._window, ceil_mode=self.ceil_mode)
@@ -116,6 +127,12 @@ class AvgPool2d(_Pool):
             "ceil_mode": self.ceil_mode, "count_include_pad": self.count_include_pad,
         }  # fmt: skip
 
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        # An addition per tap and one multiplication per mean, both ways.
+        x, y = prod(shape), prod(self.output_shape(shape))
+        flop = y * (prod(self.kernel_size) + 1)
+        return Cost(PassCost(flop, (self._read(shape) + y) * itemsize), PassCost(flop, (y + x) * itemsize))
+
     def compute(self, x: Any) -> Any:
         self.save(shape=x.shape)
         return self.ops.avg_pool2d(x, **self._window)
@@ -138,7 +155,8 @@ class AdaptiveAvgPool2d(Layer):
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         x, y = prod(shape), prod(self.output_shape(shape))
-        both = PassCost(x, (x + y) * itemsize)
+        bins = prod(_bin_total(size, out) for size, out in zip(shape[1:3], self.output_size, strict=True))
+        both = PassCost(shape[0] * shape[3] * bins + y, (x + y) * itemsize)
         return Cost(forward=both, backward_data=both)
 
     def compute(self, x: Any) -> Any:
@@ -150,3 +168,8 @@ class AdaptiveAvgPool2d(Layer):
 
     def describe(self) -> str:
         return f"{self.output_size}"
+
+
+def _bin_total(size: int, out: int) -> int:
+    """Pixels in all bins along one axis; bins overlap where ``out`` does not divide ``size``."""
+    return sum(ceil_div((i + 1) * size, out) - i * size // out for i in range(out))

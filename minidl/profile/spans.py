@@ -23,7 +23,8 @@ class Profiler(Protocol):
         Args:
             layer: full name; "loss", "optimizer" for those, names joined by "+" for a message of several layers.
             pass_name: forward, backward_weight, backward_data; update; message (the starting of an all-reduce on the
-                host), all_reduce (its transfer, on the message's stream or thread), wait (the wait for it).
+                host), all_reduce (its transfer, on the message's stream or thread), wait (the wait for it, or for the
+                other ranks' totals of the loss).
             stream: the CUDA stream that the work goes to; None: the current one, or the calling thread on a CPU.
         """
 

@@ -1,14 +1,16 @@
 """StepProfiler: every pass of every layer within real steps, by device events or by the clock.
 
-Between two steps nothing is waited for and nothing is read; each span costs two event records (about a microsecond
-each). In a CUDA graph the records become nodes of the graph, which each replay times anew: the passes of a step with no
-time of the host in it.
+Between two steps nothing is waited for and nothing is read; each span costs two event records. In a CUDA graph the
+records become nodes of the graph, which each replay times anew: the passes of a step with no time of the host in it.
+There one record ends a span and begins the next where no other work lies between them, since each keeps kernels from
+overlapping at their ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -59,27 +61,30 @@ class StepProfiler:
     Args:
         ops: the operation table the steps run on.
         captured: the step is being captured in a CUDA graph: `read` then gives the times of its last replay.
-        memory: note the bytes in use after each span (GPU; costs a few microseconds of the host each).
     """
 
-    def __init__(self, ops: ModuleType, *, captured: bool = False, memory: bool = False):
+    def __init__(self, ops: ModuleType, *, captured: bool = False):
         self.on_gpu = ops.name == "cuda"
-        self._marks: _DeviceMarks | _HostMarks = _DeviceMarks(captured) if self.on_gpu else _HostMarks()
-        self._used = _bytes_in_use() if memory and self.on_gpu else None
+        kind = (_CapturedMarks if captured else _DeviceMarks) if self.on_gpu else _HostMarks
+        self._marks: _HostMarks | _DeviceMarks = kind()
+        self._used: Callable[[], int] | None = None
         self._open: list[tuple[str, str, str, Any, Any, int]] | None = None
         self._steps: list[tuple[Any, Any, list[tuple[str, str, str, Any, Any, int]]]] = []
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around one step (or, captured, around its capture)."""
+    def step(self, *, memory: bool = False) -> Iterator[None]:
+        """Around one step (or, captured, around its capture).
+
+        Args:
+            memory: note the bytes in use after each span, on a GPU; asking takes the host some microseconds.
+        """
         begin = self._marks.set(None)
         self._open = spans = []
+        self._used = _bytes_in_use() if memory and self.on_gpu else None
         try:
             yield
-        except BaseException:
+        finally:
             self._open = None
-            raise
-        self._open = None
         self._steps.append((begin, self._marks.set(None), spans))
 
     def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
@@ -145,13 +150,13 @@ class _HostMarks:
 class _DeviceMarks:
     """CUDA events, kept for later steps once they were read."""
 
-    def __init__(self, captured: bool):
+    lasting = False
+
+    def __init__(self) -> None:
         import cupy
 
-        self._cuda, self._runtime = cupy.cuda, cupy.cuda.runtime
-        self._record = _external_record() if captured else cupy.cuda.runtime.eventRecord
+        self._cuda, self._record = cupy.cuda, cupy.cuda.runtime.eventRecord
         self._free: list[Any] = []
-        self.lasting = captured
 
     def set(self, stream: Any) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event()
@@ -170,19 +175,44 @@ class _DeviceMarks:
         self._free += marks
 
 
-def _external_record() -> Any:
-    """Records an event within a captured stream as a node that can be read after each replay (CuPy does not offer it)."""
-    import ctypes
+class _CapturedMarks(_DeviceMarks):
+    """CUDA events recorded by nodes of a graph, which can be read after each replay.
 
-    driver = ctypes.CDLL("libcuda.so.1")
-    external = 1  # CU_EVENT_RECORD_EXTERNAL
+    CuPy does not offer such records, nor a way to ask what a captured stream waits for; the driver does.
+    """
 
-    def record(event: int, stream: int) -> None:
-        status = driver.cuEventRecordWithFlags(ctypes.c_void_p(event), ctypes.c_void_p(stream), external)
+    lasting = True
+    _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._last: dict[int, tuple[Any, tuple[int, ...]]] = {}  # of each stream: its last mark, and that mark's node
+
+    def set(self, stream: Any) -> Any:
+        stream = (stream or self._cuda.get_current_stream()).ptr
+        if stream in self._last:
+            event, node = self._last[stream]
+            if self._awaited(stream) == node:
+                return event  # nothing was launched since
+        event = self._cuda.Event()
+        pointers = ctypes.c_void_p(event.ptr), ctypes.c_void_p(stream)
+        self._succeed(self._driver.cuEventRecordWithFlags(*pointers, self._EXTERNAL))
+        self._last[stream] = event, self._awaited(stream)
+        return event
+
+    def _awaited(self, stream: int) -> tuple[int, ...]:
+        """The nodes that the next node of the stream will depend on."""
+        state, identity, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
+        nodes = ctypes.POINTER(ctypes.c_void_p)()
+        out = (ctypes.byref(value) for value in (state, identity, ctypes.c_void_p(), nodes, count))
+        self._succeed(self._driver.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *out))
+        return tuple(nodes[i] for i in range(count.value))
+
+    @staticmethod
+    def _succeed(status: int) -> None:
         if status:
-            raise RuntimeError(f"cuEventRecordWithFlags failed with CUDA driver error {status}")
-
-    return record
+            raise RuntimeError(f"timing a captured step failed with CUDA driver error {status}")
 
 
 def _bytes_in_use() -> Any:

@@ -16,7 +16,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -152,6 +153,13 @@ class DeviceTimer(Timer):
         return budget.take(lambda: elapsed(repeats) / (repeats * calls))
 
     def replayed(self, calls: Sequence[Call], budget: Budget = Budget()) -> Timing:
+        with self.captured(calls) as (launch, stream):
+            launch()
+            return self._repeated(stream, launch, len(calls), budget)
+
+    @contextmanager
+    def captured(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Any]]:
+        """(a function that launches all ``calls`` as one graph, the stream it goes to)."""
         stream = self._cupy.cuda.Stream(non_blocking=True)
         self._cupy.cuda.Device().synchronize()  # the inputs were made on another stream
         with stream:
@@ -166,11 +174,11 @@ class DeviceTimer(Timer):
                 stream.end_capture()
                 raise
             graph = stream.end_capture()
-            graph.launch(stream)
-            timing = self._repeated(stream, lambda: graph.launch(stream), len(calls), budget)
-            stream.synchronize()
+            try:
+                yield lambda: graph.launch(stream), stream
+            finally:
+                stream.synchronize()  # before what the graph writes to is let go
         del results
-        return timing
 
     def hot(self, call: Call, budget: Budget = Budget()) -> Timing:
         stream = self._cupy.cuda.get_current_stream()

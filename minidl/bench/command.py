@@ -1,0 +1,284 @@
+"""``minidl bench``: layers, model, ceilings, compare, sweep."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minidl import backend, checks, dist, models
+from minidl.bench import layers, sweep
+from minidl.bench.run import bench_layer, bench_network
+from minidl.bench.setup import Setup, device_of, layer_case
+from minidl.bench.step import TrainingStep
+from minidl.bench.summary import merged, network_table
+from minidl.dist.communicator import Communicator
+from minidl.profile import ceilings, compare
+from minidl.profile.energy import Meter
+from minidl.profile.nvtx import NvtxRanges
+from minidl.profile.results import result, write, write_csv
+from minidl.profile.tables import show
+from minidl.profile.timing import Budget
+from minidl.profile.trace import write_trace
+from minidl.profile.views import VIEWS, footer, view
+
+__all__ = ["add_arguments", "parser_of", "run"]
+
+_UNACCOUNTED = 3  # exit status of --strict
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verbs below ``minidl bench``."""
+    verbs = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    for name, (text, add, _) in _VERBS.items():
+        add(verbs.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """The parser of one verb by itself.
+
+    Raises:
+        ValueError: for an unknown verb.
+    """
+    if verb not in _VERBS:
+        raise checks.unknown("verb", verb, _VERBS)
+    parser = argparse.ArgumentParser(prog=f"minidl bench {verb}")
+    _VERBS[verb][1](parser)
+    return parser
+
+
+def run(a: argparse.Namespace) -> int:
+    """One verb; the exit status."""
+    return _VERBS[a.bench][2](a)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def _add_layers(p: argparse.ArgumentParser) -> None:
+    _add_network(p)
+    p.add_argument("--model", default="resnet20", help=f"every layer of one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--layer", metavar="TEXT", help="one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
+    p.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of its input; once for each input")
+    p.add_argument("--batch", type=int, default=32, help="samples of each rank")
+    p.add_argument("--precision", default="fp32", choices=_PRECISIONS)
+    p.add_argument(
+        "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
+    )
+    p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
+    p.add_argument("--energy", action="store_true", help="energy per call, by NVML; half a second for each pass")
+    p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
+    p.add_argument("--torch", metavar="MODULE:NAME", help="the same table for a torch.nn.Module instead")
+    p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"])
+
+
+def _add_model(p: argparse.ArgumentParser) -> None:
+    _add_network(p)
+    p.add_argument("--model", nargs="+", default=["resnet20"], help=f"of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each rank")
+    p.add_argument("--precision", nargs="+", default=["fp32"], choices=_PRECISIONS)
+
+
+def _add_network(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
+    p.add_argument("--classes", type=int, help="default: usual for the network")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
+    p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
+    p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
+    p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
+    p.add_argument("--nvtx", action="store_true", help="mark each pass for NVIDIA's profilers")
+    p.add_argument(
+        "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"
+    )
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
+    p.add_argument("--csv", metavar="PATH", help="write the rows here, for spreadsheets")
+    p.add_argument("--trace", metavar="PATH", help="write the last eager step here, for Perfetto and chrome://tracing")
+
+
+def _add_ceilings(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--cached", action="store_true", help="show what was measured before, if it was")
+    p.add_argument("--json", metavar="PATH", help="write the record here")
+
+
+# -- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def _layers(a: argparse.Namespace) -> int:
+    _refuse(a)
+    if a.torch:
+        return _torch_module(a)
+    comm, device, progress = _start(a)
+    known = ceilings.find(backend.get_ops(device), comm, remeasure=a.remeasure, progress=progress)
+    options = _options(a, device)
+    common = {"options": options, "progress": progress}
+    if a.layer:
+        setup = {"precision": a.precision, "device": device, "ranks": comm.size}
+        content = bench_layer(layer_case(a.layer, a.input), a.layer, setup, comm, known, **common)
+    else:
+        setup = Setup(a.model, a.batch, a.precision, device, comm.size, a.image_size, a.classes)
+        content = bench_network(setup, comm, known, **common, **_network_options(a))
+    progress("")
+    if comm.rank == 0:
+        for name in VIEWS if "all" in a.view else a.view:
+            title, columns, rows = view(content, name)
+            show(title, columns, rows)
+        _finish(a, content)
+    return _status(a, [content])
+
+
+def _refuse(a: argparse.Namespace) -> None:
+    """Options that cannot apply together are errors."""
+    if bool(a.layer) != bool(a.input):
+        raise checks.bad_value("bench", "--layer and --input", "both or neither", a.layer or a.input)
+    if a.layer and a.trace:
+        raise checks.bad_value("bench", "--trace", "left out with --layer, which takes no steps", a.trace)
+    if a.torch and (a.layer or a.peer):
+        raise checks.bad_value("bench", "--torch", "without --layer and --peer", a.torch)
+
+
+def _options(a: argparse.Namespace, device: str) -> layers.Options:
+    if device == "cpu" and (a.energy or a.kernels or a.nvtx):
+        given = next(name for name in ("energy", "kernels", "nvtx") if getattr(a, name))
+        raise checks.bad_value("bench", f"--{given}", "with a GPU", "--device cpu")
+    energy = None
+    if a.energy:
+        meter = Meter(backend.get_ops("cuda"))
+        if meter.reason is not None:
+            raise ValueError(f"--energy: {meter.reason}")
+        energy = meter.energy_per_call
+    peers = {}
+    if a.peer:
+        from minidl.bench.torch_peer import peer_ms
+
+        peers["torch"] = peer_ms
+    budget = Budget(samples=25, seconds=0.25, least=5 if device == "cuda" else 7)
+    return layers.Options(a.ways, budget, a.kernels, energy, peers)
+
+
+def _network_options(a: argparse.Namespace) -> dict[str, Any]:
+    def prepare(step: TrainingStep) -> None:
+        if a.nvtx:
+            step.observe(NvtxRanges())
+            step()
+            step.observe()
+
+    megabytes = checks.number("bench", "--group-mb", a.group_mb, "of at least 0", lambda v: v >= 0)
+    seconds = checks.number("bench", "--seconds", a.seconds, "above 0", lambda v: v > 0)
+    return {
+        "seconds": seconds, "capture": not a.no_capture, "group_bytes": int(megabytes * (1 << 20)), "prepare": prepare,
+    }  # fmt: skip
+
+
+def _torch_module(a: argparse.Namespace) -> int:
+    from minidl.bench.torch_peer import bench_command
+
+    content = bench_command(a)
+    for name in VIEWS if "all" in a.view else a.view:
+        show(*view(content, name))
+    _finish(a, content)
+    return 0
+
+
+def _model(a: argparse.Namespace) -> int:
+    if a.trace and len(a.model) * len(a.batch) * len(a.precision) > 1:
+        raise checks.bad_value("bench", "--trace", "with one model, batch and precision", a.trace)
+    comm, device, progress = _start(a)
+    known = ceilings.find(backend.get_ops(device), comm, remeasure=a.remeasure, progress=progress)
+    contents = []
+    for model in a.model:
+        for precision in a.precision:
+            for batch in a.batch:
+                setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes)
+                told = lambda what, setup=setup: progress(f"{setup.title} {setup.precision}: {what}" if what else "")  # noqa: E731
+                contents.append(bench_network(setup, comm, known, isolated=False, progress=told, **_network_options(a)))
+    progress("")
+    if comm.rank == 0:
+        content = contents[0] if len(contents) == 1 else merged(contents)
+        show(*network_table(contents))
+        _finish(a, content)
+    return _status(a, contents)
+
+
+def _ceilings(a: argparse.Namespace) -> int:
+    comm, device, progress = _start(a)
+    record = ceilings.find(backend.get_ops(device), comm, remeasure=not a.cached, progress=progress)
+    progress("")
+    if comm.rank == 0:
+        show(
+            f"ceilings of {record['machine']}, {record['device']}",
+            ["what", "at most", "how"],
+            ceilings.describe(record),
+        )
+        if a.json:
+            write(a.json, result("ceilings", [], ceilings=record))
+            print(f"wrote {a.json}")
+    return 0
+
+
+def _compare(a: argparse.Namespace) -> int:
+    return compare.run(a)
+
+
+def _sweep(a: argparse.Namespace) -> int:
+    return sweep.run(a, parser_of)
+
+
+_VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "layers": ("each pass of each layer: time, intensity, share of the roofline, all-reduce", _add_layers, _layers),
+    "model": ("whole networks: steps, and the share of each kind of layer", _add_model, _model),
+    "ceilings": ("what this machine can do at most", _add_ceilings, _ceilings),
+    "compare": ("two result files, row by row: SAME, FASTER, SLOWER or UNCLEAR", compare.add_arguments, _compare),
+    "sweep": ("a grid of shapes, precisions, batches and ranks", sweep.add_arguments, _sweep),
+}
+
+
+# -- starting and ending ----------------------------------------------------------------------------------------------
+
+
+def _start(a: argparse.Namespace) -> tuple[Communicator, str, Callable[[str], None]]:
+    """The ranks, their device, and a display of what is being done."""
+    comm = dist.init(a.device)
+    device = device_of(a.device, comm)
+    if device == "cuda" and comm.name != "nccl" and comm.size > 1:
+        raise ValueError("bench: ranks with GPUs need NCCL")
+    return comm, device, _display() if comm.rank == 0 else lambda what: None
+
+
+def _display() -> Callable[[str], None]:
+    """What is being done, on stderr: in place on a terminal, every ten seconds elsewhere; "" ends it."""
+    terminal, last = sys.stderr.isatty(), [time.monotonic()]
+
+    def tell(what: str) -> None:
+        if terminal:
+            print(f"\r\033[K{what}", end="", file=sys.stderr, flush=True)
+        elif what and time.monotonic() - last[0] >= 10:
+            last[0] = time.monotonic()
+            print(f"measuring {what}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _finish(a: argparse.Namespace, content: dict[str, Any]) -> None:
+    """Notes below the tables, and the files asked for."""
+    for line in footer(content):
+        print(line)
+    if a.json:
+        write(a.json, content)
+        print(f"wrote {a.json}")
+    if a.csv:
+        write_csv(a.csv, content)
+        print(f"wrote {a.csv}")
+    if a.trace:
+        warning = write_trace(Path(a.trace), content)
+        print(warning or f"wrote {a.trace}")
+
+
+def _status(a: argparse.Namespace, contents: list[dict[str, Any]]) -> int:
+    unclosed = any("account for only" in text for content in contents for text in content["warnings"])
+    return _UNACCOUNTED if a.strict and unclosed else 0

@@ -1,0 +1,206 @@
+"""Whole steps of a network, eager and captured, with and without messages; and the time of each layer within them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from minidl.bench.step import TrainingStep
+from minidl.dist.communicator import Communicator
+from minidl.profile.steps import StepProfiler, StepTimes
+from minidl.profile.timing import Timing
+
+__all__ = ["Kind", "Message", "NetworkTimes", "joined", "measure", "portable"]
+
+WARM_UP = 3
+FEWEST, MOST = 6, 20  # steps of one kind
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A gradient message within steps, in milliseconds, medians over the steps.
+
+    Attributes:
+        transfer: of the rank that waited for nobody (the smallest time of all ranks).
+        wait: what the slowest rank spent longer than that, waiting for others.
+        exposed: for how long the computing of the rank that suffers most stood still for it.
+    """
+
+    transfer: float
+    wait: float
+    exposed: float
+
+
+@dataclass
+class Kind:
+    """Steps of one kind (eager or captured) on all ranks.
+
+    Attributes:
+        plain: a whole step, without spans; the slowest rank's.
+        watched: the same with spans: what their marks cost is the difference.
+        compute_only: without messages; None with one rank.
+        passes: milliseconds of each (layer, pass) in each step, of the rank that is slowest there.
+        messages: by message name.
+        unaccounted: of each step, on the slowest rank.
+        ranks: a whole step on each rank, milliseconds.
+    """
+
+    plain: Timing
+    watched: Timing
+    compute_only: Timing | None
+    passes: dict[Key, Timing]
+    messages: dict[str, Message]
+    unaccounted: Timing
+    ranks: list[float]
+
+
+@dataclass
+class NetworkTimes:
+    """What `measure` found. ``spans`` and ``memory`` are of one watched eager step of each rank."""
+
+    eager: Kind
+    captured: Kind | None
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def measure(
+    step: TrainingStep,
+    *,
+    seconds: float = 3.0,
+    capture: bool = True,
+    progress: Callable[[str], None] = lambda what: None,
+) -> NetworkTimes:
+    """Run the step in all its ways; a collective.
+
+    Args:
+        seconds: for each way, roughly; never fewer than 6 steps, never more than 20.
+        capture: also as a CUDA graph, on a GPU.
+        progress: told what is measured next.
+    """
+    comm = step.comm
+    progress("warming up")
+    for _ in range(WARM_UP):
+        step()
+    step.ops.synchronize()
+    started = time.perf_counter()
+    step()
+    step.ops.synchronize()
+    steps = max(comm.share(max(FEWEST, min(MOST, int(seconds / (time.perf_counter() - started))))))
+    progress(f"{steps} eager steps")
+    eager, last = _eager(step, steps)
+    times = NetworkTimes(eager, None)
+    for rank, (spans, memory) in enumerate(comm.share(portable(last))):
+        times.spans += [{"rank": rank, **span} for span in spans]
+        times.memory += [{"rank": rank, "t_ms": at, "bytes": used} for at, used in memory]
+    if capture and step.ops.name == "cuda":
+        progress(f"{steps} replays of the step as a CUDA graph")
+        times.captured = _captured(step, steps)
+    return times
+
+
+def _eager(step: TrainingStep, steps: int) -> tuple[Kind, StepTimes]:
+    def run(profiler: StepProfiler, count: int = steps, **options: bool) -> list[StepTimes]:
+        step.comm.barrier()
+        for _ in range(count):
+            with profiler.step(**options):
+                step()
+        return profiler.read()
+
+    plain = run(StepProfiler(step.ops))
+    watching = StepProfiler(step.ops)
+    step.observe(watching)
+    watched = run(watching)
+    last = run(watching, 2, memory=True)[-1]
+    step.observe()
+    silent = None
+    if step.comm.size > 1:
+        with step.silent():
+            silent = run(StepProfiler(step.ops))
+    return joined(step.comm, plain, watched, silent), last
+
+
+def _captured(step: TrainingStep, steps: int) -> Kind:
+    def run(watch: bool = False) -> list[StepTimes]:
+        profiler = StepProfiler(step.ops, captured=True)
+        replay = step.capture(profiler if watch else None)
+        around = StepProfiler(step.ops)
+        found = []
+        with replay.stream:
+            replay()
+            step.comm.barrier()
+            for _ in range(steps):
+                with around.step():
+                    replay()
+                if watch:  # the marks are the graph's own: the next replay would overwrite them
+                    found += profiler.read()
+            whole = around.read()
+        return found if watch else whole
+
+    plain, watched = run(), run(watch=True)
+    silent = None
+    if step.comm.size > 1:
+        with step.silent():
+            silent = run()
+    return joined(step.comm, plain, watched, silent)
+
+
+def portable(step: StepTimes) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
+    """As plain values for the other ranks and for files."""
+    spans = [
+        {"lane": s.lane, "layer": s.layer, "pass": s.pass_name, "start_ms": round(s.start_ms, 5), "ms": round(s.ms, 5)}
+        for s in step.spans
+    ]
+    return spans, step.memory
+
+
+def _by_pass(steps: Iterable[StepTimes]) -> dict[Key, list[float]]:
+    """Milliseconds of each (layer, pass) in each step; its spans within a step are added up."""
+    found: dict[Key, list[float]] = {}
+    for i, step in enumerate(steps):
+        for span in step.spans:
+            samples = found.setdefault((span.layer, span.pass_name), [])
+            samples += [0.0] * (i + 1 - len(samples))
+            samples[i] += span.ms
+    return found
+
+
+def joined(
+    comm: Communicator, plain: list[StepTimes], watched: list[StepTimes], silent: list[StepTimes] | None
+) -> Kind:
+    """The steps of all ranks."""
+    whole = lambda steps: [s.ms for s in steps] if steps is not None else None  # noqa: E731
+    mine = whole(plain), whole(watched), whole(silent), _by_pass(watched), [s.unaccounted_ms for s in watched]
+    plains, watcheds, silents, passes, unaccounted = zip(*comm.share(mine), strict=True)
+    messages = [name for name, pass_name in passes[0] if pass_name == "all_reduce"]
+    keys = [(n, p) for n, p in passes[0] if p not in ("message", "all_reduce") and not (p == "wait" and n in messages)]
+    return Kind(
+        plain=_slowest(plains),
+        watched=_slowest(watcheds),
+        compute_only=_slowest(silents) if silent is not None else None,
+        passes={key: _slowest([rank[key] for rank in passes]) for key in keys},
+        messages={name: _message(name, passes) for name in messages},
+        unaccounted=_slowest(unaccounted),
+        ranks=[median(samples) for samples in plains],
+    )
+
+
+def _slowest(ranks: Sequence[Sequence[float]]) -> Timing:
+    return Timing(tuple(max(ranks, key=median)))
+
+
+def _message(name: str, ranks: Sequence[dict[Key, list[float]]]) -> Message:
+    transfers = [rank[name, "all_reduce"] for rank in ranks]
+    fastest = [min(step) for step in zip(*transfers, strict=True)]
+    slowest = [max(step) for step in zip(*transfers, strict=True)]
+    return Message(
+        transfer=median(fastest),
+        wait=median(s - f for s, f in zip(slowest, fastest, strict=True)),
+        exposed=max(median(rank[name, "wait"]) for rank in ranks),
+    )

@@ -1,0 +1,208 @@
+"""The rows of a network's result file: what was measured of each layer alone, within steps, and between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from minidl.bench.isolated import PASSES, Case
+from minidl.bench.layers import empty_row
+from minidl.bench.network import Kind, NetworkTimes
+from minidl.loss import SoftmaxCrossEntropy
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.params import Message
+from minidl.profile import roofline
+from minidl.profile.cost import PassCost
+from minidl.profile.results import Row
+from minidl.profile.timing import Timing
+
+__all__ = ["Table", "network_rows"]
+
+_KINDS = {"step": "eager", "graph_step": "captured"}
+
+
+class Running(Protocol):
+    """What trains: a `TrainingStep`, or a `Trainer`."""
+
+    model: Model
+    loss: SoftmaxCrossEntropy
+    optimizer: SGD
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the rows of one network are made from.
+
+    Attributes:
+        title: the rows' case.
+        step: whose model, loss, optimizer and communicator the rows are of: a training step or a trainer.
+        batch: samples of this rank.
+        cases: of all layers, in network order.
+        isolated: rows of `minidl.bench.layers.measure`; may be empty.
+        saved: bytes that each layer was the first to keep.
+        alone: timing of an all-reduce of so many bytes by itself; None where it is not to be measured.
+    """
+
+    title: str
+    step: Running
+    batch: int
+    cases: Sequence[Case]
+    isolated: Sequence[Row]
+    times: NetworkTimes
+    saved: Mapping[str, int]
+    ceilings: Mapping[str, Any] | None
+    alone: Callable[[int], Timing] | None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        return self.step.model.precision.storage.itemsize
+
+    def new(self, layer: str, pass_name: str) -> Row:
+        """An empty row."""
+        model = self.step.model
+        return empty_row(self.title, layer, pass_name, model.precision, model.ops.name, model.comm.size)
+
+
+def network_rows(table: Table) -> list[Row]:
+    """All rows: layers in network order, then loss, optimizer, what is unaccounted for, and the step."""
+    known = {(row["layer"], row["pass"]): row for row in table.isolated}
+    rows = []
+    for case in table.cases:
+        found = [_pass_row(table, case, name, known.get((case.layer.name, name))) for name in PASSES]
+        rows += [row for row in found if row is not None]
+    rows += _message_rows(table)
+    rows.sort(key=lambda row: row["index"])  # stable: the all-reduce comes after the passes
+    return rows + _other_rows(table)
+
+
+def _kinds(times: NetworkTimes) -> dict[str, Kind]:
+    kinds = {way: getattr(times, attribute) for way, attribute in _KINDS.items()}
+    return {way: kind for way, kind in kinds.items() if kind is not None}
+
+
+def _set_steps(row: Row, timings: Mapping[str, Timing | None]) -> None:
+    """Enter what was timed within steps; it is the main figure where nothing was measured alone."""
+    for way, timing in timings.items():
+        row["timings"][way] = timing.record() if timing is not None else None
+    if row["timing"] is None:
+        way = next((w for w in ("graph_step", "step") if timings.get(w) is not None), None)
+        if way is not None:
+            row |= {"timing": way, "ms": timings[way].ms, "spread": timings[way].spread}
+
+
+def _pass_row(table: Table, case: Case, name: str, row: Row | None) -> Row | None:
+    """The row of one pass; None where the layer has no such pass."""
+    key = case.layer.name, name
+    within = {way: kind.passes.get(key) for way, kind in _kinds(table.times).items()}
+    if row is None and not any(within.values()):
+        return None
+    if row is None:
+        row = table.new(*key) | _facts(case)
+        cost = case.cost(name, table.itemsize)
+        row |= {"flop": cost.flop, "bytes": cost.bytes}
+        if cost == PassCost():
+            return None  # a view: only the marks around it took time
+    _set_steps(row, within)
+    if name == "forward":
+        row["saved_bytes"] = table.saved.get(case.layer.name, 0)
+    roofline.fill(row, table.ceilings, matrix=any(spec.product for spec in case.layer.specs))
+    return row
+
+
+def _facts(case: Case) -> dict[str, Any]:
+    return {
+        "index": case.index,
+        "type": type(case.layer).__name__,
+        "input_shapes": [list(shape) for shape in case.shapes],
+        "output_shape": list(case.layer.output_shape(*case.shapes)),
+        "parameters": sum(prod(spec.shape) for spec in case.layer.specs),
+    }
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _message_rows(table: Table) -> list[Row]:
+    """One row for each layer that has gradients; the message is its last layer's, for the others it is "in" that."""
+    ranks = table.step.model.comm.size
+    if ranks == 1:
+        return []
+    cases = {case.layer.name: case for case in table.cases}
+    rows = []
+    for message in table.step.model.arena.messages:
+        carrier = message.layers[-1]
+        for name in message.layers:
+            row = table.new(name, "all_reduce") | _facts(cases[name])
+            row |= _carried(table, message) if name == carrier else {"ms": 0.0, "spread": 0.0, "in": carrier}
+            case = cases[name]
+            flop = sum(case.cost(p, table.itemsize).flop for p in case.asked)
+            wire = roofline.wire_bytes(_gradient_bytes(table.step, name), ranks)
+            row |= {"wire_bytes": wire, "communication_intensity": roofline.communication_intensity(flop, wire)}
+            rows.append(row)
+    return rows
+
+
+def _gradient_bytes(step: Running, layer: str) -> int:
+    return sum(
+        4 * segment.size for segment in step.model.arena.segments if segment.layer == layer and segment.trainable
+    )
+
+
+def _carried(table: Table, message: Message) -> Row:
+    """The figures of a whole message: alone where that was measured, and within steps."""
+    ranks, nbytes = table.step.model.comm.size, 4 * (message.end - message.begin)
+    row = table.new("", "all_reduce")
+    row |= {"wire_bytes": roofline.wire_bytes(nbytes, ranks), "transfer_ms": None}
+    if table.alone is not None:
+        timing = table.alone(nbytes)
+        row |= {"ms": timing.ms, "spread": timing.spread, "timing": "hot"}
+        row["timings"]["hot"] = timing.record()
+    kinds = _kinds(table.times)
+    found = kinds.get("graph_step", kinds["step"]).messages.get(message.name)
+    if found is not None:
+        row |= {"wait_ms": found.wait, "exposed_ms": found.exposed}
+        if row["ms"] is None:
+            row |= {"ms": found.transfer, "spread": 0.0}
+    roofline.fill(row, table.ceilings, matrix=False)
+    row["transfer_ms"] = found.transfer if found is not None else None
+    kept = ("ms", "spread", "timing", "timings", "floor_ms", "bound", "roof_share", "bus_gb_per_s")
+    kept += ("transfer_ms", "wait_ms", "exposed_ms")
+    return {key: row[key] for key in kept} | {"message_bytes": nbytes, "message_layers": len(message.layers)}
+
+
+# -- what is no layer -------------------------------------------------------------------------------------------------
+
+
+def _other_rows(table: Table) -> list[Row]:
+    """Loss and optimizer with their least work; the unaccounted rest; the step with the sum of all work."""
+    step, kinds, itemsize = table.step, _kinds(table.times), table.itemsize
+    logits = (table.batch, *step.model.output_node.shape)
+    loss = step.loss.cost(logits, itemsize=itemsize)
+    costs = {
+        ("loss", "forward"): loss.forward,
+        ("loss", "backward_data"): loss.backward_data,
+        ("optimizer", "update"): step.optimizer.cost(),
+    }
+    if step.model.comm.size > 1:
+        costs["loss", "wait"] = PassCost()  # the ranks' totals are joined before the first gradient can be scaled
+    rows = []
+    for key, cost in costs.items():
+        row = table.new(*key) | {"flop": cost.flop, "bytes": cost.bytes}
+        _set_steps(row, {way: kind.passes.get(key) for way, kind in kinds.items()})
+        roofline.fill(row, table.ceilings, matrix=False)
+        rows.append(row)
+    rest, whole = table.new("step", "unaccounted"), table.new("step", "step")
+    _set_steps(rest, {way: kind.unaccounted for way, kind in kinds.items()})
+    _set_steps(whole, {way: kind.plain for way, kind in kinds.items()})
+    passes = [case.cost(name, itemsize) for case in table.cases for name in case.asked]
+    total = sum([*passes, *costs.values()], PassCost())
+    whole |= {"flop": total.flop, "bytes": total.bytes, "intensity": total.intensity}
+    if whole["ms"]:
+        whole["tflops"], whole["gb_per_s"] = roofline.achieved(total.flop, total.bytes, whole["ms"])
+    main = kinds.get("graph_step", kinds["step"])
+    whole |= {"rank_ms": main.ranks, "slowest_rank": max(range(len(main.ranks)), key=main.ranks.__getitem__)}
+    return [*rows, rest, whole]

@@ -1,0 +1,156 @@
+"""From a setup to the content of a result file; every function here is a collective where ranks are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minidl import backend, checks
+from minidl.bench import layers, network
+from minidl.bench.isolated import Case, cases
+from minidl.bench.rows import Table, network_rows
+from minidl.bench.setup import Setup
+from minidl.bench.step import SavedBytes, TrainingStep
+from minidl.dist.communicator import Communicator
+from minidl.precision import precision as parse_precision
+from minidl.profile import roofline
+from minidl.profile.all_reduce import timed
+from minidl.profile.energy import Meter, clock_warnings
+from minidl.profile.results import Row, result
+
+__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "step_record"]
+
+CONVENTIONS = (
+    "FLOP: 2 per multiply-add, whole batch of one rank. MB and GB/s: 10^6 and 10^9 bytes; bytes are the fewest a pass "
+    "must move. ms: median; replayed from a CUDA graph with operands out of cache on a GPU, cold on the CPU; of the "
+    "slowest rank."
+)
+_LEAST_ACCOUNTED = {"cuda": 0.95, "cpu": 0.90}
+
+Progress = Callable[[str], None]
+
+
+def bench_network(
+    setup: Setup,
+    comm: Communicator,
+    ceilings: dict[str, Any] | None,
+    *,
+    isolated: bool = True,
+    options: layers.Options | None = None,
+    seconds: float = 3.0,
+    capture: bool = True,
+    group_bytes: int = 4 << 20,
+    progress: Progress = lambda what: None,
+    prepare: Callable[[TrainingStep], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Everything about one network.
+
+    Args:
+        isolated: also time each pass of each layer alone.
+        seconds, capture: see `minidl.bench.network.measure`.
+        group_bytes: neighbouring layers share a message until it holds so many.
+        prepare: given the step before it is measured.
+
+    Raises:
+        ValueError: for a model, size or precision that cannot be.
+    """
+    ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
+    if precision.tf32 and ops.name == "cpu":
+        raise checks.bad_value("bench", "--precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+    graph = setup.graph()
+    found = cases(graph, setup.batch)
+    meter = Meter(ops)
+    clocks = meter.state()
+    alone: Sequence[Row] = ()
+    if isolated:
+        alone = layers.measure(
+            found, setup.title, ops=ops, precision=precision, comm=comm, options=options, progress=progress
+        )
+    store = SavedBytes()
+    step = TrainingStep(
+        setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm, store=store,
+        group_bytes=group_bytes,
+    )  # fmt: skip
+    prepare(step)
+    times = network.measure(step, seconds=seconds, capture=capture, progress=progress)
+    saved = dict(store.by_layer)
+    progress("all-reduces")
+    table = Table(
+        setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes)
+    )
+    rows = network_rows(table)
+    content = _content("layers" if isolated else "model", rows, setup.record(), ceilings)
+    content["setup"] |= {"group_bytes": group_bytes, "parameters": step.model.num_parameters}
+    content["step"] = step_record(times, setup.batch, setup.ranks)
+    content["warnings"] = [*times.warnings, *clock_warnings(clocks, meter.state()), *_closure(content["step"], setup)]
+    return content | {"spans": times.spans, "memory": times.memory}
+
+
+def bench_layer(
+    case: Case,
+    text: str,
+    setup: dict[str, Any],
+    comm: Communicator,
+    ceilings: dict[str, Any] | None,
+    *,
+    options: layers.Options | None = None,
+    progress: Progress = lambda what: None,
+) -> dict[str, Any]:
+    """Everything about one layer by itself; between ranks also the all-reduce of its gradients."""
+    ops, precision = backend.open_device(setup["device"]), parse_precision(setup["precision"])
+    title = f"{text}/{'+'.join('x'.join(map(str, shape)) for shape in case.shapes)}"
+    meter = Meter(ops)
+    clocks = meter.state()
+    rows = layers.measure([case], title, ops=ops, precision=precision, comm=comm, options=options, progress=progress)
+    for row in rows:
+        roofline.fill(row, ceilings, matrix=any(spec.product for spec in case.layer.specs))
+    if comm.size > 1 and case.layer.specs:
+        rows.append(_message(case, title, rows, ops, precision, comm, ceilings))
+    content = _content("layers", rows, setup | {"layer": text, "batch": case.shapes[0][0]}, ceilings)
+    return content | {"step": {}, "warnings": clock_warnings(clocks, meter.state()), "spans": [], "memory": []}
+
+
+def _message(
+    case: Case, title: str, rows: Sequence[Row], ops: Any, precision: Any, comm: Communicator, ceilings: Any
+) -> Row:
+    nbytes = 4 * rows[0]["parameters"]
+    timing = timed(ops, comm, nbytes)
+    row = layers.empty_row(title, case.layer.name, "all_reduce", precision, ops.name, comm.size)
+    wire = roofline.wire_bytes(nbytes, comm.size)
+    flop = sum(r["flop"] for r in rows)
+    row |= {key: rows[0][key] for key in ("type", "index", "input_shapes", "output_shape", "parameters")}
+    row |= {"ms": timing.ms, "spread": timing.spread, "timing": "hot", "wire_bytes": wire}
+    row["communication_intensity"] = roofline.communication_intensity(flop, wire)
+    row["timings"]["hot"] = timing.record()
+    roofline.fill(row, ceilings, matrix=False)
+    return row
+
+
+def _content(benchmark: str, rows: Sequence[Row], setup: dict[str, Any], ceilings: Any) -> dict[str, Any]:
+    return result(benchmark, rows, setup=setup, ceilings=ceilings, conventions=CONVENTIONS)
+
+
+def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str, Any]:
+    """The whole step: all ways, what the spans account for and cost, how much communication shows."""
+    main = times.captured or times.eager
+    exposed = main.plain.ms - main.compute_only.ms if main.compute_only is not None else 0.0
+    kinds = {"eager": times.eager, "graph": times.captured}
+    record: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        record[name] = kind.plain.record() if kind is not None else None
+        record[f"{name}_compute_only"] = kind.compute_only.record() if kind and kind.compute_only else None
+        record[f"{name}_accounted"] = 1 - kind.unaccounted.ms / kind.watched.ms if kind is not None else None
+        record[f"{name}_profiling_overhead"] = kind.watched.ms / kind.plain.ms - 1 if kind is not None else None
+    record["images_per_s"] = batch * ranks / main.plain.ms * 1e3
+    return record | {"exposed_ms": exposed, "rank_ms": main.ranks}
+
+
+def _closure(step: dict[str, Any], setup: Setup) -> list[str]:
+    found = []
+    for name in ("eager", "graph"):
+        share = step[f"{name}_accounted"]
+        if share is not None and share < _LEAST_ACCOUNTED[setup.device]:
+            found.append(
+                f"the layers account for only {share:.1%} of the {name} step; the rest is launching and waiting"
+            )
+    return found

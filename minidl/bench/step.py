@@ -1,0 +1,153 @@
+"""One training step of a network on resident synthetic data: called eagerly, or captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from minidl import checks
+from minidl.bench.inputs import labels, noise
+from minidl.dist.communicator import SOLO, Communicator
+from minidl.graph import Graph
+from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.profile.spans import NULL_PROFILER, Profiler
+from minidl.profile.steps import StepProfiler
+from minidl.random import RandomCounter
+from minidl.store import TensorStore
+
+__all__ = ["Replay", "SavedBytes", "TrainingStep"]
+
+LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
+
+
+class SavedBytes(TensorStore):
+    """A store that notes how many bytes each layer was the first to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_layer: dict[str, int] = {}
+
+    def save(self, owner: str, items: Any) -> None:
+        before = self.saved_bytes
+        super().save(owner, items)
+        self.by_layer[owner] = self.saved_bytes - before
+
+
+class _HeldCounter(RandomCounter):
+    """Draws the same numbers in every step: its key is made once, for a graph cannot fetch another from the host."""
+
+    def advance(self, first_sample: int = 0) -> None:
+        if self.step == 0:
+            super().advance(first_sample)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured step. Each call launches it once more on its own stream; ``totals`` are those of the last replay.
+
+    The memory of what the step makes and drops went back to the pool when it was captured: between two replays nothing
+    else may compute what is still to be read after the next.
+    """
+
+    graph: Any
+    stream: Any
+    totals: Totals
+
+    def __call__(self) -> Totals:
+        self.graph.launch(self.stream)
+        return self.totals
+
+
+class TrainingStep:
+    """Forward, loss, backward, messages and update of SGD with momentum.
+
+    Args:
+        graph: becomes part of the step's model.
+        batch: samples of this rank.
+        comm: ranks that train together, each with a batch of its own.
+
+    Raises:
+        ValueError: for a batch below 1, or what `Model` refuses.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        batch: int,
+        device: str,
+        precision: Any = "fp32",
+        comm: Communicator = SOLO,
+        store: TensorStore | None = None,
+        **options: Any,
+    ):
+        self.batch = checks.at_least("step", "batch", batch, 1)
+        self.comm = comm
+        self.model = Model(graph, device=device, precision=precision, comm=comm, store=store, **options)
+        self.ops: ModuleType = self.model.ops
+        self.optimizer = SGD(self.model, LR, MOMENTUM, DECAY)
+        self.loss = SoftmaxCrossEntropy(comm=comm)
+        *image, classes = graph.output_node.shape
+        self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=comm.rank)
+        self.labels = labels(self.ops, (batch, *image), classes, seed=comm.rank)
+
+    def __call__(self) -> Totals:
+        """Run, or start, one step."""
+        totals = self.loss.forward(self.model.forward(self.x, first_sample=self.comm.rank * self.batch), self.labels)
+        self.model.backward(self.loss.backward(self.optimizer.loss_scale))
+        self.optimizer.step()
+        return totals
+
+    def observe(self, profiler: Profiler = NULL_PROFILER) -> None:
+        """Let ``profiler`` see the steps from now on."""
+        self.model.observe(profiler)
+        self.loss.profiler = profiler
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Within, gradients stay on their rank: the step's computation alone. Afterwards the ranks' weights differ."""
+        arena = self.model.arena
+        comm = arena.comm
+        arena.connect(SOLO, arena.group_bytes)
+        try:
+            yield
+        finally:
+            arena.connect(comm, arena.group_bytes)
+
+    def capture(self, profiler: StepProfiler | None = None) -> Replay:
+        """The step as one CUDA graph, captured now; a collective where ranks are joined.
+
+        Dropout draws the same masks in each replay. A ``profiler`` made for capture gets its records into the graph.
+
+        Raises:
+            RuntimeError: on a device without graphs.
+        """
+        if self.ops.name != "cuda":
+            raise checks.order("step", "it cannot be captured on the CPU", "use device='cuda'")
+        import cupy
+
+        held = _HeldCounter(self.model.random.seed)
+        self.model.random = held
+        for layer in self.model.layers:
+            layer.random = held
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            self()  # loads kernels, fills the pool
+            stream.synchronize()
+            self.observe(profiler or NULL_PROFILER)
+            stream.begin_capture()
+            try:
+                with profiler.step() if profiler else nullcontext():
+                    totals = self()
+            except BaseException:
+                stream.end_capture()
+                raise
+            finally:
+                self.observe()
+            return Replay(stream.end_capture(), stream, totals)

@@ -1,0 +1,124 @@
+"""The optional PyTorch adapter: minidl's layers beside torch's, and the table of layers for any torch module.
+
+Nothing here is imported unless PyTorch is asked for; where it is missing the import says how to install it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+from minidl import backend, checks
+from minidl.bench.setup import device_of
+from minidl.bench.torch_calls import JOINT, layer_calls, peer_ms, time_calls
+from minidl.bench.torch_table import bench_module
+from minidl.bench.torch_twin import TorchGraph, from_nhwc, nn, torch, twin
+from minidl.dist.communicator import SOLO
+from minidl.profile import ceilings
+from minidl.profile.results import result
+
+__all__ = [
+    "JOINT",
+    "TorchGraph",
+    "bench_command",
+    "bench_module",
+    "from_nhwc",
+    "layer_calls",
+    "load",
+    "peer_ms",
+    "time_calls",
+    "twin",
+]
+
+CONVENTIONS = (
+    "Modules of PyTorch that call no other, each pass alone. FLOP: 2 per multiply-add, whole batch; bytes: the fewest "
+    "a pass must move; both as of minidl's layer of the kind, unknown where there is none. Where PyTorch computes all "
+    "gradients in one call, its time and work stand at backward_data. A step is a forward pass and all gradients of "
+    "parameters, without loss and update."
+)
+_IMAGE_SIZE, _CHANNELS = 224, 3
+
+
+def bench_command(a: argparse.Namespace) -> dict[str, Any]:
+    """The content of a result file for ``minidl bench layers --torch``, from that command's options.
+
+    The module is given ``a.batch`` images of three channels; without ``a.image_size``, of 224 x 224 pixels.
+
+    Raises:
+        ValueError, TypeError: as `load`; for options that do not apply to a torch module.
+    """
+    for option in ("kernels", "energy", "nvtx", "trace", "classes"):
+        if getattr(a, option, None):
+            raise checks.bad_value("bench", f"--{option}", "left out with --torch", getattr(a, option))
+    size = checks.at_least("bench", "--image-size", a.image_size or _IMAGE_SIZE, 1)
+    batch = checks.at_least("bench", "--batch", a.batch, 1)
+    module, device = load(a.torch), device_of(a.device, SOLO)
+    known = ceilings.find(backend.get_ops(device), remeasure=a.remeasure)
+    name = a.torch.partition(":")[2]
+    images = torch.randn((batch, _CHANNELS, size, size), generator=torch.Generator().manual_seed(0))
+    rows = bench_module(
+        module, images, precision=a.precision, device=device, case=f"torch {name}/{size}x{size}/b{batch}", ways=a.ways,
+        ceilings=known,
+    )  # fmt: skip
+    setup = {
+        "model": a.torch, "batch": batch, "precision": a.precision, "device": device, "ranks": 1, "image_size": size,
+        "classes": None, "torch": torch.__version__,
+    }  # fmt: skip
+    whole = rows[-1]["timings"]
+    step = {"eager": whole["step"], "graph": whole["graph_step"], "compute_only": None, "exposed_ms": 0.0}
+    step["images_per_s"] = batch / rows[-1]["ms"] * 1e3
+    return result(
+        "layers",
+        rows,
+        setup=setup,
+        ceilings=known,
+        conventions=CONVENTIONS,
+        step=step,
+        warnings=[],
+        spans=[],
+        memory=[],
+    )
+
+
+def load(spec: str) -> nn.Module:
+    """The module that ``"package.module:name"`` names, or that the function of this name returns.
+
+    Files of the working directory can be named too: ``"mynet:build"`` for mynet.py.
+
+    Raises:
+        ValueError: for text of another form, a module that cannot be imported, a name that it has not.
+        TypeError: when no torch.nn.Module is found there.
+    """
+    path, colon, name = spec.partition(":")
+    if not (path and colon and name):
+        raise checks.bad_value("--torch", "module", "package.module:function, as in torchvision.models:resnet18", spec)
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(f"--torch {spec}: {path} cannot be imported ({error})") from error
+    finally:
+        sys.path.remove(here)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise checks.unknown(f"name in {path}", name, [n for n in vars(found) if not n.startswith("_")])
+        found = getattr(found, part)
+    return _made(spec, found)
+
+
+def _made(spec: str, found: Any) -> nn.Module:
+    if callable(found) and not isinstance(found, nn.Module):
+        try:
+            found = found()
+        except TypeError as error:
+            remedy = "name a function that takes no arguments"
+            raise TypeError(f"--torch {spec}: calling it failed ({error}); {remedy}") from error
+    if not isinstance(found, nn.Module):
+        raise checks.bad_dtype(
+            "--torch", spec, "a torch.nn.Module, or a function that returns one", checks.describe(found)
+        )
+    return found

@@ -1,0 +1,29 @@
+"""Pictures of result files: ``minidl plot``. Drawn with matplotlib (extra ``plot``), which is imported at first use."""
+
+from minidl.profile.plots.bars import bars
+from minidl.profile.plots.command import KINDS, add_arguments, make, run
+from minidl.profile.plots.communication import communication
+from minidl.profile.plots.memory import memory
+from minidl.profile.plots.records import NotInFile, Run, runs
+from minidl.profile.plots.roofline import roofline
+from minidl.profile.plots.scaling import scaling
+from minidl.profile.plots.share import share
+from minidl.profile.plots.style import render, save
+
+__all__ = [
+    "KINDS",
+    "NotInFile",
+    "Run",
+    "add_arguments",
+    "bars",
+    "communication",
+    "make",
+    "memory",
+    "render",
+    "roofline",
+    "run",
+    "runs",
+    "save",
+    "scaling",
+    "share",
+]

@@ -1,0 +1,203 @@
+"""The roofline of a run (Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", CACM 2009): every layer and pass against the measured ceilings of its machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minidl.profile.plots import labels, style
+from minidl.profile.plots.records import COMPUTE, Run, family
+from minidl.profile.plots.style import INK, MUTED, PASSES, SHAPES, halo
+from minidl.profile.results import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+__all__ = ["roofline"]
+
+_NAMED = 5
+_LOW = 0.5  # a pass that takes more than twice its floor stands out
+_LARGEST, _SMALLEST = 420.0, 9.0  # areas of markers, square points
+
+
+@style.drawn
+def roofline(run: Run, passes: Sequence[str] = COMPUTE) -> Figure:
+    """Arithmetic intensity and achieved rate of each layer and pass under the measured ceilings.
+
+    Args:
+        run: with ceilings and FLOP per row.
+        passes: those to draw.
+
+    Raises:
+        NotInFile: no ceilings, or no pass with FLOP.
+    """
+    ceilings = run.ceilings("roofline")
+    roofs = _roofs(run, ceilings)
+    chosen = [row for row in run.rows if row["pass"] in passes]
+    rows = [row for row in chosen if row.get("tflops") and row.get("intensity")]
+    if not rows:
+        raise run.lacks("roofline", f"no {' or '.join(passes)} row has both FLOP and time")
+    rows.sort(key=lambda row: -row["ms"])
+    figure, (axes,) = style.page(6.4, "Roofline: each layer and pass", run.heading, top=1.42, bottom=0.95)
+    _limits(axes, rows, roofs)
+    blocked = _draw_roofs(axes, roofs)
+    _draw_rows(axes, rows, run.total_ms)
+    _name_largest(axes, rows[:_NAMED], rows, roofs, blocked, run)
+    _keys(figure, rows, run)
+    _notes(figure, rows, len(chosen) - len(rows), run)
+    return figure
+
+
+def marker_area(share: float, largest: float) -> float:
+    """Area of a marker in square points, in proportion to its share of the step, with a least area to be seen."""
+    return max(_LARGEST * share / largest, _SMALLEST) if largest else _SMALLEST
+
+
+def short(pass_name: str) -> str:
+    """A pass as labels say it."""
+    return pass_name.replace("_", " ")
+
+
+def _roofs(run: Run, ceilings: Mapping[str, Any]) -> dict[str, Any]:
+    """GB/s of memory, TFLOP/s of matrix products and of other arithmetic (None where not measured)."""
+    memory = ceilings.get("copy_gb_per_s")
+    matrix = (ceilings.get("matrix_tflops") or {}).get(run.dtype)
+    if not memory or not matrix:
+        lacking = "copy bandwidth" if not memory else f"matrix rate for {run.dtype}"
+        raise run.lacks("roofline", f"its ceilings have no {lacking}; run minidl bench ceilings, then measure again")
+    return {
+        "memory": memory,
+        "matrix": matrix,
+        "matrix_by": (ceilings.get("matrix_by") or {}).get(run.dtype),
+        "vector": (ceilings.get("vector_tflops") or {}).get("fp32"),
+        "dtype": run.dtype,
+    }
+
+
+def _limits(axes: Axes, rows: list[Row], roofs: Mapping[str, Any]) -> None:
+    ridge = 1e3 * roofs["matrix"] / roofs["memory"]
+    intensity = [row["intensity"] for row in rows]
+    rates = [row["tflops"] for row in rows]
+    left = min(*intensity, ridge) / 2
+    bottom = min(*rates, 1e-3 * roofs["memory"] * left) / 2
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="achieved, TFLOP/s")
+    axes.set_xlim(left, max(*intensity, 4 * ridge) * 2)
+    axes.set_ylim(bottom, 2.2 * max(*rates, roofs["matrix"], roofs["vector"] or 0))
+    axes.grid(True, which="major")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(style.plain)
+
+
+def _draw_roofs(axes: Axes, roofs: Mapping[str, Any]) -> list[Text]:
+    """The ceilings with their numbers on them, and the band within a factor of two; the texts."""
+    left, right = axes.get_xlim()
+    diagonal = lambda x: 1e-3 * roofs["memory"] * x  # noqa: E731
+    ridge = 1e3 * roofs["matrix"] / roofs["memory"]
+    x = np.array([left, ridge, right])
+    roof = np.minimum(diagonal(x), roofs["matrix"])
+    axes.fill_between(x, _LOW * roof, roof, color="#eef3ee", zorder=0.5, linewidth=0)
+    axes.plot(x, roof, color=INK, linewidth=1.6, zorder=3)
+    by = f" ({roofs['matrix_by']})" if roofs["matrix_by"] else ""
+    texts = [
+        labels.along(axes, (left * 1.35, diagonal(left * 1.35)), (ridge, roofs["matrix"]),
+                     f"memory: {rate(roofs['memory'])} GB/s, copied", weight="bold"),
+    ]  # fmt: skip
+    lifted, vector = roofs["matrix"], roofs["vector"]
+    if vector:
+        axes.plot([1e3 * vector / roofs["memory"], right], [vector] * 2, color=MUTED, linewidth=1.2,
+                  linestyle=(0, (5, 3)), zorder=3)  # fmt: skip
+        close = 1 <= vector / roofs["matrix"] < 2  # then both texts stand over the upper line, one over the other
+        lifted = vector if close else lifted
+        up = vector > roofs["matrix"]
+        text = f"other arithmetic fp32: {rate(vector)} TFLOP/s"
+        offset = 17 if close else 3 if up else -3
+        texts.append(_at_right(axes, vector, offset, text, va="bottom" if up else "top", color=MUTED))
+    text = f"matrix products {roofs['dtype']}{by}: {rate(roofs['matrix'])} TFLOP/s"
+    return [*texts, _at_right(axes, lifted, 3, text, va="bottom", weight="bold")]
+
+
+def rate(value: float) -> str:
+    """Three figures or all before the point: 4,230 or 12.3 or 0.104."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _at_right(axes: Axes, y: float, offset: float, text: str, **options: Any) -> Text:
+    """A text at the right end of a level line, ``offset`` points over it."""
+    place = (axes.get_xlim()[1], y)
+    return axes.annotate(
+        text, place, (-2, offset), textcoords="offset points", ha="right", path_effects=halo(), **options
+    )
+
+
+def _low(row: Row) -> bool:
+    share = row.get("roof_share")
+    return share is not None and share < _LOW
+
+
+def _draw_rows(axes: Axes, rows: list[Row], total: float) -> None:
+    """Shape by type, colour by pass, area by time; below half of the roof solid and edged, else faint."""
+    from matplotlib.colors import to_rgba
+
+    largest = rows[0]["ms"] / total
+    for kind, shape in SHAPES.items():
+        mine = [row for row in rows if family(row) == kind]
+        if not mine:
+            continue
+        axes.scatter(
+            [row["intensity"] for row in mine],
+            [row["tflops"] for row in mine],
+            s=[marker_area(row["ms"] / total, largest) for row in mine],
+            c=[to_rgba(PASSES[row["pass"]], 0.85 if _low(row) else 0.18) for row in mine],
+            edgecolors=[to_rgba(INK, 0.9) if _low(row) else to_rgba(PASSES[row["pass"]], 0.5) for row in mine],
+            linewidths=0.6,
+            marker=shape,
+            zorder=4,
+            label=kind,
+        )
+
+
+def _name_largest(
+    axes: Axes, largest: list[Row], rows: list[Row], roofs: Mapping[str, Any], blocked: list[Text], run: Run
+) -> None:
+    points = [(row["intensity"], row["tflops"]) for row in rows]
+    x = np.geomspace(*axes.get_xlim(), 200)
+    roof = np.minimum(1e-3 * roofs["memory"] * x, roofs["matrix"])
+    avoid = np.vstack([np.array(points), np.stack([x, roof], axis=1)])
+    texts = []
+    for row in largest:
+        of_roof = "" if row.get("roof_share") is None else f", {row['roof_share']:.0%} of roof"
+        name = row["layer"] if run.case is not None else row["case"]
+        texts.append(f"{name}\n{short(row['pass'])} {row['ms'] / run.total_ms:.1%}{of_roof}")
+    labels.place(axes, points[: len(largest)], texts, avoid, blocked)
+
+
+def _keys(figure: Figure, rows: list[Row], run: Run) -> None:
+    present = {row["pass"] for row in rows}
+    style.key(figure, [style.dot("o", short(p), 8, markerfacecolor=PASSES[p]) for p in COMPUTE if p in present], 0.70)
+    kinds = {family(row) for row in rows}
+    style.key(figure, [style.dot(shape, kind) for kind, shape in SHAPES.items() if kind in kinds], 0.92)
+    strong = style.dot("o", "under half of its roof", 8, markeredgecolor=INK, markeredgewidth=0.8)
+    faint = style.dot("o", "within a factor of two", 8, alpha=0.35)
+    largest = rows[0]["ms"] / run.total_ms
+    across = marker_area(largest / 4, largest) ** 0.5
+    of = "step" if run.step else "time"
+    size = style.dot("o", f"area: share of the {of}, here {largest / 4:.2%}", across, alpha=0.35)
+    style.key(figure, [strong, faint, size], 1.14)
+
+
+def _notes(figure: Figure, rows: list[Row], left_out: int, run: Run) -> None:
+    low = [row for row in rows if _low(row)]
+    share = sum(row["ms"] for row in low) / run.total_ms
+    of = "the step" if run.step else "the time"
+    text = f"{len(rows)} passes; {len(low)} of them, {share:.0%} of {of}, run under half of their roof. "
+    text += f"Named: the {min(_NAMED, len(rows))} longest, with their share of {of}."
+    text += "\nFLOP: 2 per multiply-add; bytes: every operand once."
+    if left_out:
+        text += f" Not drawn: {left_out} passes without FLOP or time (copies, views, work in a neighbour)."
+    style.note(figure, text)

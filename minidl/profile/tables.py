@@ -1,0 +1,62 @@
+"""Tables: on a terminal by rich, wide plain text where the output is piped, Markdown for documents."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+__all__ = ["markdown", "plain", "show"]
+
+Cells = Sequence[Sequence[str]]
+
+
+def show(
+    title: str, columns: Sequence[str], rows: Cells, *, notes: Sequence[str] = (), file: TextIO | None = None
+) -> None:
+    """Print a table: the first column to the left, numbers to the right, nothing cut off where it is piped."""
+    file = file or sys.stdout
+    if not file.isatty() or not _by_rich(title, columns, rows, file):
+        print(plain(title, columns, rows), file=file)
+    for note in notes:
+        print(note, file=file)
+    file.flush()
+
+
+def _by_rich(title: str, columns: Sequence[str], rows: Cells, file: TextIO) -> bool:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(title=title, box=None, header_style="bold", title_justify="left")
+    for i, column in enumerate(columns):
+        justify = "left" if _is_text(i, rows) else "right"
+        table.add_column(column, justify=justify, overflow="ellipsis" if i == 0 else "fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=file).print(table)
+    return True
+
+
+def _is_text(i: int, rows: Cells) -> bool:
+    """Whether a column holds words, which are set to the left."""
+    return i == 0 or (bool(rows) and all(row[i][:1].isalpha() or not row[i] for row in rows))
+
+
+def plain(title: str, columns: Sequence[str], rows: Cells) -> str:
+    """As text of fixed width, as wide as its content."""
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    words = [_is_text(i, rows) for i in range(len(columns))]
+    text = [title]
+    for line in lines:
+        cells = zip(line, widths, words, strict=True)
+        text.append("  ".join(c.ljust(width) if word else c.rjust(width) for c, width, word in cells).rstrip())
+    return "\n".join(text)
+
+
+def markdown(columns: Sequence[str], rows: Cells) -> str:
+    """As a Markdown table."""
+    head = [list(columns), ["---"] + ["---:"] * (len(columns) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [*head, *map(list, rows)])

@@ -1,0 +1,386 @@
+"""Laws of the per-layer benchmark: every pass is there, figures follow from each other, errors are one clear line."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import minidl as m
+from minidl import models
+from minidl.bench import layers, network
+from minidl.bench.isolated import Case, Passes, cases
+from minidl.bench.rows import network_rows
+from minidl.bench.run import bench_layer, bench_network
+from minidl.bench.setup import Setup, layer_case, parse_layer, parse_shape
+from minidl.bench.summary import family, merged, network_table, shares
+from minidl.dist.communicator import SOLO
+from minidl.precision import precision
+from minidl.profile import results, timer
+from minidl.profile.cost import PassCost
+from minidl.profile.timing import Budget, Timing
+from minidl.profile.views import VIEWS, footer, view
+
+QUICK = layers.Options(budget=Budget(samples=3, seconds=0.01, least=2, sample_ms=0.1))
+CEILINGS = {"copy_gb_per_s": 20.0, "matrix_tflops": {"fp32": 0.1, "bf16": 0.1}, "vector_tflops": {"fp32": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def content():
+    """A whole small network on the CPU, as its result file holds it."""
+    setup = Setup("resnet20", 2, "fp32", "cpu", image_size=16)
+    found = bench_network(setup, SOLO, CEILINGS, options=QUICK, seconds=0.05)
+    return json.loads(json.dumps(found, allow_nan=False))
+
+
+def rows_by_key(content):
+    return {(row["layer"], row["pass"]): row for row in content["rows"]}
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_pass_of_every_layer_has_a_row(content):
+    rows = rows_by_key(content)
+    graph = models.build("resnet20", (16, 16, 3), 10)
+    for case in cases(graph, 2):
+        cost = {p: case.cost(p, 4) for p in ("forward", "backward_data", "backward_weight")}
+        for name, work in cost.items():
+            asked = work != PassCost() and (name != "backward_data" or case.needs_input_grad)
+            asked = asked and (name != "backward_weight" or case.layer.has_backward_weight)
+            assert ((case.layer.name, name) in rows) == asked, (case.layer.name, name)
+    assert ("conv1", "backward_data") not in rows, "nobody asks for the gradient of the images"
+    assert {("loss", "forward"), ("optimizer", "update"), ("step", "unaccounted"), ("step", "step")} <= rows.keys()
+    assert len(rows) == len(content["rows"]), "no row twice"
+
+
+def test_every_row_knows_the_same_things(content):
+    keys = {frozenset(row) for row in content["rows"]}
+    assert len(keys) == 1
+    for row in content["rows"]:
+        assert row["ms"] == row["timings"][row["timing"]]["ms"] and row["spread"] >= 0
+        assert row["timings"]["step"]["n"] >= network.FEWEST
+        assert row["timings"]["graph_step"] is None and row["timings"]["replayed"] is None, "the CPU has no graphs"
+
+
+def test_derived_figures_follow_from_measured_ones(content):
+    for row in content["rows"]:
+        if row["flop"] is None or row["pass"] == "step":
+            continue
+        assert row["tflops"] == pytest.approx(row["flop"] / row["ms"] * 1e-9)
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["ms"] * 1e-6)
+        assert row["intensity"] == pytest.approx(row["flop"] / row["bytes"])
+        assert row["floor_ms"] == pytest.approx(max(row["bytes"] / 20e6, row["flop"] / 0.1e9))
+        assert row["roof_share"] == pytest.approx(row["floor_ms"] / row["ms"])
+
+
+def test_the_steps_work_is_the_sum_of_its_rows(content):
+    rows = [row for row in content["rows"] if row["pass"] not in ("step", "unaccounted")]
+    whole = rows_by_key(content)["step", "step"]
+    for key in ("flop", "bytes"):
+        assert whole[key] == sum(row[key] for row in rows)
+
+
+def test_within_steps_layers_and_the_rest_make_up_the_step():
+    step_ms, parts = [10.0, 12.0, 11.0], {("a", "forward"): [4.0, 5.0, 4.0], ("b", "forward"): [5.0, 6.0, 6.0]}
+    rest = [1.0, 1.0, 1.0]
+    kind = network.joined(SOLO, *[[made(ms, parts, rest, i) for i, ms in enumerate(step_ms)]] * 2, None)
+    assert kind.plain.ms == 11 and kind.unaccounted.ms == 1 and kind.passes["a", "forward"].ms == 4
+    assert sum(t.ms for t in kind.passes.values()) + kind.unaccounted.ms == kind.plain.ms
+
+
+def made(ms, parts, rest, i):
+    from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
+
+    return StepTimes(ms, [SpanTime(*key, COMPUTE, 0.0, samples[i]) for key, samples in parts.items()])
+
+
+def test_saved_bytes_add_up_to_what_the_store_holds(content):
+    model = m.Model(models.build("resnet20", (16, 16, 3), 10))
+    x = model.ops.zeros((2, 16, 16, 3), "float32")
+    model.forward(x)
+    saved = sum(row["saved_bytes"] or 0 for row in content["rows"])
+    assert saved == model.store.saved_bytes > 0
+
+
+def test_parameters_add_up_to_the_models(content):
+    counted = {row["layer"]: row["parameters"] for row in content["rows"] if row["parameters"]}
+    assert sum(counted.values()) == content["setup"]["parameters"]
+
+
+def test_equal_layers_are_measured_once_and_keep_their_own_steps(content):
+    rows = rows_by_key(content)
+    a, b = rows["layer1.1.conv1", "forward"], rows["layer1.2.conv1", "forward"]
+    assert a["timings"]["cold"] == b["timings"]["cold"]
+    assert a["timings"]["step"]["samples_ms"] != b["timings"]["step"]["samples_ms"]
+
+
+def test_the_gradient_added_at_a_fan_out_is_work_of_its_layer(content):
+    rows = rows_by_key(content)
+    n = 2 * 16 * 16 * 16
+    # layer1.1's input is also read by the addition, whose gradient comes first: conv1 adds it to its own.
+    plain, adding = rows["layer1.1.conv2", "backward_data"], rows["layer1.1.conv1", "backward_data"]
+    assert adding["flop"] == plain["flop"] + n and adding["bytes"] == plain["bytes"] + 4 * n
+
+
+# -- isolated passes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, shape", [
+    ("Conv2d(4, 6, 3, padding=1)", "2x5x5x4"),
+    ("ConvTranspose2d(4, 6, 2, stride=2)", "2x5x5x4"),
+    ("Linear(7, 3)", "5x7"),
+    ("BatchNorm2d(4)", "3x4x4x4"),
+    ("BatchNorm2d(4, affine=False)", "3x4x4x4"),
+    ("ReLU()", "2x3x3x4"),
+    ("MaxPool2d(2)", "2x4x4x3"),
+    ("AdaptiveAvgPool2d(1)", "2x4x4x3"),
+    ("Dropout(0.5)", "2x4x4x3"),
+    ("Pad(1)", "2x4x4x3"),
+])  # fmt: skip
+def test_isolated_passes_compute_what_the_layer_computes(text, shape, ops):
+    """Timed calls are the real ones: gradients equal those of forward and backward through the layer's own door."""
+    case = layer_case(text, [shape])
+    passes = Passes(case, ops, precision("fp32"), timer(ops), 1 << 30)
+    calls = passes.calls()
+    other = parse_layer(text).to(ops.name)
+    if case.layer.specs:
+        other.load_state_dict(case.layer.state_dict())
+    if text.startswith("Dropout"):
+        other.random.step = case.layer.random.step - 1
+    y = other.forward(*passes.x[0])
+    dx = other.backward(passes.dy[0])
+    close(ops, calls["forward"][0](), y)
+    close(ops, calls["backward_data"][0]()[0], dx)
+    if case.layer.specs:
+        calls["backward_weight"][0]()
+        for name, gradient in other.params.gradients().items():
+            close(ops, case.layer.params.gradients()[name], gradient)
+
+
+def close(ops, a, b):
+    a, b = ops.to_host(a), ops.to_host(b)
+    assert a.shape == b.shape and abs(a - b).max() <= 1e-6 * max(1, abs(b).max())
+
+
+def test_a_join_adds_what_further_readers_gave(cpu_ops):
+    layer = m.Add()
+    case = Case(1, layer, ((2, 3, 3, 4), (2, 3, 3, 4)), (True, False))
+    passes = Passes(case, cpu_ops, precision("fp32"), timer(cpu_ops), 1 << 30)
+    first, second = passes.calls()["backward_data"][0]()
+    assert (first == passes.dy[0] + passes.adds[0]).all() and (second == passes.dy[0]).all()
+    assert case.cost("backward_data", 4) == PassCost(72, 3 * 72 * 4)
+
+
+def test_the_slowest_rank_counts():
+    def measured(ms):
+        return {"forward": ("hot", {"hot": Timing((ms, ms)).record()})}
+
+    comm = SimpleNamespace(size=3, share=lambda own: [measured(2.0), measured(5.0), measured(3.0)])
+    row = {"timing": "hot", "timings": {"hot": Timing((2.0, 2.0)).record()}}
+    joined = layers._joined({"forward": row}, comm)["forward"]
+    assert joined["ms"] == 5 and joined["slowest_rank"] == 1 and joined["rank_ms"] == [2, 5, 3]
+
+
+def test_peers_stand_beside_the_pass_they_did(cpu_ops):
+    def rival(case, mode, device, sets):
+        return {"forward": 0.5, "backward_data": None}
+
+    options = layers.Options(("hot",), QUICK.budget, peers={"rival": rival})
+    rows = layers.measure(
+        [layer_case("ReLU()", ["2x4x4x8"])], "t", ops=cpu_ops, precision=precision("fp32"), options=options
+    )
+    assert {row["pass"]: row["peers"] for row in rows} == {"forward": {"rival": 0.5}, "backward_data": {}}
+
+
+def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
+    case = layer_case("BatchNorm2d(64)", ["8x14x14x64"])
+    passes = Passes(case, cuda_ops, precision("bf16"), timer(cuda_ops), 1 << 30)
+    call = passes.calls()["forward"][0]
+    names = [kernel["name"] for kernel in layers.kernel_rows(cuda_ops, call, timed=False)]
+    timed = layers.kernel_rows(cuda_ops, call, timed=True)
+    assert len(names) >= 3 and all(name.startswith("batch_norm.") for name in names)
+    assert [kernel["name"] for kernel in timed] == names
+    assert all(0 < kernel["ms"] < 1 for kernel in timed)
+
+
+def test_a_gpu_network_closes_eager_and_captured(cuda_ops):
+    setup = Setup("resnet50", 64, "bf16", "cuda")
+    found = bench_network(setup, SOLO, None, isolated=False, seconds=1.0)
+    assert found["step"]["graph_accounted"] >= 0.95
+    assert found["step"]["eager_accounted"] >= 0.80, "64 images leave the host little time, but not none"
+    rows = [row for row in found["rows"] if row["pass"] != "step"]
+    for way, name in (("graph_step", "graph"), ("step", "eager")):
+        total = sum(row["timings"][way]["ms"] for row in rows)
+        watched = found["step"][name]["ms"] * (1 + found["step"][f"{name}_profiling_overhead"])
+        assert total == pytest.approx(watched, rel=0.05)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+class Two:
+    """Two ranks of which both saw the same, for what is joined without sending."""
+
+    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "two"
+
+    def share(self, value):
+        return [value, value]
+
+    def all_reduce(self, array):
+        pass
+
+    def barrier(self):
+        pass
+
+    def start_all_reduce(self, array, span=None):
+        with span(None):
+            pass
+        return self
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    from minidl.bench.rows import Table
+    from minidl.bench.step import TrainingStep
+
+    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
+    times = network.measure(step, seconds=0.01)
+    found = cases(models.build("mlp", (4, 4, 1), 3), 2)
+    ceilings = CEILINGS | {"all_reduce": {"bus_gb_per_s": 1.0}}
+    table = Table("mlp", step, 2, found, (), times, {}, ceilings, lambda nbytes: Timing((nbytes * 1e-6,) * 3))
+    return step, network_rows(table)
+
+
+def test_one_message_of_several_layers_is_one_rows_work(two_ranks):
+    step, rows = two_ranks
+    messages = [row for row in rows if row["pass"] == "all_reduce"]
+    with_gradients = [layer.name for layer in step.model.layers if layer.specs]
+    assert [row["layer"] for row in messages] == with_gradients
+    carrier = with_gradients[0]  # the last to be ready in the backward pass
+    carried = {row["layer"]: row["in"] for row in messages}
+    assert carried.pop(carrier) is None and set(carried.values()) == {carrier}
+    assert all(row["ms"] == 0 for row in messages if row["in"])
+    whole = next(row for row in messages if row["in"] is None)
+    nbytes = 4 * step.model.arena.trainable_size
+    assert whole["message_bytes"] == nbytes and whole["message_layers"] == len(with_gradients)
+    assert whole["ms"] == pytest.approx(nbytes * 1e-6)
+    assert whole["floor_ms"] == pytest.approx(nbytes * 1e-6), "2(n-1)/n is 1 with two ranks"
+    assert whole["bound"] == "network" and whole["transfer_ms"] is not None and whole["exposed_ms"] >= 0
+
+
+def test_communication_intensity_is_each_layers_own(two_ranks):
+    step, rows = two_ranks
+    for row in rows:
+        if row["pass"] != "all_reduce":
+            continue
+        size = row["parameters"]
+        assert row["wire_bytes"] == 4 * size
+        own = [r for r in rows if r["layer"] == row["layer"] and r["pass"] != "all_reduce"]
+        assert row["communication_intensity"] == pytest.approx(sum(r["flop"] for r in own) / (4 * size))
+
+
+def test_the_wait_for_other_ranks_losses_is_a_row(two_ranks):
+    assert ("loss", "wait") in {(row["layer"], row["pass"]) for row in two_ranks[1]}
+
+
+def test_transfer_wait_and_exposed_of_a_message():
+    ranks = [{("m", "all_reduce"): [2.0, 2.0], ("m", "wait"): [0.5, 0.5]},
+             {("m", "all_reduce"): [5.0, 3.0], ("m", "wait"): [0.1, 0.1]}]  # fmt: skip
+    message = network._message("m", ranks)
+    assert (message.transfer, message.wait, message.exposed) == (2.0, 2.0, 0.5)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_every_view_shows_every_file(name, content):
+    title, columns, cells = view(content, name)
+    assert "resnet20" in title and all(len(line) == len(columns) for line in cells)
+    if name in ("time", "memory"):
+        assert any(line[0] == "layer3.2.conv2" for line in cells)
+
+
+def test_absorbed_work_stays_a_line():
+    content = {"benchmark": "layers", "setup": {"model": "net", "ranks": 1}, "rows": []}
+    for layer, ms, where in (("conv2", 1.0, None), ("bn1", 0.0, "conv2")):
+        row = layers.empty_row("net", layer, "forward", precision("bf16"), "cuda", 1)
+        content["rows"].append(
+            row | {"index": len(content["rows"]), "ms": ms, "in": where, "type": "X", "output_shape": [1, 2]}
+        )
+    cells = {line[0]: line for line in view(content, "time")[2]}
+    assert cells["bn1"][3] == "in conv2" and cells["conv2"][3] == "1.000"
+
+
+def test_shares_add_up_to_one_and_name_the_kinds(content):
+    found = shares(content)
+    assert sum(found.values()) == pytest.approx(1) and min(found.values()) > -0.05
+    assert {"convolution", "batch norm", "activation", "join", "pooling", "linear", "loss", "optimizer"} <= found.keys()
+    assert family(rows_by_key(content)["conv1", "forward"]) == "convolution"
+    title, columns, cells = network_table([content])
+    assert len(cells) == 1 and len(cells[0]) == len(columns)
+
+
+def test_networks_merge_into_one_file(content):
+    both = merged([content, content])
+    assert len(both["rows"]) == 2 * len(content["rows"]) and len(both["points"]) == 2
+
+
+def test_notes_say_what_the_figures_mean(content):
+    text = "\n".join(footer(content))
+    assert "2 per multiply-add" in text and "images/s" in text and "layers account for" in text
+
+
+# -- what users type --------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_alone_has_its_passes(cpu_ops):
+    text = "Conv2d(3, 4, 3)"
+    setup = {"precision": "fp32", "device": "cpu", "ranks": 1}
+    content = bench_layer(layer_case(text, ["2x8x8x3"]), text, setup, SOLO, CEILINGS, options=QUICK)
+    assert [row["pass"] for row in content["rows"]] == ["forward", "backward_weight", "backward_data"]
+    assert all(row["case"] == "Conv2d(3, 4, 3)/2x8x8x3" for row in content["rows"])
+    assert results.REQUIRED and view(content, "roof")[2]
+
+
+@pytest.mark.parametrize("text, words", [
+    ("Conv3d(3, 4, 3)", "unknown layer 'Conv3d'"),
+    ("Conv2d(3, 4", "literal arguments"),
+    ("Conv2d(3, open('x'), 3)", "literal arguments"),
+    ("__import__('os').system('true')", "literal arguments"),
+    ("Conv2d(3)", "--layer Conv2d(3)"),
+    ("Conv2d(3, 4, 3, colour=1)", "colour"),
+    ("Conv2d(3, -4, 3)", "out_channels"),
+])  # fmt: skip
+def test_bad_layers_are_refused_by_name(text, words):
+    with pytest.raises(ValueError, match=None) as caught:
+        parse_layer(text)
+    assert words in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize("text", ["", "32", "0x3", "axb", "3x-1", "3,4"])
+def test_bad_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="--input"):
+        parse_shape(text)
+
+
+def test_impossible_setups_are_refused(cpu_ops):
+    with pytest.raises(ValueError, match="unknown model"):
+        Setup("resnet51", 2, "fp32", "cpu").graph()
+    with pytest.raises(ValueError, match="--batch"):
+        Setup("resnet20", 0, "fp32", "cpu").graph()
+    with pytest.raises(ValueError, match="tf32"):
+        bench_network(Setup("resnet20", 2, "tf32", "cpu"), SOLO, None)
+    with pytest.raises(ValueError, match="conv2d: x must have shape"):
+        layer_case("Conv2d(3, 4, 3)", ["2x8x8x5"])
+    with pytest.raises(ValueError, match="one for each of 2"):
+        layer_case("Add()", ["2x8x8x5"])
+
+
+def test_layers_can_be_named_without_parentheses():
+    assert repr(parse_layer("ReLU")) == "ReLU()"
