@@ -22,7 +22,7 @@ from safetensors.numpy import save as serialize
 
 from minidl import checks
 
-__all__ = ["PREVIOUS", "SCHEMA", "latest", "load", "match", "prune", "save", "set_aside", "step_path"]
+__all__ = ["PREVIOUS", "SCHEMA", "latest", "load", "match", "prune", "require_json", "save", "set_aside", "step_path"]
 
 SCHEMA = 1
 
@@ -50,7 +50,7 @@ def save(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], state: Mapp
     path = Path(path)
     # safetensors 0.8 writes the memory of an array as it lies: of a transposed one, the wrong values without an error.
     dense = {name: _dense(name, tensor) for name, tensor in tensors.items()}
-    _require_json(state, "state")
+    require_json(state, "state")
     text = json.dumps(state)
     metadata = {"format": "minidl", "schema": str(SCHEMA), "state": text, "sha256": _digest(dense, text)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,27 +177,31 @@ def match(expected: Mapping[str, Any], found: Mapping[str, np.ndarray], who: str
         raise ValueError(f"{who} does not fit: {'; '.join(problems)}")
 
 
+def require_json(value: Any, where: str) -> None:
+    """Refuse what JSON refuses or changes: keys that are no strings, tuples, NumPy numbers.
+
+    Raises:
+        TypeError: naming ``where`` it stands.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise checks.bad_dtype("checkpoint", f"key {key!r} of {where}", "a string", type(key).__name__)
+            require_json(item, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            require_json(item, f"{where}[{position}]")
+    elif type(value) not in (str, int, float, bool, type(None)):
+        expected = "a dictionary, list, string, number, boolean or None"
+        raise checks.bad_dtype("checkpoint", where, expected, type(value).__name__)
+
+
 def _dense(name: str, tensor: np.ndarray) -> np.ndarray:
     if not isinstance(tensor, np.ndarray):
         raise checks.bad_dtype("checkpoint", f"tensor {name!r}", "a NumPy array", type(tensor).__name__)
     if tensor.dtype.name not in _DTYPES:
         raise checks.bad_dtype("checkpoint", f"tensor {name!r}", f"one of {', '.join(_DTYPES)}", tensor.dtype)
     return np.asarray(tensor, order="C", dtype=tensor.dtype.newbyteorder("="))
-
-
-def _require_json(value: Any, where: str) -> None:
-    """TypeError for what JSON refuses or changes: keys that are no strings, tuples, NumPy numbers."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise checks.bad_dtype("checkpoint", f"key {key!r} of {where}", "a string", type(key).__name__)
-            _require_json(item, f"{where}[{key!r}]")
-    elif isinstance(value, list):
-        for position, item in enumerate(value):
-            _require_json(item, f"{where}[{position}]")
-    elif type(value) not in (str, int, float, bool, type(None)):
-        expected = "a dictionary, list, string, number, boolean or None"
-        raise checks.bad_dtype("checkpoint", where, expected, type(value).__name__)
 
 
 def _require_ours(path: Path, metadata: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ known, the remedy. ValueError: shapes and values. TypeError: dtype or kind of ar
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "order",
     "positive_pair",
     "unknown",
+    "wording",
 ]
 
 
@@ -37,6 +39,11 @@ def describe(array: Any) -> str:
         return f"{type(array).__name__} {array!r:.60}"
     module = type(array).__module__.split(".")[0]
     return f"{str(dtype).removeprefix('torch.')} array of shape {tuple(shape)} ({module})"
+
+
+def wording(value: Any) -> str:
+    """``repr`` without addresses in memory, so that equal things of two processes read alike."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def bad_shape(who: str, argument: str, expected: str, got: Sequence[int], remedy: str | None = None) -> ValueError:

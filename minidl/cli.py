@@ -1,33 +1,43 @@
-"""The command line: ``minidl train`` and ``minidl info``. ``scripts/train.py`` is ``minidl train``."""
+"""The command line: ``minidl train, bench, plot, info``. ``scripts/train.py`` is ``minidl train``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from minidl import data, dist, models, schedule
+from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.backend import get_ops
+from minidl.bench import command as bench
+from minidl.bench.setup import device_of, join
+from minidl.bench.training import TrainingProfile
+from minidl.dist import abort
 from minidl.dist.doctor import facts
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import precision
+from minidl.profile import plots
 from minidl.train import Trainer
 
 __all__ = ["main", "parser", "train"]
 
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
+_INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
 def parser() -> argparse.ArgumentParser:
     """All verbs and their options."""
-    top = argparse.ArgumentParser(prog="minidl", description="Train convolutional networks; see what a machine has.")
+    about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
+    top = argparse.ArgumentParser(prog="minidl", description=about)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     shown = argparse.ArgumentDefaultsHelpFormatter
     _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
+    bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
+    plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
     return top
 
@@ -55,6 +65,8 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
     p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
+    p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
+    p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
@@ -62,17 +74,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     arguments = parser().parse_args(argv)
     try:
-        if arguments.verb == "info":
-            return _info()
-        train(arguments)
+        status = _VERBS[arguments.verb](arguments)
         dist.world().close()
-        return 0
+        return status
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         print(f"minidl {arguments.verb}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        _interrupted(arguments)
 
 
-def _info() -> int:
+def _interrupted(arguments: argparse.Namespace) -> NoReturn:
+    """End all ranks with one line: after Ctrl-C they stand in different places, so none may wait for another."""
+    remedy = ""
+    with contextlib.suppress(OSError, AttributeError):  # no checkpoint yet; a verb without output
+        remedy = f"; --resume goes on from {checkpoint.latest(arguments.output)}"
+    if dist.world().size > 1:
+        abort.abort(f"interrupted{remedy}", code=_INTERRUPTED)
+    step = f" in step {abort.context['step']}" if "step" in abort.context else ""
+    print(f"minidl {arguments.verb}: interrupted{step}{remedy}", file=sys.stderr, flush=True)
+    sys.exit(_INTERRUPTED)
+
+
+def _train(a: argparse.Namespace) -> int:
+    train(a)
+    return 0
+
+
+def _info(a: argparse.Namespace) -> int:
     table = facts()
     width = max(len(fact.name) for fact in table)
     for fact in table:
@@ -103,8 +132,11 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
 
 def train(a: argparse.Namespace) -> dict[str, float]:
     """``minidl train`` with parsed options, on every rank; the last epoch's figures, named as in metrics.csv."""
-    comm = dist.init(a.device)
-    device = _device(a.device, comm)
+    checks.at_least("--epochs", "number", a.epochs, 1)
+    if not a.output:
+        raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
+    comm = join(a.device)
+    device = device_of(a.device, comm)
     ops = get_ops(device)
     mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
@@ -123,10 +155,11 @@ def train(a: argparse.Namespace) -> dict[str, float]:
 
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)
+    profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
     trainer = Trainer(
         model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
-        epochs=a.epochs, output=a.output,
+        epochs=a.epochs, output=a.output, profile=profile,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},
     )  # fmt: skip
     if a.resume is not None:
@@ -137,37 +170,24 @@ def train(a: argparse.Namespace) -> dict[str, float]:
         print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
     row = trainer.fit()
     if comm.rank == 0:
-        _finish(a, row, trainer)
+        _finish(a, row, trainer, profile)
     return row
 
 
-def _device(wanted: str, comm: Any) -> str:
-    """The device that `dist.init` settled on, and for one rank alone: a GPU if there is one."""
-    if wanted != "auto":
-        if wanted == "cuda":
-            try:
-                get_ops("cuda").require_device()
-            except RuntimeError as error:
-                raise ValueError(f"--device cuda: {error}") from error
-        return wanted
-    if comm.size > 1:
-        return "cuda" if comm.name == "nccl" else "cpu"
-    try:
-        get_ops("cuda").require_device()
-    except (ImportError, RuntimeError):
-        return "cpu"
-    return "cuda"
-
-
-def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer) -> None:
+def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None) -> None:
     """The last lines: the figure, what was written, what to try next."""
     if not row:
         print(f"nothing left to do: {a.output} is at epoch {trainer.epochs}; raise --epochs to go on")
         return
     print(f"test accuracy {row['test_accuracy']:.4f}")
     print(f"wrote {Path(a.output) / 'metrics.csv'}, metrics.jsonl and checkpoints beside them")
-    print(f"next: train longer with --epochs {2 * a.epochs} --resume; other options with minidl train --help")
+    if profile is not None:
+        told = f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short
+        print(told)
+    print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; minidl train --help lists all options")
 
+
+_VERBS = {"train": _train, "bench": bench.run, "plot": plots.run, "info": _info}
 
 if __name__ == "__main__":
     sys.exit(main())

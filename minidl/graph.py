@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from minidl import checks
 from minidl.layer import Layer
@@ -22,6 +23,7 @@ from minidl.layer import Layer
 __all__ = ["Graph", "Node", "scope"]
 
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("minidl_scopes", default=())
+_placed: WeakSet[Layer] = WeakSet()  # layers that stand in some graph, and have their full names from it
 
 
 @contextlib.contextmanager
@@ -102,10 +104,12 @@ class Graph:
 
         Raises:
             ValueError: a name that is taken, inputs of several graphs, a shape that the layer cannot take.
-            RuntimeError: the layer stands in a graph already, or the graph belongs to a model.
+            RuntimeError: the layer stands in this or another graph already, or the graph belongs to a model.
         """
-        if any(node.layer is layer for node in self.nodes):
-            raise checks.order(layer.name, "it stands in this graph already", "make another layer for each place")
+        if layer in _placed:
+            which = "this" if any(node.layer is layer for node in self.nodes) else "another"
+            remedy = "a layer stands in one graph, in one place: make another layer for each"
+            raise checks.order(layer.name, f"it stands in {which} graph already", remedy)
         if any(node.graph is not self for node in inputs):
             raise checks.bad_value(layer.name, "inputs", "nodes of one graph", "nodes of several")
         if len(inputs) != layer.num_inputs and layer.num_inputs > 0:
@@ -128,6 +132,7 @@ class Graph:
         node = Node(self, len(self.nodes), layer, tuple(node.index for node in inputs), shape[1:])
         self.nodes.append(node)
         self._names[name] = node
+        _placed.add(layer)
         return node
 
     @property

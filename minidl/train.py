@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from minidl import checkpoint, checks
 from minidl.data import Batch, Loader
 from minidl.dist import abort
-from minidl.dist.agree import require_same
+from minidl.dist.agree import require_same, require_same_arrays
 from minidl.loss import SoftmaxCrossEntropy, Totals
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
 
-__all__ = ["Trainer"]
+__all__ = ["StepWatch", "Trainer"]
+
+
+class StepWatch(Protocol):
+    """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
+
+    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
+        """Around each step of ``samples`` samples on this rank."""
+
+    def finish(self, trainer: Trainer) -> Path | None:
+        """After the last step, on all ranks; a file that was written."""
+
+
+class _Unwatched:
+    _nothing = nullcontext()
+
+    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def finish(self, trainer: Trainer) -> None:
+        pass
 
 
 @dataclass
@@ -53,15 +75,18 @@ class Trainer:
         model, optimizer, loss: share one communicator.
         train_loader: this rank's shards (`minidl.data.Loader` with the communicator's rank and size).
         test_loader: evaluated after each epoch, joined exactly over ranks; None: no evaluation.
-        schedule: learning rate of a step, counted from 0.
+        schedule: learning rate of a step, counted from 0; a function of the step alone.
         epochs: to train in all, counting those before a resume.
         output: folder for metrics and checkpoints, of one run at a time; None writes nothing.
         keep: newest checkpoints to keep.
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
+        profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
 
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
+            An output that is no folder.
+        TypeError: settings that JSON cannot hold.
         FloatingPointError: from `fit`, when the training loss is not finite.
     """
 
@@ -79,6 +104,7 @@ class Trainer:
         keep: int = 2,
         report_every: int = 20,
         settings: dict[str, Any] | None = None,
+        profile: StepWatch | None = None,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
@@ -89,30 +115,85 @@ class Trainer:
         self.keep = checks.at_least("Trainer", "keep", keep, 1)
         self.report_every = checks.at_least("Trainer", "report_every", report_every, 1)
         self.settings = settings or {}
+        checkpoint.require_json(self.settings, "settings")
+        self.profile = profile or _Unwatched()
         self.step = 0
         self.comm = model.comm
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
-        self._agree()
+        self._check_parts()
+        require_same(self.comm, "training plan", self._plan())
+        self._on_rank_0(self._check_output)
 
-    def _agree(self) -> None:
-        """Refuse parts of several communicators, and ranks that would not make the same steps."""
+    def _check_parts(self) -> None:
+        """Refuse parts that were made for another model or another rank."""
         if self.optimizer.model is not self.model:
             raise checks.bad_value("Trainer", "optimizer", "that of the model", "another model's")
         if self.loss.comm is not self.comm:
             remedy = "make it with SoftmaxCrossEntropy(comm=comm)"
             raise checks.bad_value("Trainer", "loss", "on the model's communicator", self.loss.comm.name, remedy)
-        loaders = {"train_loader": self.train_loader, "test_loader": self.test_loader}
-        plan = [f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}"]
-        for argument, loader in loaders.items():
+        for argument, loader in self._loaders().items():
             if loader is not None and (loader.rank, loader.size) != (self.comm.rank, self.comm.size):
                 expected = f"of rank {self.comm.rank} of {self.comm.size}, like the model's communicator"
                 got = f"rank {loader.rank} of {loader.size}"
                 raise checks.bad_value(
                     "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
                 )
-            plan.append(f"{argument} {None if loader is None else loader.state()}")
-        require_same(self.comm, "training plan", plan)
+
+    def _loaders(self) -> dict[str, Loader | None]:
+        return {"train_loader": self.train_loader, "test_loader": self.test_loader}
+
+    def _plan(self) -> list[str]:
+        """What decides on the steps: ranks that differ here would wait for ever, or drift apart in silence."""
+        optimizer, loaders = self.optimizer, self._loaders().items()
+        groups = f"nesterov {optimizer.nesterov}, groups {list(optimizer.groups)}"
+        decay = f"weight_decay {optimizer.weight_decay}, decay_norm_and_bias {optimizer.decay_norm_and_bias}"
+        return [
+            f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}",
+            *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
+            f"schedule {checks.wording(self.schedule)}",
+            *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
+            f"optimizer {decay}, {groups}, control {optimizer.ops.to_host(optimizer.control).tolist()}",
+            f"loss ignore_index {self.loss.ignore_index}",
+            f"random seed {self.model.random.seed}",
+        ]
+
+    def _sampled_steps(self) -> list[int]:
+        """0, 1, 10, 100, ... and the last."""
+        last = self.epochs * len(self.train_loader) - 1
+        return sorted({0, last, *(10**power for power in range(len(str(last))))} & set(range(last + 1)))
+
+    def _rate(self, step: int) -> float:
+        good = "of at least 0, finite"
+        return checks.number("Trainer", f"schedule({step})", self.schedule(step), good, lambda v: 0 <= v < math.inf)
+
+    def _check_output(self) -> None:
+        """Refuse what no folder can be made of now, and not after an epoch."""
+        if self.output is None:
+            return
+        there = next(path for path in (self.output, *self.output.absolute().parents) if path.exists())
+        expected = "a folder, there already or to be made"
+        if not there.is_dir():
+            raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} is a file")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} cannot be written to")
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Let rank 0 deal with files; a collective.
+
+        Raises:
+            OSError, ValueError: on every rank, with rank 0's words, when ``action`` raised that there.
+        """
+        failure = None
+        if self.comm.rank == 0:
+            try:
+                action()
+            except (OSError, ValueError) as error:
+                failure = (OSError if isinstance(error, OSError) else ValueError), str(error)
+        failure = self.comm.share(failure)[0]
+        if failure is not None:
+            kind, words = failure
+            raise kind(words)
 
     def fit(self) -> dict[str, float]:
         """Train to the last epoch; the last epoch's figures, named as in metrics.csv.
@@ -120,11 +201,7 @@ class Trainer:
         What another run left in the output folder is replaced; its checkpoints, where it went further than this one
         has come, move into ``previous/`` with its metrics.
         """
-        if self.output is not None and self.comm.rank == 0:
-            previous = checkpoint.set_aside(self.output, self.step, MetricsLog.FILES)
-            if previous is not None:
-                print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
-            self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
+        self._on_rank_0(self._open_output)
         row: dict[str, float] = {}
         while self.train_loader.epoch < self.epochs:
             try:
@@ -132,7 +209,16 @@ class Trainer:
             except BaseException:
                 self.display.finish()  # a bar would go on drawing, and hide the cursor for good
                 raise
+        self.profile.finish(self)
         return row
+
+    def _open_output(self) -> None:
+        if self.output is None:
+            return
+        previous = checkpoint.set_aside(self.output, self.step, MetricsLog.FILES)
+        if previous is not None:
+            print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
+        self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
 
     def _epoch(self) -> dict[str, float]:
         epoch = self.train_loader.epoch
@@ -169,10 +255,11 @@ class Trainer:
         abort.context["step"] = self.step
         self.optimizer.set_lr(self.schedule(self.step))
         self.model.train()
-        logits = self.model.forward(batch.images, first_sample=batch.first_sample)
-        totals = self.loss.forward(logits, batch.labels)
-        self.model.backward(self.loss.backward(self.optimizer.loss_scale))
-        self.optimizer.step()
+        with self.profile.step(self, len(batch.images)):
+            logits = self.model.forward(batch.images, first_sample=batch.first_sample)
+            totals = self.loss.forward(logits, batch.labels)
+            self.model.backward(self.loss.backward(self.optimizer.loss_scale))
+            self.optimizer.step()
         self.step += 1
         return totals
 
@@ -191,6 +278,7 @@ class Trainer:
         loader = loader or self.test_loader
         if loader is None:
             raise checks.order("Trainer", "nothing to evaluate on", "pass a loader")
+        training = self.model.training
         self.model.average_buffers()
         self.model.eval()
         running = _Running()
@@ -198,7 +286,7 @@ class Trainer:
             logits = self.model.forward(batch.images, grad=False)
             running.pending.append(self.loss.forward(logits, batch.labels, grad=False))
         running.collect()
-        self.model.train()
+        self.model.train(training)
         return running.means
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -213,19 +301,17 @@ class Trainer:
             raise checks.order("Trainer", "it has no output folder", "pass output=")
         self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
         path = checkpoint.step_path(self.output, self.step)
-        failure = None
-        if self.comm.rank == 0:
-            tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-            tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
-            try:
-                checkpoint.save(path, tensors, self._state())
-                checkpoint.prune(self.output, self.keep)
-            except OSError as error:
-                failure = f"{path}: {error}"
-        failure = self.comm.share(failure)[0]
-        if failure is not None:
-            raise OSError(failure)
+        self._on_rank_0(lambda: self._write(path))
         return path
+
+    def _write(self, path: Path) -> None:
+        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
+        try:
+            checkpoint.save(path, tensors, self._state())
+            checkpoint.prune(self.output, self.keep)
+        except OSError as error:
+            raise OSError(f"{path}: {error}") from error
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -243,7 +329,8 @@ class Trainer:
 
         Raises:
             FileNotFoundError: nothing there.
-            ValueError: a damaged or foreign file, or one of another model, data set or setting.
+            ValueError: a damaged or foreign file, or one of another model, data set or setting; ranks that read
+                different ones.
         """
         path = Path(path)
         if path.is_dir():
@@ -267,3 +354,12 @@ class Trainer:
         self.train_loader.restore(state["loader"])
         self.step = state["step"]
         self.model.random.seed, self.model.random.step = state["random"]["seed"], state["random"]["step"]
+        self._agree_on_resumed()
+
+    def _agree_on_resumed(self) -> None:
+        """Refuse ranks that went on from different files: folders of several hosts may hold different checkpoints."""
+        places = {"step": self.step, "random": self._state()["random"], "loader": self.train_loader.state()}
+        require_same(self.comm, "the checkpoint to go on from", [f"{key} {value}" for key, value in places.items()])
+        if self.comm.size > 1:
+            weights = {"weights": self.model.ops.to_host(self.model.arena.master)}
+            require_same_arrays(self.comm, "the checkpoint to go on from", weights)

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import nvrtc
+from minidl.cuda import ceiling, nvrtc
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.cuda.spin import spin
 from minidl.precision import bfloat16, float16, float32
 
 STORAGE = (float32, bfloat16, float16)
@@ -202,6 +203,16 @@ def call_optim() -> None:
                 ops.sgd_update(master, grad, buffer, working, segment_of, segments, control, nesterov=nesterov)
         ops.find_nonfinite(grad, control)
     ops.update_loss_scale(control)
+
+
+def call_spin() -> None:
+    spin(1e-3)
+
+
+def call_ceiling() -> None:
+    ceiling.fused_multiply_adds(ceiling.fma_output(), steps=64)
+    size = ceiling.l2_copy_bytes(1)
+    ceiling.l2_copy(ops.empty(size, np.uint8), ops.empty(size, np.uint8), repeats=2)
 
 
 CALLS: dict[str, Callable[[], None]] = {

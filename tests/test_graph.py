@@ -36,8 +36,17 @@ def test_a_layer_stands_in_a_graph_once():
     graph = m.Graph()
     layer = m.Linear(4, 4, name="fc")
     x = layer(graph.input((4,)))
-    with pytest.raises(RuntimeError, match="already"):
+    with pytest.raises(RuntimeError, match="fc: it stands in this graph already; .*make another layer"):
         layer(x)
+
+
+def test_a_layer_stands_in_one_graph_and_keeps_its_name():
+    layer = m.Linear(4, 4, name="fc")
+    with m.scope("head"):
+        kept = layer(m.Graph().input((4,)))
+        with pytest.raises(RuntimeError, match=r"head\.fc: it stands in another graph already; .*make another layer"):
+            layer(m.Graph().input((4,)))
+    assert layer.name == kept.name == "head.fc" and kept.graph["head.fc"] is kept
 
 
 def test_shape_errors_come_while_building_and_name_the_layer():

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import checkpoint, cli, data, models
+from minidl import checkpoint, cli, data, models, schedule
+from minidl.bench.setup import device_of
+from minidl.dist.communicator import SOLO
+from minidl.bench.setup import device_of
 from minidl.progress import MetricsLog, progress
 from minidl.train import Trainer
 
@@ -251,6 +254,9 @@ ERRORS = {
     ("--data-path", "x"): "has no files",
     ("--batch", "0"): "batch must be",
     ("--lr", "-1"): "lr must be",
+    ("--epochs", "0"): "--epochs: number must be an integer of at least 1, got 0",
+    ("--output", ""): "--output: path must be a folder, got ''",
+    ("--output", __file__): f"output must be a folder, there already or to be made, got '{__file__}'",
     ("--schedule", "spiral"): "spiral",
     ("--data", "synthetic", "--samples", "0"): "n must be",
     ("--data", "synthetic", "--image-size", "0"): "shape must be",
@@ -267,6 +273,20 @@ def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
     assert status == 2
     assert err.startswith("minidl train: ") and err.count("\n") == 1
     assert ERRORS[arguments] in err
+
+
+def test_an_interrupt_is_one_clear_line_with_the_way_on(tmp_path, capsys, monkeypatch):
+    train = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        status, _, err = run_cli(capsys, *train)
+        assert (status, err.count("\n")) == (130, 1) and err.startswith("minidl train: interrupted") and ";" not in err
+    assert run_cli(capsys, *train, "--epochs", "1")[0] == 0
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    newest = checkpoint.latest(tmp_path)
+    status, _, err = run_cli(capsys, *train, "--epochs", "2", "--resume")
+    assert status == 130 and err.endswith(f"; --resume goes on from {newest}\n") and err.count("\n") == 1
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == [newest.name], "nothing half-written stays"
 
 
 def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, capsys):
@@ -332,6 +352,119 @@ def test_parts_that_do_not_belong_together_are_refused():
         parts(train_loader=data.Loader(run.train_loader.dataset, 8, rank=1, size=2))
 
 
+class Others:
+    """A communicator of two ranks whose other rank holds ``plan``, or as rank 0 failed with ``failure``."""
+
+    size, local_rank, local_size, name = 2, 0, 2, "others"
+
+    def __init__(self, rank=0, plan=None, failure=None):
+        self.rank, self.plan, self.failure = rank, plan, failure
+
+    def share(self, value):
+        if self.plan is not None and value is not None:
+            return [value, self.plan if isinstance(value, list) else b"other"]
+        return [value if value is not None else self.failure, value]
+
+
+def on_rank(run, comm):
+    """A trainer of the parts of ``run`` on ``comm``."""
+    run.model.comm = run.loss.comm = comm
+    for loader in (run.train_loader, run.test_loader):
+        loader.rank, loader.size = comm.rank, comm.size
+    return Trainer(
+        run.model, run.optimizer, run.loss, run.train_loader, run.test_loader,
+        schedule=run.schedule, epochs=run.epochs, report_every=run.report_every, output=run.output,
+    )  # fmt: skip
+
+
+def shift(images, labels, draw):
+    return images, labels
+
+
+# What rank 0 does otherwise than rank 1, and what is then told of rank 1.
+UNEQUAL = {
+    "epochs 2,": lambda run: setattr(run, "epochs", 3),
+    "augment None": lambda run: setattr(run.train_loader, "augment", data.Compose(data.RandomCrop(1), shift)),
+    "shift [-0.0, -0.0, -0.0]": lambda run: setattr(run.test_loader, "_shift", run.test_loader._shift + 1),
+    "schedule <function trainer.<locals>.<lambda>>": lambda run: setattr(run, "schedule", schedule.Constant(0.05)),
+    "learning rate 0.02631579 in step 9": lambda run: setattr(run, "schedule", decaying_until(9)),
+    "weight_decay 0.0001": lambda run: setattr(run.optimizer, "weight_decay", 0.0),
+    "ignore_index -100": lambda run: setattr(run.loss, "ignore_index", 255),
+    "random seed 0": lambda run: setattr(run.model.random, "seed", 1),
+}
+
+
+def decaying_until(last):
+    """The schedule of `trainer` up to step ``last``, under its name."""
+    lr = lambda step: 0.05 / (1 + step / 10) if step < last else 0.0  # noqa: E731
+    lr.__qualname__ = "trainer.<locals>.<lambda>"
+    return lr
+
+
+@pytest.mark.parametrize("words", UNEQUAL)
+def test_ranks_that_would_not_train_alike_are_refused(words):
+    theirs, run = trainer()._plan(), trainer()
+    UNEQUAL[words](run)
+    with pytest.raises(ValueError, match="training plan differs between ranks") as error:
+        on_rank(run, Others(plan=theirs))
+    assert words in str(error.value).split("on rank 1: ")[1]
+
+
+def test_ranks_whose_augmentation_lies_elsewhere_in_memory_train_alike():
+    plans = []
+    for _ in range(2):
+        run = trainer()
+        run.train_loader.augment = data.Compose(data.RandomCrop(1), lambda images, labels, draw: (images, labels))
+        plans.append(run._plan())
+    assert plans[0] == plans[1] and "RandomCrop(padding=1" in str(plans[0]) and "0x" not in str(plans[0])
+
+
+def test_a_schedule_that_gives_no_rate_is_refused_at_the_door():
+    run = trainer(epochs=1)
+    run.schedule = [0.1, 0.1, 0.1, 0.1, None].__getitem__
+    with pytest.raises(ValueError, match=r"Trainer: schedule\(4\) must be a number of at least 0, finite, got None"):
+        on_rank(run, SOLO)
+
+
+def test_an_output_that_is_no_folder_is_refused_at_the_door_on_every_rank(tmp_path):
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ValueError, match=r"Trainer: output must be a folder.*/file is a file$") as error:
+            trainer(output)
+        with pytest.raises(ValueError) as told:
+            on_rank(trainer(), Others(rank=1, failure=(ValueError, str(error.value))))
+        assert str(told.value) == str(error.value)
+    trainer(tmp_path / "new" / "run")
+    assert not (tmp_path / "new").exists(), "made when there is something to write"
+
+
+def test_rank_0_alone_cannot_open_its_output_and_all_ranks_say_so(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("minidl.train.MetricsLog", full)
+    full.FILES = MetricsLog.FILES
+    with pytest.raises(OSError, match="No space left on device"):
+        trainer(tmp_path).fit()
+    run = on_rank(trainer(), Others(rank=1))
+    run.comm.failure = OSError, "No space left on device"
+    with pytest.raises(OSError, match="No space left on device"):
+        run.fit()
+
+
+def test_settings_that_no_checkpoint_holds_are_refused_at_the_door():
+    with pytest.raises(TypeError, match=r"settings\['crop'\] must be .*got tuple"):
+        trainer(settings={"crop": (1, 2)})
+
+
+def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
+    trainer(tmp_path, epochs=1).fit()
+    run = trainer(tmp_path)
+    run.comm = Others(plan=["step 10"])
+    with pytest.raises(ValueError, match="checkpoint to go on from differs.* on rank 0: step 5; on rank 1: step 10"):
+        run.resume(tmp_path)
+
+
 def test_metrics_that_were_left_half_written_are_dropped(tmp_path):
     log = MetricsLog(tmp_path)
     log.report({"step": 2})
@@ -380,4 +513,23 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch):
 
     monkeypatch.setattr(cuda, "require_device", missing)
     with pytest.raises(ValueError, match="--device cuda: no driver"):
-        cli._device("cuda", dist.SOLO)
+        device_of("cuda", dist.SOLO)
+
+
+def test_a_job_that_cannot_be_joined_is_one_clear_line(capsys, monkeypatch):
+    from minidl import dist
+
+    def alone(device):
+        raise RuntimeError("init: this process was started as one of 2 ranks, but sees only itself")
+
+    monkeypatch.setattr(dist, "init", alone)
+    status, _, err = run_cli(capsys, "train")
+    assert status == 2 and err.startswith("minidl train: init: this process") and err.count("\n") == 1
+
+
+def test_evaluation_leaves_the_mode_as_it_was():
+    run = trainer()
+    for mode in (True, False):
+        run.model.train(mode)
+        run.evaluate()
+        assert run.model.training is mode

@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from minidl import backend, checks, dist, models
+from minidl import backend, checks, models
 from minidl.bench import layers, sweep
 from minidl.bench.run import bench_layer, bench_network
-from minidl.bench.setup import Setup, device_of, layer_case
+from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.bench.summary import merged, network_table
 from minidl.dist.communicator import Communicator
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Meter
 from minidl.profile.nvtx import NvtxRanges
-from minidl.profile.results import result, write, write_csv
+from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget
 from minidl.profile.trace import write_trace
@@ -100,6 +100,11 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trace", metavar="PATH", help="write the last eager step here, for Perfetto and chrome://tracing")
 
 
+def _add_show(p: argparse.ArgumentParser) -> None:
+    p.add_argument("file", metavar="FILE.json", help="a result file of bench layers or model, or of train --profile")
+    p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"])
+
+
 def _add_ceilings(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--cached", action="store_true", help="show what was measured before, if it was")
@@ -125,10 +130,8 @@ def _layers(a: argparse.Namespace) -> int:
         content = bench_network(setup, comm, known, **common, **_network_options(a))
     progress("")
     if comm.rank == 0:
-        for name in VIEWS if "all" in a.view else a.view:
-            title, columns, rows = view(content, name)
-            show(title, columns, rows)
-        _finish(a, content)
+        _print(a, content)
+        _write(a, content)
     return _status(a, [content])
 
 
@@ -179,9 +182,8 @@ def _torch_module(a: argparse.Namespace) -> int:
     from minidl.bench.torch_peer import bench_command
 
     content = bench_command(a)
-    for name in VIEWS if "all" in a.view else a.view:
-        show(*view(content, name))
-    _finish(a, content)
+    _print(a, content)
+    _write(a, content)
     return 0
 
 
@@ -201,8 +203,25 @@ def _model(a: argparse.Namespace) -> int:
     if comm.rank == 0:
         content = contents[0] if len(contents) == 1 else merged(contents)
         show(*network_table(contents))
-        _finish(a, content)
+        for line in footer(content):
+            print(line)
+        _write(a, content)
     return _status(a, contents)
+
+
+def _show(a: argparse.Namespace) -> int:
+    content = load(a.file)
+    if not content["rows"] or "timings" not in content["rows"][0]:
+        raise ValueError(f"{a.file}: a result file of {content['benchmark']}, which has no table of layers")
+    _print(a, content)
+    return 0
+
+
+def _print(a: argparse.Namespace, content: dict[str, Any]) -> None:
+    for name in VIEWS if "all" in a.view else a.view:
+        show(*view(content, name))
+    for line in footer(content):
+        print(line)
 
 
 def _ceilings(a: argparse.Namespace) -> int:
@@ -232,6 +251,7 @@ def _sweep(a: argparse.Namespace) -> int:
 _VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "layers": ("each pass of each layer: time, intensity, share of the roofline, all-reduce", _add_layers, _layers),
     "model": ("whole networks: steps, and the share of each kind of layer", _add_model, _model),
+    "show": ("the tables of a result file", _add_show, _show),
     "ceilings": ("what this machine can do at most", _add_ceilings, _ceilings),
     "compare": ("two result files, row by row: SAME, FASTER, SLOWER or UNCLEAR", compare.add_arguments, _compare),
     "sweep": ("a grid of shapes, precisions, batches and ranks", sweep.add_arguments, _sweep),
@@ -243,10 +263,8 @@ _VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Calla
 
 def _start(a: argparse.Namespace) -> tuple[Communicator, str, Callable[[str], None]]:
     """The ranks, their device, and a display of what is being done."""
-    comm = dist.init(a.device)
+    comm = join(a.device)
     device = device_of(a.device, comm)
-    if device == "cuda" and comm.name != "nccl" and comm.size > 1:
-        raise ValueError("bench: ranks with GPUs need NCCL")
     return comm, device, _display() if comm.rank == 0 else lambda what: None
 
 
@@ -264,10 +282,8 @@ def _display() -> Callable[[str], None]:
     return tell
 
 
-def _finish(a: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Notes below the tables, and the files asked for."""
-    for line in footer(content):
-        print(line)
+def _write(a: argparse.Namespace, content: dict[str, Any]) -> None:
+    """The files asked for."""
     if a.json:
         write(a.json, content)
         print(f"wrote {a.json}")

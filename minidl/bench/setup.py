@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minidl import backend, checks, layers, models
+from minidl import backend, checks, dist, layers, models
 from minidl.bench.isolated import Case
 from minidl.dist.communicator import Communicator
 from minidl.graph import Graph
 from minidl.layer import Layer
 
-__all__ = ["Setup", "device_of", "layer_case", "parse_layer", "parse_shape"]
+__all__ = ["Setup", "device_of", "join", "layer_case", "parse_layer", "parse_shape"]
 
 _SMALL = ("lenet", "mlp", "resnet20")  # networks for images of 32 x 32 and ten classes
 
@@ -67,6 +67,14 @@ class Setup:
             "model": self.model, "batch": self.batch, "precision": self.precision, "device": self.device,
             "ranks": self.ranks, "image_size": self.image, "classes": self.num_classes,
         }  # fmt: skip
+
+
+def join(device: str) -> Any:
+    """The communicator; a launcher and an MPI that do not belong together are the user's to mend, in one line."""
+    try:
+        return dist.init(device)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def device_of(wanted: str, comm: Communicator) -> str:

@@ -19,6 +19,7 @@ from minidl.train import Trainer
 
 __all__ = ["TrainingProfile"]
 
+_FEWEST = 2
 _UNREAD = 4  # watched steps whose events wait to be read; by then all but the last have long passed
 
 
@@ -38,6 +39,7 @@ class TrainingProfile:
         self.path = Path(path)
         self.every = checks.at_least("profile", "every", every, 1)
         self.first = checks.at_least("profile", "first", first, 0)
+        self.written = False
         self.steps: list[StepTimes] = []
         self._batch: int | None = None
         self._seen = self._pending = 0
@@ -71,7 +73,7 @@ class TrainingProfile:
         """Join the ranks' records and write the file; a collective. None where too few steps were watched."""
         self._read()
         counts = trainer.comm.share(len(self.steps))
-        if min(counts) < 2:
+        if min(counts) < _FEWEST:
             return None
         steps = self.steps[: min(counts)]
         kind = joined(trainer.comm, steps, steps, None)
@@ -79,7 +81,13 @@ class TrainingProfile:
         known = ceilings.kept(trainer.model.ops, trainer.comm)
         if trainer.comm.rank == 0:
             write(self.path, self._content(trainer, kind, shared, known))
+        self.written = True
         return self.path
+
+    @property
+    def too_short(self) -> str:
+        """Why nothing was written."""
+        return f"no profile: of {self._seen} steps {len(self.steps)} were watched, and it takes {_FEWEST}"
 
     def _content(self, trainer: Trainer, kind: Kind, shared: list[Any], known: Any) -> dict[str, Any]:
         model, times = trainer.model, NetworkTimes(kind, None)

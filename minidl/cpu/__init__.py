@@ -7,6 +7,7 @@ of threads.
 
 from __future__ import annotations
 
+from minidl.cpu import openmp  # noqa: F401  (first: it decides how the runtime behaves that the others load)
 from minidl.cpu.activation import relu, relu_backward
 from minidl.cpu.array import (
     Array,

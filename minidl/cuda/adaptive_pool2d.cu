@@ -17,9 +17,12 @@
 
 #define BLOCK 256
 
-// The sizes are compile-time constants, so that bin arithmetic needs no division and one cell is a plain reduction.
-DEVICE int bin_begin(int cell, int cells, int size) { return int(i64(cell) * size / cells); }
-DEVICE int bin_end(int cell, int cells, int size) { return int((i64(cell + 1) * size + cells - 1) / cells); }
+// The sizes are compile-time constants, so that bin arithmetic needs no division and one cell is a plain reduction. The
+// one cell that holds everything is said outright: compilers do not know that i / size is 0.
+DEVICE int bin_begin(int cell, int cells, int size) { return size == 1 ? 0 : int(i64(cell) * size / cells); }
+DEVICE int bin_end(int cell, int cells, int size) {
+    return size == 1 ? 1 : int((i64(cell + 1) * size + cells - 1) / cells);
+}
 
 // block (lanes, groups): lane = (cell, channels) item, group = every groups-th pixel of the cell. blockIdx.y = split.
 // partial: (splits, items, VEC) float32 where splits > 1, else unused.
@@ -37,7 +40,7 @@ adaptive_avg_pool2d(const T* __restrict__ x, T* __restrict__ y, float* __restric
     const int end = inside ? min(begin + per_split, pixels) : begin;
     const T* corner = x + ((i64(n) * IN_H + h0) * IN_W + w0) * pitch + c;
 
-    constexpr int AHEAD = 8;  // pixels in flight
+    constexpr int AHEAD = 7;  // pixels in flight
     float sum[VEC] = {};
     const Raw<T, VEC> zero = pack<T>(sum);
     for (int i = begin + threadIdx.y; i < end; i += AHEAD * blockDim.y) {
@@ -46,7 +49,7 @@ adaptive_avg_pool2d(const T* __restrict__ x, T* __restrict__ y, float* __restric
         for (int u = 0; u < AHEAD; ++u) {
             const int pixel = i + u * blockDim.y, row = pixel / width;
             raw[u] = zero;
-            if (pixel < end) raw[u] = load_raw<VEC>(corner + (i64(row) * (IN_W - width) + pixel) * pitch);
+            if (pixel < end) raw[u] = load_once<VEC>(corner + (i64(row) * (IN_W - width) + pixel) * pitch);
         }
 #pragma unroll
         for (int u = 0; u < AHEAD; ++u) {

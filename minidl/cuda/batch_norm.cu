@@ -11,7 +11,8 @@
 // LeVeque (1983).
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
-// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Merge kernels: 8 channels by MERGE lanes of chunks.
+// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor, and there are
+// whole rounds of that on 132 of them: a few blocks more would run alone, as long as all others. Merge kernels: 8 channels by MERGE lanes of chunks.
 // Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread.
 //
 // Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
@@ -74,7 +75,7 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
 #if defined(STATS)
 
 // mean (chunks, C) double, squares (chunks, C) float: the mean and M2 of each chunk.
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, float* __restrict__ squares, Chunks cut) {
     const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;  // channels of the tile, and where mine begin
     float* lane_mean = lanes;  // [lane][channel of the tile], relative to the chunk's pivot

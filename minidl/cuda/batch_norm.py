@@ -22,10 +22,12 @@ __all__ = [
 ]
 
 THREADS = 256
-TARGET_BLOCKS = 512  # more would cost the merge more than they gain; part of the cut, hence of the result's bits
+# Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
+# Part of the cut, hence of the result's bits.
+TARGET_BLOCKS = 396
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
-UNROLL = 4  # rows that a thread has in flight
+UNROLL = 8  # rows that a thread has in flight; half as many of two arrays
 MERGE_CHANNELS = 8  # of a block that merges chunks
 MERGE_LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
 
@@ -54,9 +56,13 @@ def cut_rows(count: int, channels: int, itemsize: int, vec: int, x_pitch: int, d
     ideal = shapes.ceil_div(channels, 16 // itemsize)
     lanes = 32 if ideal <= 8 else 16 if ideal <= 16 else 8
     columns = THREADS // lanes
-    per_thread = shapes.ceil_div(count * shapes.ceil_div(ideal, columns), lanes * TARGET_BLOCKS)
-    per_thread = min(max(per_thread, 8, LEAST_CHUNK_ROWS // lanes), MOST_ROWS_PER_THREAD)
-    chunk_rows = lanes * shapes.round_up(per_thread, UNROLL)
+    # As many chunks as fill the device once, or as many whole times as bound the rows of a thread.
+    ideal_tiles, per_thread, rounds = shapes.ceil_div(ideal, columns), MOST_ROWS_PER_THREAD + 1, 0
+    while per_thread > MOST_ROWS_PER_THREAD:
+        rounds += 1
+        wanted = max(1, rounds * TARGET_BLOCKS // ideal_tiles)
+        per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
+    chunk_rows = lanes * max(per_thread, 8, LEAST_CHUNK_ROWS // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
 
     vectors = channels // vec
@@ -170,7 +176,7 @@ def batch_norm_backward_stats(
     cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2])
     partial = empty((cut.chunks, 2, channels), np.float32)
     sums = empty((2, channels), np.float64)
-    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
+    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // 2}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
         dy, x, moments, partial, cut.argument, defines=defines, shared=cut.shared,

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(256)
 channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels,
                    i64 pitch) {
     constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
-    __shared__ float scratch[DEEP][LANES * VEC + 1];
+    __shared__ float scratch[8][LANES * VEC + 1];
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
     const int channel = (blockIdx.x * LANES + lane) * VEC;
     const i64 first = blockIdx.y * chunk;
@@ -45,17 +45,18 @@ channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 ro
         }
     }
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) scratch[depth][lane * VEC + e] = sum[e];
-    __syncthreads();
-    for (int half = DEEP / 2; half > 0; half /= 2) {
-        if (depth < half)
+    for (int e = 0; e < VEC; ++e) {
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) scratch[depth][lane * VEC + e] += scratch[depth + half][lane * VEC + e];
-        __syncthreads();
+        for (int offset = LANES; offset < 32; offset *= 2) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], offset);
+        if (threadIdx.x % 32 < LANES) scratch[threadIdx.x / 32][lane * VEC + e] = sum[e];
     }
+    __syncthreads();
     for (int c = threadIdx.x; c < LANES * VEC; c += 256) {
+        float total = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < 8; ++warp) total += scratch[warp][c];
         const int out = blockIdx.x * LANES * VEC + c;
-        if (out < channels) partials[i64(blockIdx.y) * channels + out] = scratch[0][c];
+        if (out < channels) partials[i64(blockIdx.y) * channels + out] = total;
     }
 }
 #endif
@@ -74,11 +75,22 @@ sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out,
 #pragma unroll 8
         for (int chunk = part; chunk < chunks; chunk += SPLIT) sum += partials[chunk * count + i];
     scratch[part][lane] = sum;
+    // The last levels of the tree are one thread's: a barrier costs more than its additions.
+    constexpr int LAST = SPLIT < 8 ? SPLIT : 8;
 #pragma unroll
-    for (int half = SPLIT / 2; half > 0; half /= 2) {
+    for (int half = SPLIT / 2; half >= LAST; half /= 2) {
         __syncthreads();
         if (part < half) scratch[part][lane] = sum += scratch[part + half][lane];
     }
-    if (part == 0 && i < count) out[i] = accumulate ? out[i] + sum : sum;
+    __syncthreads();
+    if (part > 0 || i >= count) return;
+    float last[LAST];
+#pragma unroll
+    for (int j = 0; j < LAST; ++j) last[j] = scratch[j][lane];
+#pragma unroll
+    for (int half = LAST / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int j = 0; j < half; ++j) last[j] += last[j + half];
+    out[i] = accumulate ? out[i] + last[0] : last[0];
 }
 #endif

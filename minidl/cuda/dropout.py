@@ -15,7 +15,7 @@ from minidl.shapes import ceil_div
 
 __all__ = ["dropout"]
 
-SPANS = 2  # per thread
+SPANS = 3  # per thread
 
 
 def dropout(x: Any, p: float, key: Any, stream: int) -> Any:

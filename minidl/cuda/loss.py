@@ -16,6 +16,7 @@ from minidl.shapes import ceil_div
 __all__ = ["softmax_cross_entropy", "softmax_cross_entropy_backward"]
 
 BLOCK = 256
+STAGED_BLOCK = 128  # where a thread takes whole rows
 STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
 STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
@@ -24,9 +25,10 @@ LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64
 
 
 class _Plan(NamedTuple):
-    """Which kernel takes rows of this form: its macros, a block's rows per pass, its shared memory in bytes."""
+    """Which kernel takes rows of this form: its macros, threads and rows of a block, its shared memory in bytes."""
 
     defines: dict[str, int | str]
+    block: int
     block_rows: int
     shared: int
 
@@ -49,10 +51,11 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
     vec = ACCESS // size
     aligned = address(logits) % ACCESS == 0
     if classes <= STAGED_CLASSES and classes % vec and pitch == classes and aligned:
-        tile = BLOCK * classes * size
+        block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
+        tile = block_rows * classes * size
         stages = 2 if 2 * tile <= STAGED_BYTES else 1
         shared = tile * (stages if out is None else 1)
-        return _Plan(defines | {"CLASSES": classes, "STAGES": stages}, BLOCK, shared)
+        return _Plan(defines | {"CLASSES": classes, "STAGES": stages}, STAGED_BLOCK, block_rows, shared)
     if out is not None:
         # One vector boundary has to serve the row that is read and the one that is written.
         while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:
@@ -62,7 +65,7 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
     lanes = BLOCK if classes >= BLOCK_CLASSES else min(32, 1 << (vectors - 1).bit_length())
     steps = 1 << (min(4, ceil_div(vectors, lanes)) - 1).bit_length()
     defines |= {"VEC": vec, "ALIGNED": int(aligned), "LANES": lanes, "STEPS": steps}
-    return _Plan(defines, BLOCK // lanes, 0)
+    return _Plan(defines, BLOCK, BLOCK // lanes, 0)
 
 
 def _layout(plan: _Plan, logits: Any) -> tuple[Any, ...]:
@@ -92,7 +95,7 @@ def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tup
     totals, lse = empty(4, np.float64), empty(labels.shape, float32)
     partial = empty((blocks, 4), np.float64)
     launch(
-        "loss", "softmax_cross_entropy", blocks, BLOCK, logits, labels, lse, partial, np.int64(count),
+        "loss", "softmax_cross_entropy", blocks, plan.block, logits, labels, lse, partial, np.int64(count),
         *_layout(plan, logits), np.int32(passes), np.int64(ignore_index), defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
     launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
@@ -116,8 +119,8 @@ def softmax_cross_entropy_backward(
     plan = _plan(logits, labels, dlogits)
     count = labels.size
     launch(
-        "loss", "softmax_cross_entropy_backward", ceil_div(count, plan.block_rows), BLOCK, logits, labels, lse, totals,
-        scale, dlogits, np.int64(count), *_layout(plan, logits), np.int64(ignore_index),
+        "loss", "softmax_cross_entropy_backward", ceil_div(count, plan.block_rows), plan.block, logits, labels, lse,
+        totals, scale, dlogits, np.int64(count), *_layout(plan, logits), np.int64(ignore_index),
         defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
     return dlogits

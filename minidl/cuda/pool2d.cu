@@ -9,7 +9,8 @@
 //                       bytes: x once + y + index; R*S comparisons per output
 // max_pool2d_backward   thread: `strip` tiles below each other, of TILE_H by STRIDE_W pixels that the same windows
 //                       cover. Each pixel gathers, in window order, the gradients of the windows whose maximum it is.
-//                       bytes: dy + index once + dx
+//                       bytes: dy + index once + dx. Bound by instructions (3x3, stride 2: 410 per tile of 8 channels),
+//                       hence addresses from one line to the next and one comparison per tap and channel
 // avg_pool2d            as max_pool2d; divisor as in PyTorch: the window clipped to the image, or (count_include_pad)
 //                       to the padded image. bytes: x once + y
 // avg_pool2d_backward   as max_pool2d_backward. bytes: dy once + dx
@@ -21,7 +22,6 @@
 #include "grid.cuh"
 
 #define BLOCK 256
-
 
 static_assert(STRIDE_H > 0 && STRIDE_W > 0 && DILATION_H > 0 && DILATION_W > 0, "a window moves and reaches forward");
 
@@ -63,9 +63,14 @@ struct Geometry {
     int height, width, channels, out_h, out_w, pad_h, pad_w;
 };
 
-// The gather of both backward kernels. For each window (n, p, q) that may cover the tile, fetch(n, p, q, c) gives what
-// it holds for the channels from c on (a default Window is one off the image); then comes add(window, tap, sum) for each
-// pixel of the tile and the window's tap on it, windows in row order.
+// Where a gathering thread works: image, column of windows, first channel.
+struct Column {
+    int n, b, c;
+};
+
+// The gather of both backward kernels. For each window that may cover a tile, `up` above and `left` of window (a, b),
+// fetch(column, a, up, left) gives what it holds (a default Window is one off the image); then comes
+// add(window, tap, sum) for each pixel of the tile and the window's tap on it, windows in row order.
 template <class Window, class Fetch, class Add>
 DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) {
     const int vectors = g.channels / VEC, lines = TILE_H == 1 ? g.height : ceil_div(g.height + g.pad_h, TILE_H);
@@ -73,6 +78,10 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) 
     if (!at.inside) return;
     const int n = at.row / g.strips, b = at.item / vectors, c = (at.item - b * vectors) * VEC;
     const int begin = (at.row - n * g.strips) * g.strip, end = min(begin + g.strip, lines);
+    const Column here = {n, b, c};
+    const int w0 = b * STRIDE_W - g.pad_w;
+    T* image = dx + (i64(n) * g.height * g.width + w0) * g.channels + c;
+    const i64 dx_line = i64(g.width) * g.channels;
 #pragma unroll 1
     for (int line = begin; line < end; ++line) {
         const int top = TILE_H == 1 ? line + g.pad_h : line * STRIDE_H;  // of the tile, on the padded image
@@ -90,9 +99,10 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) 
                 for (int j = 0; j < AHEAD_H; ++j)
 #pragma unroll
                     for (int k = 0; k < AHEAD_W; ++k) {
-                        const int p = a - (j0 - j), q = b - (k0 - k);
+                        const int up = j0 - j, left = k0 - k;
                         windows[j][k] = Window();
-                        if (u32(p) < u32(g.out_h) && u32(q) < u32(g.out_w)) windows[j][k] = fetch(n, p, q, c);
+                        if (u32(a - up) < u32(g.out_h) && u32(b - left) < u32(g.out_w))
+                            windows[j][k] = fetch(here, a, up, left);
                     }
 #pragma unroll
                 for (int j = 0; j < AHEAD_H; ++j)
@@ -113,9 +123,9 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) 
         for (int ih = 0; ih < TILE_H; ++ih)
 #pragma unroll
             for (int iw = 0; iw < STRIDE_W; ++iw) {
-                const int h = top + ih - g.pad_h, w = b * STRIDE_W + iw - g.pad_w;
+                const int h = top - g.pad_h + ih, w = w0 + iw;
                 if (u32(h) < u32(g.height) && u32(w) < u32(g.width))
-                    store(dx + ((i64(n) * g.height + h) * g.width + w) * g.channels + c, sum[ih][iw]);
+                    store(image + (top - g.pad_h) * dx_line + (ih * dx_line + iw * g.channels), sum[ih][iw]);
             }
     }
 }
@@ -269,22 +279,32 @@ struct Window {
 
     __device__ __forceinline__ Window() {
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) place.items[i] = 0;
+        for (int i = 0; i < (VEC * INDEX_BITS + 31) / 32; ++i) place.pairs[i] = 0;
         const float zeros[VEC] = {};
         dy = pack<T>(zeros);
     }
+
+    // The tap that was largest in channel i: a permutation of bytes, for what compilers make of masks and of 64-bit
+    // words costs twice the comparisons.
+    __device__ __forceinline__ u32 tap(int i) const {
+        constexpr int EACH = 32 / INDEX_BITS;
+        return __byte_perm(place.pairs[i / EACH], 0, INDEX_BITS == 8 ? 0x4440 + i % EACH : 0x4410 + i % EACH * 0x22);
+    }
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, Geometry g,
                     i64 pitch) {
+    const i64 dy_line = g.out_w * pitch, index_line = i64(g.out_w) * g.channels;
     gather<Window>(
         g, dx,
-        [&](int n, int p, int q, int c) {
-            const i64 pixel = (i64(n) * g.out_h + p) * g.out_w + q;
+        [&](const Column& at, int a, int up, int left) {
+            const i64 first = i64(at.n) * g.out_h * g.out_w + at.b;
+            const T* from = dy + (first * pitch + at.c) + a * dy_line;
+            const index_t* place = index + (first * g.channels + at.c) + a * index_line;
             Window window;
-            window.dy = load_raw<VEC>(dy + pixel * pitch + c);
-            window.place = load_raw<VEC>(index + pixel * g.channels + c);
+            window.dy = load_raw<VEC>(from - (up * dy_line + left * pitch));
+            window.place = load_raw<VEC>(place - (up * index_line + left * g.channels));
             return window;
         },
         [&](const Window& window, int tap, float (&sum)[VEC]) {
@@ -292,7 +312,7 @@ max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index,
             unpack(window.dy, gradient);
 #pragma unroll
             for (int e = 0; e < VEC; ++e)
-                if (window.place.items[e] == tap) sum[e] += gradient[e];
+                if (window.tap(e) == tap) sum[e] += gradient[e];
         });
 }
 #endif
@@ -366,9 +386,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, Geometry g, i64 pitch, int include_pad) {
     gather<Window>(
         g, dx,
-        [&](int n, int p, int q, int c) {
+        [&](const Column& at, int a, int up, int left) {
+            const int p = a - up, q = at.b - left;
             Window window;
-            window.dy = load_raw<VEC>(dy + ((i64(n) * g.out_h + p) * g.out_w + q) * pitch + c);
+            window.dy = load_raw<VEC>(dy + ((i64(at.n) * g.out_h + p) * g.out_w + q) * pitch + at.c);
             const int length_h = window_length(p * STRIDE_H - g.pad_h, KERNEL_H, g.height, g.pad_h, include_pad);
             const int length_w = window_length(q * STRIDE_W - g.pad_w, KERNEL_W, g.width, g.pad_w, include_pad);
             window.share = 1.0f / (float(length_h) * float(length_w));

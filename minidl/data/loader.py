@@ -130,6 +130,11 @@ class Loader:
         """Where the loader stands: JSON, for :meth:`restore`. The same on every rank and for any number of ranks."""
         return {"epoch": self.epoch, "next_batch": self._next, **self._identity()}
 
+    def plan(self) -> str:
+        """What all ranks must share, in words: :meth:`state`, and how the images are augmented, normalised, rounded."""
+        normal = f"scale {self._scale.tolist()}, shift {self._shift.tolist()}"
+        return f"{self.state()}, augment {checks.wording(self.augment)}, dtype {self.dtype}, {normal}"
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where :meth:`state` was taken, in the middle of an epoch too.
 

@@ -1,0 +1,33 @@
+"""How long idle OpenMP threads spin. Imported before everything that loads GNU's OpenMP runtime, which asks once.
+
+By default its threads spin for some milliseconds at the end of each parallel loop. On a busy machine the scheduler may
+put two of them on one core: whoever spins then burns the time slice of whoever it waits for, in each of the hundreds
+of loops of a step, and training takes sixty times as long. Spinning for some tens of microseconds bridges the gaps
+between the loops of a step: less costs time on an idle machine, more costs it on a busy one. OMP_WAIT_POLICY or
+GOMP_SPINCOUNT in the environment win, and a runtime that another package loaded before keeps its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+__all__ = ["SPIN_COUNT"]
+
+SPIN_COUNT = 5000
+_CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+def _load_runtime() -> None:
+    """Load the runtime under our choice; the environment stays as it was, for other runtimes and for children."""
+    chosen = any(variable in os.environ for variable in _CHOICES)
+    if not chosen:
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+    try:
+        importlib.import_module("minidl.cpu._conv2d")
+    finally:
+        if not chosen:
+            del os.environ["GOMP_SPINCOUNT"]
+
+
+_load_runtime()
