@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -21,6 +23,12 @@ _NO_CUDA = _cuda_reason()
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_NO_CUDA is not None, reason=f"needs a GPU: {_NO_CUDA}")]
 )
+
+
+def pytest_runtest_setup(item):
+    # Workers of pytest-xdist share one GPU: what one of them times is then another's work too.
+    if item.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("times the GPU: run it without -n")
 
 
 @pytest.fixture(params=["cpu", CUDA])

@@ -205,6 +205,7 @@ def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
     assert all(0 < kernel["ms"] < 1 for kernel in timed)
 
 
+@pytest.mark.alone
 def test_a_gpu_network_closes_eager_and_captured(cuda_ops):
     setup = Setup("resnet50", 64, "bf16", "cuda")
     found = bench_network(setup, SOLO, None, isolated=False, seconds=1.0)

@@ -134,6 +134,7 @@ def test_observing_changes_no_bit(ops):
     assert all((plain[name] == watched[name]).all() for name in plain)
 
 
+@pytest.mark.alone
 def test_the_device_tells_known_durations_eager_and_captured(cuda_ops):
     import cupy
 

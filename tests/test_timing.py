@@ -166,6 +166,7 @@ def ways(device, call):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_kernel_of_known_duration_is_timed_right(cuda_ops):
     from minidl.cuda.spin import spin
 
@@ -174,6 +175,7 @@ def test_a_kernel_of_known_duration_is_timed_right(cuda_ops):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_hosts_launching_time_is_counted_only_where_the_host_launches(cuda_ops):
     """A host that sleeps for half a millisecond before each launch delays `hot` calls and no others."""
     from minidl.cuda.spin import spin

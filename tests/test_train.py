@@ -12,7 +12,6 @@ import minidl as m
 from minidl import checkpoint, cli, data, models, schedule
 from minidl.bench.setup import device_of
 from minidl.dist.communicator import SOLO
-from minidl.bench.setup import device_of
 from minidl.progress import MetricsLog, progress
 from minidl.train import Trainer
 

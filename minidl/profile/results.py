@@ -70,12 +70,23 @@ def write(path: str | Path, content: Mapping[str, Any]) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            file.write(_text(content))
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    """JSON with a line for each row: half the size of indented JSON, and a change of one row is one line."""
+    parts = []
+    for key, value in content.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            text = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def load(path: str | Path) -> dict[str, Any]:
