@@ -29,13 +29,16 @@ def _by_rich(title: str, columns: Sequence[str], rows: Cells, file: TextIO) -> b
         from rich.table import Table
     except ImportError:
         return False
+    console = Console(file=file)
+    if len(max(plain("", columns, rows).splitlines(), key=len)) > console.width:
+        return False  # names cut to three letters say nothing
     table = Table(title=title, box=None, header_style="bold", title_justify="left")
     for i, column in enumerate(columns):
         justify = "left" if _is_text(i, rows) else "right"
         table.add_column(column, justify=justify, overflow="ellipsis" if i == 0 else "fold")
     for row in rows:
         table.add_row(*row)
-    Console(file=file).print(table)
+    console.print(table)
     return True
 
 
