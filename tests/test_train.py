@@ -11,7 +11,10 @@ import pytest
 import minidl as m
 from minidl import checkpoint, cli, data, models, schedule
 from minidl.bench.setup import device_of
+from minidl.bench.training import TrainingProfile
 from minidl.dist.communicator import SOLO
+from minidl.profile.results import load
+from minidl.profile.views import footer
 from minidl.progress import MetricsLog, progress
 from minidl.train import Trainer
 
@@ -532,3 +535,22 @@ def test_evaluation_leaves_the_mode_as_it_was():
         run.model.train(mode)
         run.evaluate()
         assert run.model.training is mode
+
+
+def test_a_profiled_run_writes_its_layers_and_trains_to_the_same_bits(cpu_ops, tmp_path):
+    watched = TrainingProfile(tmp_path / "profile.json", every=2, first=1)
+    plain, profiled = trainer(), trainer(profile=watched)
+    plain.fit()
+    profiled.fit()
+    assert_same(final(plain), final(profiled))
+    content = load(watched.path)
+    assert watched.written and content["setup"]["steps"] == 5, "of ten steps the second, fourth, ..."
+    rows = {(row["layer"], row["pass"]) for row in content["rows"]}
+    assert {("conv1", "forward"), ("fc", "backward_weight"), ("optimizer", "update"), ("step", "step")} <= rows
+    assert footer(content)
+
+
+def test_a_run_too_short_for_a_profile_says_so(cpu_ops, tmp_path):
+    watched = TrainingProfile(tmp_path / "profile.json", every=1000)
+    trainer(profile=watched).fit()
+    assert not watched.written and not watched.path.exists() and "it takes 2" in watched.too_short

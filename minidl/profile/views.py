@@ -250,7 +250,8 @@ def footer(content: Content) -> list[str]:
         if step.get(f"{name}_compute_only"):
             text += f"; without messages {_ms(step[f'{name}_compute_only']['ms'])} ms"
         text += f"; layers account for {step[f'{name}_accounted']:.1%} of it"
-        lines.append(f"{text}; timing them costs {step[f'{name}_profiling_overhead']:+.1%}")
+        cost = step[f"{name}_profiling_overhead"]  # not known of a training run, which times some steps only
+        lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
     lines += [content["conventions"]] if content.get("conventions") else []
