@@ -80,6 +80,11 @@ def call_batch_norm() -> None:
                 ops.batch_norm_apply(x, moments, add=add)
                 ops.batch_norm_backward_apply(x, x, moments, gamma, sums, count, add=add)
                 ops.batch_norm_backward_apply(x, x, moments, None, None, None, add=add)
+                for known in ((sums, count), (None, None)):
+                    ops.batch_norm_relu_backward_apply(x, x, moments, gamma, beta, *known, add=add)
+            ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
+            ops.batch_norm_relu_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
+            ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
 
 
 def call_activation() -> None:
