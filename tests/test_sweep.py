@@ -34,7 +34,7 @@ if behaviour == "stubborn":
 if behaviour in ("hang", "stubborn"):
     time.sleep(60)
 if behaviour == "several":
-    inner = [{"setup": {"batch": b}, "step": {}} for b in (1, 2)]
+    inner = [{"case": f"{a.model}/b{b}", "setup": {"batch": b}, "step": {}} for b in (1, 2)]
 row = {"case": f"{a.model}/b{a.batch}", "layer": "conv1", "pass": "forward", "dtype": a.precision or "fp32",
        "arm": "minidl", "ms": 1.0, "spread": 0.0, "floor_ms": None, "peers": {}, "ranks": ranks, "batch": None}
 machine = {"gpu": behaviour[8:] if behaviour.startswith("machine") else "NVIDIA H200"}
@@ -213,6 +213,7 @@ def test_a_sweep_merges_the_rows_of_all_points(folder, capsys):
     for row, point in zip(content["rows"], content["points"], strict=True):
         options = point["options"]
         assert {name: row[name] for name in options} == options
+        assert point["case"] == row["case"]
         assert point["setup"] == {"model": "resnet20", "batch": options["batch"]} and point["ranks"] == options["ranks"]
         assert point["error"] is None and point["seconds"] > 0
     assert content["points"][-1]["command"] == "layers --model=resnet20 --batch=64 --kernels"
@@ -342,6 +343,9 @@ def test_points_of_two_machines_are_not_mixed(folder, monkeypatch):
 
 def test_a_point_may_hold_several_networks(folder, monkeypatch):
     monkeypatch.setenv("FAKE_64", "several")
-    assert run(folder, GRID.replace("[1, 2]", "[1]")) == 0
+    assert run(folder, GRID.replace("ranks = [1, 2]", "kernels = [true]")) == 0
     points = load(folder / "grid.json")["points"]
+    assert [p["case"] for p in points] == [
+        "resnet20/b32, kernels=True", "resnet20/b1, kernels=True", "resnet20/b2, kernels=True",
+    ]  # fmt: skip
     assert [(p["options"]["batch"], p["setup"]["batch"]) for p in points] == [(32, 32), (64, 1), (64, 2)]

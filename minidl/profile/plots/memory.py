@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidl.profile.plots import style
-from minidl.profile.plots.records import Run, milliseconds, runs
-from minidl.profile.plots.style import INK, MUTED, PASSES, halo
+from minidl.profile.plots.style import INK, MUTED, PASSES, halo, milliseconds
+from minidl.profile.runs import Run, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minidl.profile.plots import style
-from minidl.profile.plots.records import NotInFile, Run
 from minidl.profile.plots.style import INK, MUTED, halo
+from minidl.profile.runs import NotInFile, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,7 +72,7 @@ def scaling(runs: Sequence[Run]) -> Figure:
         runs: of one or several files; those of one network, dtype and batch on several numbers of ranks are a curve.
 
     Raises:
-        NotInFile: when no two runs differ in their ranks alone; ValueError: more than six curves.
+        NotInFile: when no two runs differ in their ranks alone, and for more than six curves.
     """
     found = curves(runs)
     files = ", ".join(dict.fromkeys(run.file for run in runs))
@@ -81,7 +81,8 @@ def scaling(runs: Sequence[Run]) -> Figure:
         raise NotInFile(f"{files}: no scaling: it takes one network, dtype and batch (per rank or in all) measured on "
                         f"several numbers of ranks; here are runs on {', '.join(map(str, have))}")  # fmt: skip
     if len(found) > len(_CURVES):
-        raise ValueError(f"{files}: {len(found)} scaling curves; one picture holds {len(_CURVES)}, give fewer files")
+        raise NotInFile(f"{files}: no scaling: {len(found)} curves, and one picture holds {len(_CURVES)}; "
+                        "give fewer files")  # fmt: skip
     machines = list(dict.fromkeys(curve.machine for curve in found))
     top = 0.78 + 0.22 * (len(found) + 1)
     figure, (rate, efficiency) = style.page(

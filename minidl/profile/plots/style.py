@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 __all__ = [
-    "FAMILY",
     "INK",
     "MUTED",
     "PASSES",
@@ -36,6 +35,7 @@ __all__ = [
     "drawn",
     "halo",
     "key",
+    "milliseconds",
     "note",
     "page",
     "plain",
@@ -77,18 +77,6 @@ SHAPES = {
     "other": "h",
     "loss": "X",
     "optimizer": "*",
-}
-FAMILY = {
-    "Conv2d": "convolution",
-    "ConvTranspose2d": "convolution",
-    "Linear": "linear",
-    "BatchNorm2d": "batch norm",
-    "ReLU": "ReLU",
-    "MaxPool2d": "pooling",
-    "AvgPool2d": "pooling",
-    "AdaptiveAvgPool2d": "pooling",
-    "Add": "joins",
-    "Concat": "joins",
 }
 
 WIDTH = 9.0  # inches; with DPI the 900 pixels that pages of documentation show
@@ -149,8 +137,11 @@ def page(
     top: float = 0.75,
     bottom: float = 0.75,
     gap: float = 0.25,
+    across: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with its heading and, from the top down, panels with these shares of the height; sizes in inches."""
+    """A figure with its heading and, from the top down, panels with these shares of the height (``across``: from the
+    left, with these shares of the width); sizes in inches.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -158,13 +149,14 @@ def page(
     FigureCanvasAgg(figure)
     _fit(figure.text(_MARGIN / WIDTH, 1 - 0.12 / height, title, size=13, weight="bold", va="top"))
     _fit(figure.text(_MARGIN / WIDTH, 1 - 0.40 / height, subtitle, size=10, color=MUTED, va="top"))
-    free = height - top - bottom - gap * (len(panels) - 1)
-    axes, upper = [], height - top
+    wide, high = WIDTH - left - right, height - top - bottom
+    free = (wide if across else high) - gap * (len(panels) - 1)
+    axes, before = [], 0.0
     for share in panels:
         size = free * share / sum(panels)
-        upper -= size
-        axes.append(figure.add_axes((left / WIDTH, upper / height, (WIDTH - left - right) / WIDTH, size / height)))
-        upper -= gap
+        box = (left + before, bottom, size, high) if across else (left, height - top - before - size, wide, size)
+        axes.append(figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height)))
+        before += size + gap
     return figure, axes
 
 
@@ -214,6 +206,16 @@ def dot(shape: str, label: str, size: float = 7.0, **options: Any) -> Any:
 def plain(value: float, _: int | None = None) -> str:
     """A number on an axis: 0.01, 1, 20,000."""
     return f"{value:,.12g}"
+
+
+def milliseconds(ms: float) -> str:
+    """``12.3 ms`` or ``45 µs``: three figures and the unit."""
+    if abs(ms) >= 999.5:
+        return f"{ms:,.0f} ms"
+    if abs(ms) < 5e-7:  # under the resolution of result files
+        return "0 ms"
+    value, unit = (1e3 * ms, "µs") if abs(ms) < 0.09995 else (ms, "ms")
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"
 
 
 def halo() -> list[Any]:
