@@ -158,16 +158,28 @@ def _roof(run: Run) -> Table:
 
 
 def _communication(run: Run) -> Table:
-    columns = ["layer", "wire MB", "FLOP/wire B", "all-reduce ms", "GB/s (bus)", "transfer", "wait", "exposed"]
-    columns.append("slowest rank")
+    columns = [
+        "layer",
+        "wire kB",
+        "FLOP/wire B",
+        "message kB",
+        "all-reduce",
+        "GB/s (bus)",
+        "transfer",
+        "wait",
+        "exposed",
+    ]
     rows = []
     for name, passes in _layers(run):
         row = passes.get("all_reduce")
         if row is None:
             continue
-        cells = [name, _number(row["wire_bytes"], 1e-6, 3), _number(row["communication_intensity"], 1, 0), _time(row)]
-        cells += [_number(row["bus_gb_per_s"]), _ms(row["transfer_ms"]), _ms(row["wait_ms"]), _ms(row["exposed_ms"])]
-        rows.append([*cells, _NONE if row["slowest_rank"] is None else str(row["slowest_rank"])])
+        cells = [name, _number(row["wire_bytes"], 1e-3), _number(row["communication_intensity"], 1, 0)]
+        if row.get("in"):
+            rows.append([*cells, "", _time(row), "", "", "", ""])
+            continue
+        cells += [_number(row.get("message_bytes"), 1e-3), _time(row), _number(row["bus_gb_per_s"])]
+        rows.append([*cells, *(_ms(row[key]) for key in ("transfer_ms", "wait_ms", "exposed_ms"))])
     if not rows:
         why = "measured on one rank; run it under mpirun -n 2" if run.ranks == 1 else "no layer has gradients"
         raise run.lacks("gradient messages", why)

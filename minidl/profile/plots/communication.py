@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minidl.profile.plots import labels, style
-from minidl.profile.plots.roofline import marker_area, rate
-from minidl.profile.plots.style import INK, PASSES, SHAPES, halo, milliseconds
+from minidl.profile.plots.roofline import marker_area
+from minidl.profile.plots.style import INK, PASSES, SHAPES, halo, milliseconds, rate
 from minidl.profile.results import Row
 from minidl.profile.runs import Run, family
 
@@ -113,11 +113,10 @@ def _limits(axes: Axes, messages: list[_Message], network: float, compute: float
     rates = [m.tflops for m in messages]
     ridge = 1e3 * compute / network
     axes.set(xscale="log", yscale="log", xlabel="communication intensity, FLOP of the layers' passes per wire byte")
-    axes.set_ylabel(f"TFLOP/s of these passes, {how}")
     axes.set_xlim(min(*intensity, ridge / _SHOWN) / 2.5, max(*intensity, 2 * ridge) * 3)
     axes.set_ylim(min(rates) / 3, 2.2 * max(*rates, compute))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.plain)
+    style.log_axis(axes.xaxis)
+    style.flops_axis(axes, compute, f"{{}} of these passes, {how}")
 
 
 def _draw_ceilings(axes: Axes, network: float, compute: float, run: Run) -> list[Text]:
@@ -134,7 +133,7 @@ def _draw_ceilings(axes: Axes, network: float, compute: float, run: Run) -> list
     begin = start * (ridge / start) ** 0.35
     return [
         labels.along(axes, (begin, 1e-3 * network * begin), (ridge, compute), text, weight="bold"),
-        axes.annotate(f"matrix products {run.dtype}: {rate(compute)} TFLOP/s", (right, compute), (-2, 3),
+        axes.annotate(f"matrix products {run.dtype}: {style.flops(compute)}", (right, compute), (-2, 3),
                       textcoords="offset points", ha="right", va="bottom", weight="bold", path_effects=halo()),
         axes.annotate("the message takes longer\nthan the layer computes", (0, 1), (8, -8), xycoords="axes fraction",
                       textcoords="offset points", ha="left", va="top", color=PASSES["communication"], weight="bold"),
@@ -192,7 +191,7 @@ def _keys(figure: Figure, messages: list[_Message]) -> None:
 
 def _notes(figure: Figure, messages: list[_Message], network: float) -> None:
     sent, exposed = sum(m.transfer_ms for m in messages), sum(m.exposed_ms for m in messages)
-    text = f"{len(messages)} messages, {milliseconds(sent)} of transfers, {milliseconds(exposed)} exposed in the step. "
+    text = f"{len(messages)} message{'s' * (len(messages) > 1)}, {milliseconds(sent)} of transfers, {milliseconds(exposed)} exposed in the step. "
     text += "Beside names: transfer / computation. Shape: of the longest pass."
     if any(m.outlasts and m.tflops < 1e-3 * network * m.intensity for m in messages):
         text += "\nSolid points under the diagonal wait for the latency of the network, not for its bandwidth."

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from minidl.profile.blocks import blocks, order
 from minidl.profile.plots import style
-from minidl.profile.plots.roofline import rate
-from minidl.profile.plots.style import INK, MUTED, halo
+from minidl.profile.plots.style import INK, MUTED, halo, rate
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def _axes(axes: Sequence[Axes], lines: Sequence[str], run: Run) -> None:
     share.set_xlabel(f"% of the step,\ntimed {run.how}")
     intensity.set_xscale("log")
     intensity.set_xlabel("arithmetic intensity,\nFLOP per byte, all passes")
-    intensity.xaxis.set_major_formatter(style.plain)
+    style.log_axis(intensity.xaxis)
     _ridge(intensity, run)
 
 

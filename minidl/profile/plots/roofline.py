@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minidl.profile.plots import labels, style
-from minidl.profile.plots.style import INK, MUTED, PASSES, SHAPES, halo
+from minidl.profile.plots.style import INK, MUTED, PASSES, SHAPES, halo, rate
 from minidl.profile.results import Row
 from minidl.profile.runs import COMPUTE, Run, family
 
@@ -92,12 +92,11 @@ def _limits(axes: Axes, rows: list[Row], roofs: Mapping[str, Any], how: str) -> 
     left = min(*intensity, ridge) / 2
     bottom = min(*rates, 1e-3 * roofs["memory"] * left) / 2
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte")
-    axes.set_ylabel(f"achieved, TFLOP/s, {how}")
     axes.set_xlim(left, max(*intensity, 4 * ridge) * 2)
     axes.set_ylim(bottom, 2.2 * max(*rates, roofs["matrix"], roofs["vector"] or 0))
     axes.grid(True, which="major")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.plain)
+    style.log_axis(axes.xaxis)
+    style.flops_axis(axes, max(roofs["matrix"], roofs["vector"] or 0), f"achieved, {{}}, {how}")
 
 
 def _draw_roofs(axes: Axes, roofs: Mapping[str, Any]) -> list[Text]:
@@ -121,16 +120,11 @@ def _draw_roofs(axes: Axes, roofs: Mapping[str, Any]) -> list[Text]:
         close = 1 <= vector / roofs["matrix"] < 2  # then both texts stand over the upper line, one over the other
         lifted = vector if close else lifted
         up = vector > roofs["matrix"]
-        text = f"other arithmetic fp32: {rate(vector)} TFLOP/s"
+        text = f"other arithmetic fp32: {style.flops(vector)}"
         offset = 17 if close else 3 if up else -3
         texts.append(_at_right(axes, vector, offset, text, va="bottom" if up else "top", color=MUTED))
-    text = f"matrix products {roofs['dtype']}{by}: {rate(roofs['matrix'])} TFLOP/s"
+    text = f"matrix products {roofs['dtype']}{by}: {style.flops(roofs['matrix'])}"
     return [*texts, _at_right(axes, lifted, 3, text, va="bottom", weight="bold")]
-
-
-def rate(value: float) -> str:
-    """Three figures or all before the point: 4,230 or 12.3 or 0.104."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _at_right(axes: Axes, y: float, offset: float, text: str, **options: Any) -> Text:

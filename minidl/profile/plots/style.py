@@ -33,12 +33,16 @@ __all__ = [
     "TYPES",
     "dot",
     "drawn",
+    "flops",
+    "flops_axis",
     "halo",
     "key",
+    "log_axis",
     "milliseconds",
     "note",
     "page",
     "plain",
+    "rate",
     "render",
     "save",
     "swatch",
@@ -206,6 +210,34 @@ def dot(shape: str, label: str, size: float = 7.0, **options: Any) -> Any:
 def plain(value: float, _: int | None = None) -> str:
     """A number on an axis: 0.01, 1, 20,000."""
     return f"{value:,.12g}"
+
+
+def log_axis(axis: Any) -> None:
+    """Plain numbers at the decades of a logarithmic axis whose limits are set; at 2 and 5 where decades are few."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
+    axis.set_major_formatter(plain)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def flops(tflops: float) -> str:
+    """``795 TFLOP/s`` or ``99.5 GFLOP/s``: three figures, or all before the point."""
+    return f"{rate(tflops)} TFLOP/s" if tflops >= 1 else f"{rate(1e3 * tflops)} GFLOP/s"
+
+
+def flops_axis(axes: Axes, top: float, text: str) -> None:
+    """A logarithmic y axis of TFLOP/s, labelled in GFLOP/s where the highest ceiling is below one of those."""
+    scale, unit = (1.0, "TFLOP/s") if top >= 1 else (1e3, "GFLOP/s")
+    log_axis(axes.yaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: plain(scale * value))
+    axes.set_ylabel(text.format(unit))
+
+
+def rate(value: float) -> str:
+    """Three figures or all before the point: 4,230 or 12.3 or 0.104."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def milliseconds(ms: float) -> str:
