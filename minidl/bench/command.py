@@ -25,7 +25,7 @@ from minidl.profile.timing import Budget
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables
 
-__all__ = ["add_arguments", "parser_of", "run"]
+__all__ = ["VERBS", "add_arguments", "parser_of", "run"]
 
 _UNACCOUNTED = 3  # exit status of --strict
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -34,7 +34,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verbs below ``minidl bench``."""
     verbs = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for name, (text, add, _) in _VERBS.items():
+    for name, (text, add, _) in VERBS.items():
         add(verbs.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
 
 
@@ -44,16 +44,16 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     Raises:
         ValueError: for an unknown verb.
     """
-    if verb not in _VERBS:
-        raise checks.unknown("verb", verb, _VERBS)
+    if verb not in VERBS:
+        raise checks.unknown("verb", verb, VERBS)
     parser = argparse.ArgumentParser(prog=f"minidl bench {verb}")
-    _VERBS[verb][1](parser)
+    VERBS[verb][1](parser)
     return parser
 
 
 def run(a: argparse.Namespace) -> int:
     """One verb; the exit status."""
-    return _VERBS[a.bench][2](a)
+    return VERBS[a.bench][2](a)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def _sweep(a: argparse.Namespace) -> int:
     return sweep.run(a, parser_of)
 
 
-_VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "layers": ("each pass of each layer: time, intensity, share of the roofline, all-reduce", _add_layers, _layers),
     "model": ("whole networks: steps, and the share of each kind of layer", _add_model, _model),
     "show": ("the tables of a result file", _add_show, _show),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from minidl.profile.results import Row
+from minidl.profile.roofline import communication_intensity
 from minidl.profile.runs import Run
 
-__all__ = ["COMMUNICATION", "MOST", "Block", "blocks", "singles"]
+__all__ = ["COMMUNICATION", "MOST", "Block", "blocks", "order", "singles"]
 
 COMMUNICATION = "communication"
 MOST = 60  # lines that one page holds with readable names
@@ -23,6 +24,7 @@ class Block:
     Attributes:
         parts: milliseconds of each pass within the step, exposed communication, and what is unaccounted for.
         flop, bytes: of all passes, for the batch of one rank.
+        wire_bytes: what one rank sends of its gradients.
         type, shape: of a single layer and its output.
     """
 
@@ -30,6 +32,7 @@ class Block:
     parts: dict[str, float] = field(default_factory=dict)
     flop: int = 0
     bytes: int = 0
+    wire_bytes: float = 0.0
     type: str | None = None
     shape: tuple[int, ...] | None = None
 
@@ -43,14 +46,21 @@ class Block:
         return self.flop / self.bytes if self.bytes else None
 
     @property
+    def communication_intensity(self) -> float | None:
+        """FLOP per byte that one rank sends; None for what sends nothing."""
+        return communication_intensity(self.flop, self.wire_bytes)
+
+    @property
     def is_layer(self) -> bool:
         return self.name not in _OUTSIDE
 
-    def _add(self, parts: Mapping[str, float], flop: int, size: int) -> None:
-        for name, ms in parts.items():
+    def add(self, other: Block) -> None:
+        """Count the work of another block as this one's, too."""
+        for name, ms in other.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + ms
-        self.flop += flop
-        self.bytes += size
+        self.flop += other.flop
+        self.bytes += other.bytes
+        self.wire_bytes += other.wire_bytes
 
 
 def singles(run: Run) -> list[Block]:
@@ -60,15 +70,17 @@ def singles(run: Run) -> list[Block]:
         block = Block("unaccounted" if set(rows) == {"unaccounted"} else run.layer_name(key))
         first = next(iter(rows.values()))
         block.type, block.shape = first.get("type"), tuple(first.get("output_shape") or ()) or None
-        for name, row in rows.items():
-            work = (row.get("flop") or 0, row.get("bytes") or 0) if name != "all_reduce" else (0, 0)
-            block._add({_part(row): run.ms(row)}, *work)
+        for row in rows.values():
+            block.add(_work(row, run.ms(row)))
         found.append(block)
     return found
 
 
-def _part(row: Row) -> str:
-    return COMMUNICATION if row["pass"] in ("all_reduce", "wait") else row["pass"]
+def _work(row: Row, ms: float) -> Block:
+    if row["pass"] == "all_reduce":
+        return Block("", {COMMUNICATION: ms}, wire_bytes=row.get("wire_bytes") or 0.0)
+    part = COMMUNICATION if row["pass"] == "wait" else row["pass"]
+    return Block("", {part: ms}, row.get("flop") or 0, row.get("bytes") or 0)
 
 
 def blocks(run: Run, most: int = MOST) -> list[Block]:
@@ -93,7 +105,7 @@ def _joined(layers: Iterable[Block], depth: int) -> list[Block]:
             joined[-1].type = joined[-1].shape = None
         else:
             joined.append(Block(name, type=layer.type, shape=layer.shape))
-        joined[-1]._add(layer.parts, layer.flop, layer.bytes)
+        joined[-1].add(layer)
     return joined
 
 

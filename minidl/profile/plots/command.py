@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from minidl.profile.plots.communication import communication
 from minidl.profile.plots.layers import layers, series
 from minidl.profile.plots.memory import memory
 from minidl.profile.plots.roofline import roofline
-from minidl.profile.plots.scaling import scaling
+from minidl.profile.plots.scaling import apart, scaling
 from minidl.profile.plots.share import share
 from minidl.profile.plots.style import save
 from minidl.profile.results import load
@@ -31,9 +31,12 @@ _OF_ONE: dict[str, Callable[..., Figure]] = {
     "bars": bars,
     "memory": memory,
 }
-_OF_ALL: dict[str, Callable[..., Figure]] = {"scaling": scaling, "share": share}
-_OF_SERIES: dict[str, Callable[..., Figure]] = {"layers": layers}
-KINDS = (*_OF_ONE, *_OF_SERIES, *_OF_ALL)
+_OF_SEVERAL: dict[str, tuple[Callable[..., Figure], Callable[..., Iterable[tuple[str, Sequence[Run]]]]]] = {
+    "layers": (layers, series),
+    "scaling": (scaling, apart),
+    "share": (share, lambda runs: [("", runs)]),
+}
+KINDS = (*_OF_ONE, *_OF_SEVERAL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,14 +110,14 @@ def make(
                 options = {"passes": passes} if k == "roofline" else {}
                 attempt(f"{own}-{k}", lambda: _OF_ONE[k](one, **options))  # noqa: B023  (called at once)
     together = [one for file in names for one in found[file]]
-    for k in (k for k in kinds if k in _OF_SERIES):
-        pictures = list(series(together))
+    alone = next(iter(names.values())) if len(names) == 1 else ""
+    for k in (k for k in kinds if k in _OF_SEVERAL):
+        draw, groups = _OF_SEVERAL[k]
+        pictures = list(groups(together))
         if not pictures:
             reasons.append(f"{', '.join(map(str, names))}: no {k}: no network with its step; run minidl bench model")
         for words, members in pictures:
-            attempt(f"{_slug(words)}-{k}", lambda: _OF_SERIES[k](members))  # noqa: B023
-    for k in (k for k in kinds if k in _OF_ALL):
-        attempt(f"{next(iter(names.values()))}-{k}" if len(names) == 1 else k, lambda: _OF_ALL[k](together))  # noqa: B023
+            attempt("-".join(filter(None, [_slug(words) or alone, k])), lambda: draw(members))  # noqa: B023
     if not written:
         raise ValueError(_nothing([str(file) for file in names], kind, reasons))
     return written, reasons

@@ -191,7 +191,8 @@ def _keys(figure: Figure, messages: list[_Message]) -> None:
 
 def _notes(figure: Figure, messages: list[_Message], network: float) -> None:
     sent, exposed = sum(m.transfer_ms for m in messages), sum(m.exposed_ms for m in messages)
-    text = f"{len(messages)} message{'s' * (len(messages) > 1)}, {milliseconds(sent)} of transfers, {milliseconds(exposed)} exposed in the step. "
+    count = f"{len(messages)} message{'s' if len(messages) > 1 else ''}"
+    text = f"{count}, {milliseconds(sent)} of transfers, {milliseconds(exposed)} exposed in the step. "
     text += "Beside names: transfer / computation. Shape: of the longest pass."
     if any(m.outlasts and m.tflops < 1e-3 * network * m.intensity for m in messages):
         text += "\nSolid points under the diagonal wait for the latency of the network, not for its bandwidth."

@@ -18,7 +18,10 @@ __all__ = ["layers", "series"]
 
 _LINE_INCHES = 0.21
 # Neither passes nor types of layer, but steps of one scale: from light to dark, with a shape each.
-_MARKS = (("#9ecae1", "o"), ("#4292c6", "s"), ("#08519c", "D"), ("#08306b", "^"), ("#000000", "v"))
+_MARKS = (
+    ("#b3cde3", "o"), ("#85b6d9", "s"), ("#5a9fce", "D"), ("#3182bd", "^"), ("#1c63a5", "v"), ("#08478a", "P"),
+    ("#08306b", "X"), ("#000000", "h"),
+)  # fmt: skip
 
 
 def series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:

@@ -63,7 +63,7 @@ def memory(run: Run) -> Figure:
     _draw(axes, ranks, top, scale, found)
     _name_phases(axes, found)
     _peak(axes, ranks[top], spans, scale, unit)
-    axes.set(xlabel="time of the step, ms", ylabel=f"memory in use, {unit}{power}")
+    axes.set(xlabel="time of one eager step, ms", ylabel=f"memory in use, {unit}{power}")
     style.note(figure, " ".join(notes))
     return figure
 
