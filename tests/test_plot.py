@@ -587,8 +587,8 @@ def test_series_are_of_one_network_over_batches_and_over_ranks():
         "resnet50 224×224 bf16 b32 over ranks": [(1, 32), (2, 32)],
         "resnet20 32×32 bf16 1 ranks": [(1, 64)],
     }
-    many = [only(fake("lenet", 32, 2**i)) for i in range(6)]
-    with pytest.raises(plots.NotInFile, match="no layers: 6 batch sizes of lenet 32×32, and one picture holds 5"):
+    many = [only(fake("lenet", 32, 2**i)) for i in range(9)]
+    with pytest.raises(plots.NotInFile, match="no layers: 9 batch sizes of lenet 32×32, and one picture holds 8"):
         plots.layers(many)
 
 
@@ -661,6 +661,17 @@ def test_svg_is_the_same_every_time_and_knows_no_date(monkeypatch):
     assert matplotlib.rcParams["font.size"] == 30.0
     figure = plots.bars(only(resnet20()))
     assert plots.render(figure, "png") == plots.render(figure, "png") and plots.render(figure, "png")[1:4] == b"PNG"
+
+
+def test_a_png_keeps_the_colours_of_single_keys(tmp_path):
+    """It has a palette; the key of the update is some twenty pixels wide."""
+    from PIL import Image
+
+    plots.save(plots.roofline(only(fake())), tmp_path / "roofline.png")
+    found = np.array(Image.open(tmp_path / "roofline.png").convert("RGB")).reshape(-1, 3).astype(int)
+    for name in COMPUTE:
+        wanted = np.array([round(255 * part) for part in to_rgb(style.PASSES[name])])
+        assert np.abs(found - wanted).max(axis=1).min() <= 20, name
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

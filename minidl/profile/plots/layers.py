@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from minidl.profile.blocks import blocks, order
 from minidl.profile.plots import style
 from minidl.profile.plots.style import INK, MUTED, halo, rate
@@ -97,10 +99,11 @@ def _draw(axes: Axes, names: Sequence[str], values: Sequence[dict[str, float | N
         known = [v for column in values if (v := column.get(name)) is not None]
         if len(known) > 1:
             axes.plot([min(known), max(known)], [y, y], color=MUTED, linewidth=1.0, zorder=2)
-    for column, (color, shape) in zip(values, _marks(len(values)), strict=True):
+    sizes = np.linspace(64, 20, len(values)) if len(values) > 1 else [34]  # where they meet all can be seen
+    for column, (color, shape), size in zip(values, _marks(len(values)), sizes, strict=True):
         points = [(v, y) for y, name in enumerate(names) if (v := column.get(name)) is not None]
         axes.scatter(
-            *zip(*points, strict=True), c=color, marker=shape, s=34, edgecolors="white", linewidths=0.5, zorder=3
+            *zip(*points, strict=True), c=color, marker=shape, s=size, edgecolors="white", linewidths=0.5, zorder=3
         )
 
 
