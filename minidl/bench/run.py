@@ -188,6 +188,6 @@ def beyond_roof(rows: Sequence[Row]) -> list[str]:
     most = max(beyond, key=lambda row: row["roof_share"])
     return [
         f"passes beat the roof: {len(beyond)}, most of all {most['layer']} {most['pass']} by "
-        f"{most['roof_share'] - 1:.0%}; the ceilings were measured while the machine was busier: measure them again with "
-        f"--remeasure when it is quiet"
+        f"{most['roof_share'] - 1:.0%}; the ceilings were measured while the machine was busier: measure them again "
+        f"with --remeasure when it is quiet"
     ]

@@ -70,6 +70,11 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
     return _NONE if value is None else f"{value * scale:.{digits}f}"
 
 
+def _rate(value: float | None) -> str:
+    """Three figures: processors are far below one TFLOP/s."""
+    return _NONE if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
 def _share(value: float | None) -> str:
     return _NONE if value is None else f"{value:.1%}"
 
@@ -152,7 +157,7 @@ def _roof(run: Run) -> Table:
         if row.get("flop") is None and row.get("bytes") is None or row["pass"] == "step":
             continue
         cells = [_line(run, row), _number(row["flop"], 1e-9, 3), _number(row["bytes"], 1e-6, 2)]
-        cells += [_number(row["intensity"]), _time(row), _number(row["tflops"], 1, 2), _number(row["gb_per_s"], 1, 0)]
+        cells += [_number(row["intensity"]), _time(row), _rate(row["tflops"]), _number(row["gb_per_s"], 1, 0)]
         rows.append([*cells, _ms(row["floor_ms"]), _share(row["roof_share"]), row["bound"] or _NONE])
     return _title(run, "work and share of the measured roofline"), columns, rows
 
@@ -255,7 +260,7 @@ def networks(found: Sequence[Run]) -> Table:
     for run, share in zip(whole, shares, strict=True):
         ms, arm = run.step["ms"], "" if run.arm == "minidl" else f", {run.arm}"
         line = [run.model + arm, str(run.rank_batch or _NONE), str(run.ranks), run.dtype, _ms(ms)]
-        line += [_number(run.images_per_s, 1, 0), _number(run.step["flop"] / ms, 1e-9), _number(run.step["intensity"])]
+        line += [_number(run.images_per_s, 1, 0), _rate(1e-9 * run.step["flop"] / ms), _number(run.step["intensity"])]
         cells.append(line + [_share(share.get(name, 0.0)) for name in names])
     ways = " or ".join(dict.fromkeys(run.how for run in whole))
     return f"training steps; batch and TFLOP/s of each rank; shares timed {ways}", columns, cells
