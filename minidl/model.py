@@ -24,7 +24,7 @@ from minidl.profile import Profiler
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
-from minidl.value import Value, materialize
+from minidl.value import Value, finished, materialize
 
 __all__ = ["Model"]
 
@@ -166,9 +166,11 @@ class Model:
                 continue
             layer, dy = node.layer, grads[node.index]
             grads[node.index] = None
+            if not layer.accepts_masked:
+                dy = finished(self.ops, dy)
             layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
             single = node.inputs[0] if len(node.inputs) == 1 else None
-            dx = layer.backward(dy, add=grads[single] if single is not None else None)
+            dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
             if not layer.needs_input_grad:
                 continue
             if single is not None:
@@ -184,7 +186,7 @@ class Model:
                     grads[i] = part
                     continue
                 with self.profiler.span(node.name, "backward_data"):
-                    grads[i] = self.ops.add(grads[i], part)
+                    grads[i] = self.ops.add(finished(self.ops, grads[i]), finished(self.ops, part))
 
     def _check_input(self, x: Any) -> None:
         if backend.ops_of(x) is not self.ops:

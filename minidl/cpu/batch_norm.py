@@ -94,8 +94,8 @@ def batch_norm_apply(
         moments: (2, C) float32.
         gamma, beta: (C,) float32; None stands for ones and zeros.
         add: shape and dtype of ``x``.
-        add_moments, add_gamma, add_beta: with moments ``add`` is batch-normalised too: the join of a residual block with
-            a projection.
+        add_moments, add_gamma, add_beta: with moments ``add`` is batch-normalised too: the join of a residual block
+            with a projection.
     """
     assert moments.shape == (2, x.shape[-1]) and (add is None or add.shape == x.shape), "shapes disagree"
     assert add is not None or add_moments is None, "moments of nothing"
@@ -219,7 +219,7 @@ def batch_norm_relu_backward_apply(
     *,
     add: Array | None = None,
 ) -> Array:
-    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient."""
+    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
     return batch_norm_backward_apply(_masked(dy, x, moments, gamma, beta), x, moments, gamma, sums, count, add=add)
 
 

@@ -45,7 +45,9 @@ class Chunks(NamedTuple):
     argument: np.ndarray
 
 
-_ARGUMENT = np.dtype([(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "y_pitch", "channels", "chunk_rows", "chunks")])
+_ARGUMENT = np.dtype(
+    [(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "y_pitch", "channels", "chunk_rows", "chunks")]
+)
 
 
 @functools.lru_cache(maxsize=4096)
