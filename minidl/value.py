@@ -4,8 +4,8 @@ A layer may hand over a `Value` whose ``array`` is missing: the batch normalisat
 ``origin`` are then still to be done, by the consumer's own kernel if it can (fusion), else by `materialize`, one
 elementwise kernel. Either way the numbers are the same, so any fusion plan is correct; only bytes and time differ.
 
-Backward, a ReLU that finished such a value may hand down a `MaskedGradient`, whose mask is still owed, for the batch norm
-below to apply in its own kernels.
+Backward, a ReLU that finished such a value may hand down a `MaskedGradient`, whose mask is still owed, for the batch
+norm below to apply in its own kernels.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def batch_norm_backward_apply(
 def batch_norm_relu_backward_apply(
     dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, *, add: Any = None
 ) -> Any:
-    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient."""
+    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
     return _backward_apply(1, dy, x, moments, gamma, beta, sums, count, add)
 
 
