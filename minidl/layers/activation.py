@@ -17,7 +17,7 @@ class ReLU(Layer):
     """``max(x, 0)``, any shape. Keeps its output, which the next layer usually keeps too: one buffer, counted once.
 
     Under it a batch norm, or a join of some, may be unfinished: it is then finished here, in one pass with the ReLU,
-    and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm not even the output is kept.
+    and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm the output is not kept.
     """
 
     accepts_add = True
