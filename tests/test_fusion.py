@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import fusion, models
+from minidl import cli, fusion, models
+from minidl.profile import results
 from minidl.value import MaskedGradient, Normalized
 
 BOUND = 2e-6  # in float32, of the largest value: joins round once where their layers round twice
@@ -261,3 +262,40 @@ def test_plans_that_do_not_fit_are_refused_by_name(tmp_path):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="bad.json"):
             fusion.fuse(model, tmp_path / "bad.json")
+
+
+# -- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_fuse_tells_what_a_plan_saves_and_writes_it(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    options = ["--model", "resnet50", "--batch", "256", "--copy-gb-per-s", "4200", "--json", str(path)]
+    assert cli.main(["fuse", *options]) == 0
+    text = capsys.readouterr().out
+    assert "78.60 GB unfused, 52.46 GB by the plan; at 4200 GB/s 18.71 and 12.49 ms" in text
+    assert "layer1.0.bn1" in text and "layer1.0.add, layer1.0.relu_out" in text
+    assert fusion.Plan.load(path) == fusion.choose(
+        fusion.find_sites(models.build("resnet50", (224, 224, 3), 1000)), "elementwise"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["fuse", "--model", "vgg16_bn", "--plan", str(path)])
+    assert "another network: the plan has 'bn1'" in capsys.readouterr().err
+
+
+def test_training_with_fusion_gives_the_figures_of_training_without(tmp_path):
+    rows = []
+    for how in fusion.PLANS:
+        options = ["--model", "resnet20", "--epochs", "1", "--batch", "256", "--device", "cpu", "--fusion", how]
+        rows.append(cli.train(cli.parser().parse_args(["train", *options, "--output", str(tmp_path / how)])))
+    for name in ("train_loss", "test_loss"):
+        assert rows[1][name] == pytest.approx(rows[0][name], rel=2e-3), name
+
+
+def test_benchmark_rows_name_the_plan(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["--model", "resnet20", "--image-size", "8", "--batch", "2", "--device", "cpu", "--seconds", "0.01"]
+    assert cli.main(["bench", "model", *options, "--fusion", "elementwise", "--json", str(path)]) == 0
+    content = results.load(path)
+    plans = {row["layer"]: row["plan"] for row in content["rows"]}
+    assert plans["bn1"] == "elementwise" and plans["conv1"] is None
+    assert content["setup"]["fusion"] == "elementwise"

@@ -15,6 +15,7 @@ from minidl.bench.run import bench_layer, bench_network, merged
 from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
+from minidl.fusion import PLANS
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Meter
 from minidl.profile.nvtx import NvtxRanges
@@ -87,6 +88,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
@@ -131,7 +133,7 @@ def _layers(a: argparse.Namespace) -> int:
         setup = {"precision": a.precision, "device": device, "ranks": comm.size}
         content = bench_layer(layer_case(a.layer, a.input), a.layer, setup, comm, known, **common)
     else:
-        setup = Setup(a.model, a.batch, a.precision, device, comm.size, a.image_size, a.classes)
+        setup = Setup(a.model, a.batch, a.precision, device, comm.size, a.image_size, a.classes, a.fusion)
         content = bench_network(setup, comm, known, **common, **_network_options(a))
     if any(row["peers"] and row["type"] == "BatchNorm2d" for row in content["rows"]):
         from minidl.bench.torch_calls import JOINT
@@ -205,7 +207,7 @@ def _model(a: argparse.Namespace) -> int:
     for model in a.model:
         for precision in a.precision:
             for batch in a.batch:
-                setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes)
+                setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes, a.fusion)
                 told = lambda what, setup=setup: progress(f"{setup.title} {setup.precision}: {what}" if what else "")  # noqa: E731
                 contents.append(bench_network(setup, comm, known, isolated=False, progress=told, **_network_options(a)))
     progress("")

@@ -12,6 +12,7 @@ from minidl.bench.rows import Table, network_rows
 from minidl.bench.setup import Setup
 from minidl.bench.step import SavedBytes, TrainingStep
 from minidl.dist.communicator import Communicator
+from minidl.fusion import fuse
 from minidl.precision import precision as parse_precision
 from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
@@ -73,6 +74,7 @@ def bench_network(
         setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm, store=store,
         group_bytes=group_bytes,
     )  # fmt: skip
+    plan = fuse(step.model, setup.fusion)
     prepare(step)
     times = network.measure(step, seconds=seconds, capture=capture, progress=progress)
     saved = dict(store.by_layer)
@@ -81,6 +83,8 @@ def bench_network(
         setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes)
     )
     rows = network_rows(table)
+    for row in rows:
+        row["plan"] = plan.sites.get(row["layer"])
     content = _content("layers" if isolated else "model", rows, setup.record(), ceilings)
     content["setup"] |= {"group_bytes": group_bytes, "parameters": step.model.num_parameters}
     content["step"] = step_record(times, setup.batch, setup.ranks)
