@@ -1,7 +1,7 @@
 // Batch normalisation over rows of channels (Ioffe and Szegedy 2015), split where a reduction over ranks can fall.
 //
-// Layout: x, y, dy, dx, add, masked: (rows, C) of T at a pitch; moments (2, C) float: mean, 1/sqrt(biased variance + eps);
-// gamma, beta (C,) float or null; stats (R, 1 + 2C) double: count, means, M2 (sums of squared deviations);
+// Layout: x, y, dy, dx, add, masked: (rows, C) of T at a pitch; moments (2, C) float: mean and 1/sqrt(biased variance +
+// eps); gamma, beta (C,) float or null; stats (R, 1 + 2C) double: count, means, M2 (sums of squared deviations);
 // sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
@@ -333,8 +333,9 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 // ----------------------------------------------------------------------------------------------- backward: statistics
 #if defined(BACKWARD_STATS)
 
-// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; behind a ReLU dy counts where its output
-// was positive: 1, which is recomputed from x; 2, which is read from y, and the masked dy is left in `masked` (dense).
+// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; behind a ReLU dy counts where its
+// output was positive: 1, which is recomputed from x; 2, which is read from y, and the masked dy is left in `masked`, a
+// dense array.
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ y,
@@ -416,8 +417,8 @@ constexpr int RESIDENT = BATCH && MASK ? 2 : BATCH || MASK ? 3 : 4;  // its comp
 extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  const float* __restrict__ gamma, const float* __restrict__ beta,
-                                 const double* __restrict__ sums,
-                                 const double* __restrict__ count, const T* __restrict__ add, T* __restrict__ dx,
+                                 const double* __restrict__ sums, const double* __restrict__ count,
+                                 const T* __restrict__ add, T* __restrict__ dx,
                                  int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
