@@ -49,6 +49,7 @@ class Layer:
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
+    folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
     def __init__(self, name: str | None = None):
         if name is not None and not isinstance(name, str):
@@ -163,6 +164,8 @@ class Layer:
             ValueError: for a shape the layer cannot take.
             TypeError: for a dtype, array kind or device it cannot take.
         """
+        if self.folded is not None and (grad or self.training):
+            raise checks.order(self.name, "is folded for inference", "call model.train(), or forward(..., grad=False)")
         arrays = self._enter(x)
         self._grad_enabled = grad
         if grad:

@@ -210,11 +210,18 @@ class Model:
         return self.graph.layers
 
     def train(self, mode: bool = True) -> Model:
-        """Training mode: batch statistics, dropout."""
+        """Training mode: batch statistics, dropout; folded layers are unfolded."""
         self.training = mode
         for layer in self.layers:
             layer.training = mode
+        if mode:
+            self._unfold()
         return self
+
+    def _unfold(self) -> None:
+        """What `minidl.fusion.fold` computed is no longer that of the parameters."""
+        for layer in self.layers:
+            layer.folded = None
 
     def observe(self, profiler: Profiler) -> None:
         """Let ``profiler`` see every pass and message from now on."""
@@ -252,6 +259,7 @@ class Model:
         buffers = {f"{layer.name}.{name}": array for layer in self.layers for name, array in layer.buffers.items()}
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
         checkpoint.match(parameters | buffers, state, "state")
+        self._unfold()
         host = self.ops.to_host(self.arena.master).copy()
         for s in self.arena.segments:
             host[s.offset : s.offset + s.size] = state[s.full_name].reshape(-1)

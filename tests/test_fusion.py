@@ -160,6 +160,46 @@ def test_a_step_that_fails_half_way_leaves_the_model_usable(cpu_ops):
     close(run(model), run(other), 0.0)
 
 
+# -- inference ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", fusion.PLANS)
+@pytest.mark.parametrize("build", [stack, residual, preactivation])
+def test_folding_computes_the_same_and_leaves_the_state_alone(ops, rng, build, how):
+    model = fused(build, how, ops)
+    run(model)  # running statistics of their own
+    x = ops.from_host(rng.standard_normal((3, *model.graph.nodes[0].shape)).astype(np.float32))
+    expected = ops.to_host(model.eval().forward(x))
+    state = model.state_dict()
+    names = fusion.fold(model)
+    np.testing.assert_allclose(ops.to_host(model.forward(x)), expected, rtol=1e-4, atol=1e-5)
+    after_a_sum = "bn1" if build is preactivation else None
+    assert names == [s.name for s in fusion.find_sites(model.graph) if s.name != after_a_sum]
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value, state[name])
+    model.train().eval()
+    np.testing.assert_array_equal(ops.to_host(model.forward(x)), expected)
+
+
+def test_folding_is_for_inference_only(cpu_ops):
+    model = m.Model(stack())
+    with pytest.raises(RuntimeError, match="eval"):
+        fusion.fold(model)
+    fusion.fold(model.eval())
+    x = np.ones((2, 8, 8, 3), np.float32)
+    before = model.forward(x)
+    with pytest.raises(RuntimeError, match="folded for inference"):
+        model.forward(x, grad=True)
+    state = model.state_dict()
+    state["conv0.weight"] = state["conv0.weight"] * 2 + 1
+    model.load_state_dict(state)
+    other = m.Model(stack()).eval()
+    other.load_state_dict(state)
+    after = model.forward(x)
+    np.testing.assert_array_equal(after, other.forward(x))
+    assert not np.array_equal(after, before)
+
+
 # -- owed masks -----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ size of the feature maps.
 
 from minidl.fusion.apply import fuse
 from minidl.fusion.cost import SiteCost, site_cost
+from minidl.fusion.fold import fold
 from minidl.fusion.plans import PLANS, Plan, choose
 from minidl.fusion.sites import Site, find_sites
 
-__all__ = ["PLANS", "Plan", "Site", "SiteCost", "choose", "find_sites", "fuse", "site_cost"]
+__all__ = ["PLANS", "Plan", "Site", "SiteCost", "choose", "find_sites", "fold", "fuse", "site_cost"]
