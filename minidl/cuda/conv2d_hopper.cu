@@ -16,8 +16,9 @@
 //
 // Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS,
 // output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
-// Grid: a block works on `share` tiles, one after the other; column tiles are counted first, so that blocks which share
-// source pixels run together. Short blocks, not persistent ones: they leave room to whatever runs beside them.
+// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks of
+// a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted first,
+// so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
 // Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and tap
@@ -55,7 +56,7 @@ struct Class {
 };
 
 struct Problem {
-    int tiles, share, tiles_n;
+    int tiles, share, group, tiles_n;
     int columns, depth;
     int step_h, step_w;
     int delta_h, delta_w;
@@ -119,7 +120,7 @@ struct Layout {
 // One thread: fills stage after stage.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
     Ring<STAGES> ring;
-    for (int i = first; i < last; ++i) {
+    for (int i = first; i < last; i += p.group) {
         const Tile tile(p, i);
         const Class& c = p.classes[tile.index];
         const TensorMap& source = maps.source[tile.index];
@@ -301,7 +302,8 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     }
     __syncthreads();
 
-    const int first = blockIdx.x * p.share, last = min(first + p.share, p.tiles);
+    const int group = blockIdx.x / p.group, turn = p.group * p.share;
+    const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
@@ -312,7 +314,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         Ring<STAGES> ring;
         Output output{at, maps, p, bias, warpgroup};
         const int chunks = ceil_div(p.depth, DEPTH);
-        for (int i = first; i < last; ++i) {
+        for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
             Sum sum;

@@ -35,7 +35,7 @@ REACH = 2**40  # bytes of an image, as far as the engine counts
 _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
 _PROBLEM = struct(
     "",
-    "tiles share tiles_n columns depth step_h step_w delta_h delta_w tap_step_h tap_step_w added",
+    "tiles share group tiles_n columns depth step_h step_w delta_h delta_w tap_step_h tap_step_w added",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -218,9 +218,10 @@ def plan(
         part = walks[i : i + CLASSES]
         views = _views(conv, code, backward, part, pitches if added else (pitches[0], _columns(conv, backward)), tile)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, added)
+        problem = _problem(conv, backward, part, tile, share, device.multiprocessors * tile.resident, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(_flat(conv)), "SPREAD": int(spread)}
-        grid = ceil_div(int(problem["tiles"][0]), share)
+        group, tiles = device.multiprocessors * tile.resident, int(problem["tiles"][0])
+        grid = tiles // (group * share) * group + min(tiles % (group * share), group)
         launches.append(Planned(grid, tile.threads, views, problem, defines | tile.defines, tile.shared_bytes))
     return launches
 
@@ -243,7 +244,13 @@ def _flat(conv: Convolution) -> bool:
 
 
 def _problem(
-    conv: Convolution, backward: bool, walks: list[tuple[Walk, Walk]], tile: HopperTile, share: int, added: bool
+    conv: Convolution,
+    backward: bool,
+    walks: list[tuple[Walk, Walk]],
+    tile: HopperTile,
+    share: int,
+    group: int,
+    added: bool,
 ) -> np.ndarray:
     columns, row = _columns(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -257,6 +264,7 @@ def _problem(
         _PROBLEM,
         tiles=int(table["tiles"].sum()) * tiles_n,
         share=share,
+        group=group,
         tiles_n=tiles_n,
         columns=columns,
         depth=_depth(conv, backward),
