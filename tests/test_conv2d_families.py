@@ -13,6 +13,7 @@ import pytest
 from minidl.cuda import conv2d_hopper
 from minidl.cuda.conv2d_family import family, forced
 from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.conv2d_walk import walks_of
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
@@ -46,11 +47,15 @@ CASES = [
     Case("kernel-over-image", (3, 3, 2, 16), (8, 5, 7), padding=(2, 3)),
     Case("one-pixel-3x3", (130, 1, 1, 16), (24, 3, 3), padding=(1, 1)),
     Case("wide-row", (1, 1, 300, 8), (16, 1, 3), padding=(0, 1)),
+    Case("windows", (2, 41, 21, 72), (136, 3, 3), padding=(1, 1)),
+    Case("windows-narrow", (3, 30, 16, 64), (64, 3, 3), padding=(1, 1)),
+    Case("windows-dilated", (1, 37, 19, 136), (200, 2, 3), padding=(2, 0), dilation=(3, 2)),
     Case("many-images", (70, 3, 5, 40), (48, 3, 3), padding=(1, 1)),
 ]
-FEW = [case for case in CASES if case.name in ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1")]
+FEW = [case for case in CASES if case.name in ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1", "windows-narrow")]
 SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
+HOPPER = {"conv2d_hopper_kernel", "conv2d_halo_kernel"}
 GUARD = 2048  # bytes on both sides of an output
 
 
@@ -97,7 +102,7 @@ def test_the_default_is_the_first_family_that_applies():
         return {launch.name for launch in log.launches}
 
     plain = Case("plain", (2, 9, 10, 16), (32, 3, 3), padding=(1, 1))
-    assert kernels("H200", bfloat16, plain) == kernels("H100", float16, plain) == {"conv2d_hopper_kernel"}
+    assert kernels("H200", bfloat16, plain) == kernels("H100", float16, plain) <= HOPPER
     assert kernels("A100", bfloat16, plain) == kernels("H200", float32, plain) == {"conv2d_kernel"}
     for x, filters, options in (
         ((2, 9, 10, 20), (32, 3, 3), {}),
@@ -158,7 +163,7 @@ def test_the_walk_of_the_copy_engine_meets_every_tap(case, backward):
             if 0 <= p * stride - padding + r * dilation < sizes
         }
         found = set()
-        for walk in {pair[axis] for pair in conv2d_hopper._walks(conv, backward)}:
+        for walk in {pair[axis] for pair in walks_of(conv, backward)}:
             low, high = walk.corners
             assert range(low, walk.source + high, walk.step)[: walk.count][-1] == low + (walk.count - 1) * walk.step
             assert len(range(low, walk.source + high, walk.step)) == walk.count
@@ -262,22 +267,37 @@ def test_batches_beyond_a_launch_are_split(forced_ops, case, rng, monkeypatch):
         assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
 
 
-@pytest.mark.parametrize("tile", conv2d_hopper.TILES, ids=lambda tile: f"{tile.rows}x{tile.columns}")
+@cases([case for case in CASES if case.stride == (1, 1)])
 @pytest.mark.parametrize("share", [1, 3])
-@cases(FEW)
-def test_every_tile_gives_the_same_bits(cuda_ops, case, rng, monkeypatch, tile, share):
+def test_every_tile_gives_the_same_bits(cuda_ops, case, rng, monkeypatch, share):
     """Which tile is chosen, and so the device, cannot be seen in the result."""
+    every_tile(cuda_ops, case, rng, monkeypatch, share)
+
+
+@cases([case for case in CASES if case.stride != (1, 1)])
+def test_every_tile_gives_the_same_bits_with_strides(cuda_ops, case, rng, monkeypatch):
+    every_tile(cuda_ops, case, rng, monkeypatch, 2)
+
+
+def every_tile(ops, case, rng, monkeypatch, share):
     if not fits("hopper", case, bfloat16):
         pytest.skip("needs compute capability 9.0")
-    x, w, dy = put(cuda_ops, *draws(rng, case, bfloat16))
-    add, bias = cuda_ops.from_host(draw(rng, case.x, bfloat16)), cuda_ops.from_host(draw(rng, case.w[0], float32))
-    with family("hopper"):
-        expected = both(cuda_ops, case, x, w, dy, add=add, forward_bias=bias)
-        monkeypatch.setattr(conv2d_hopper, "choose", lambda *_: (tile, share))
-        conv2d_hopper.plan.cache_clear()
-        try:
-            results = both(cuda_ops, case, x, w, dy, add=add, forward_bias=bias)
-        finally:
+    hosts = draws(rng, case, bfloat16)
+    some = put(ops, draw(rng, case.x, bfloat16), draw(rng, case.w[0], float32), draw(rng, case.x[3], float32))
+    options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    tiles = {tile for back in (False, True) for tile in conv2d_hopper.candidates(conv, back, current_device())}
+    results = {}
+    try:
+        for tile in tiles:
+            monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
-    for a, b in zip(expected, results, strict=True):
-        assert np.array_equal(bits(cuda_ops, a), bits(cuda_ops, b))
+            with family("hopper"):
+                results[tile] = [bits(ops, y) for y in both(ops, case, *put(ops, *hosts), **options)]
+    finally:
+        conv2d_hopper.plan.cache_clear()
+    expected = results[conv2d_hopper.TILES[0]]
+    different = [
+        (tile, i) for tile, found in results.items() for i in (0, 1) if not np.array_equal(found[i], expected[i])
+    ]
+    assert not different

@@ -244,7 +244,7 @@ def _gather_hopper(
         part = conv._replace(images=images.stop - i)
         for one in conv2d_hopper.plan(part, code, backward, pitches, add is not None, current_device()):
             maps, options = TensorMaps(one.views, arrays), {"defines": one.defines, "shared": one.shared}
-            launch("conv2d_hopper", "conv2d_hopper_kernel", one.grid, one.block, maps, bias, one.problem, **options)
+            launch(one.stem, f"{one.stem}_kernel", one.grid, one.block, maps, bias, one.problem, **options)
 
 
 def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:

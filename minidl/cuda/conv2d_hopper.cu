@@ -90,17 +90,6 @@ struct Pixel {
     }
 };
 
-// Where in a ring of COUNT the pipeline stands.
-template <int COUNT>
-struct Ring {
-    int index = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == COUNT) index = 0, parity ^= 1;
-    }
-};
-
 // Shared memory: stages, slabs of output per warpgroup, barriers.
 struct Layout {
     u32 base;

@@ -7,25 +7,35 @@ family takes, `plan` what is launched for them.
 from __future__ import annotations
 
 import functools
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl.cuda.array import copy_into, empty
-from minidl.cuda.conv2d_plan import AxisClass, Convolution, argument, parity_classes, struct
+from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo
+from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_walk import (
+    DEPTH,
+    ITEMSIZE,
+    Planned,
+    Walk,
+    blocks,
+    columns_of,
+    depth_of,
+    filter_view,
+    is_flat,
+    walks_of,
+)
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import View, Views
 from minidl.cuda.rows import ACCESS, address, rows
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["TILES", "HopperTile", "Planned", "aligned", "applies", "choose", "images_at_once", "plan"]
+__all__ = ["TILES", "HopperTile", "aligned", "applies", "candidates", "choose", "images_at_once", "plan"]
 
 ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
-DEPTH = 64  # channels of a stage
 SLAB = 64  # rows and columns of an output buffer
-ITEMSIZE = 2
 VECTOR = ACCESS // ITEMSIZE
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
@@ -77,73 +87,6 @@ TILES = (
 )
 
 
-class Planned(NamedTuple):
-    """A launch of conv2d_hopper_kernel. ``views``: of the filters, the source, the output and what is added to it."""
-
-    grid: int
-    block: int
-    views: Views
-    problem: np.ndarray
-    defines: dict[str, int]
-    shared: int
-
-
-class Walk(NamedTuple):
-    """One axis of a class of output pixels, and how the engine walks the source for it.
-
-    Output pixel i is ``start + i * spread``; its tap j reads the source at ``first + i * step + offset + j * delta``
-    and is the filter's ``tap + j * tap_step``.
-    """
-
-    start: int
-    count: int
-    spread: int
-    source: int
-    first: int
-    step: int
-    taps: int
-    offset: int
-    delta: int
-    tap: int
-    tap_step: int
-
-    @property
-    def corners(self) -> Pair:
-        """Of the pixels walked: the first, and the last counted from the last of the source."""
-        return self.first, self.first + (self.count - 1) * self.step - (self.source - 1)
-
-    @property
-    def farthest(self) -> int:
-        return max(self.offset, self.offset + (self.taps - 1) * self.delta)
-
-
-def _forward_walk(source: int, count: int, kernel: int, stride: int, padding: int, dilation: int) -> Walk:
-    return Walk(0, count, 1, source, -padding, stride, kernel, 0, dilation, 0, 1)
-
-
-def _backward_walk(source: int, part: AxisClass, stride: int, dilation: int) -> Walk:
-    common = gcd(stride, dilation)
-    delta, last = dilation // common, max(part.taps - 1, 0)
-    # The engine moves pixels forward only: the walk starts where the last tap reads.
-    first, offset = part.offset - last * delta, last * delta
-    filters = part.first, stride // common
-    return Walk(part.start, part.count, stride, source, first, 1, part.taps, offset, -delta, *filters)
-
-
-@functools.lru_cache(maxsize=1024)
-def _walks(conv: Convolution, backward: bool) -> list[tuple[Walk, Walk]]:
-    """(height, width) of each class of output pixels: one, or of a strided data gradient several."""
-    if not backward:
-        sources, outputs = (conv.height, conv.width), (conv.out_height, conv.out_width)
-        axes = zip(sources, outputs, conv.kernel, conv.stride, conv.padding, conv.dilation, strict=True)
-        return [tuple(_forward_walk(*axis) for axis in axes)]
-    rest = tuple(zip((conv.out_height, conv.out_width), conv.stride, conv.dilation, strict=True))
-    return [
-        tuple(_backward_walk(size, part, *other) for part, (size, *other) in zip(pair, rest, strict=True))
-        for pair in parity_classes(conv)
-    ]
-
-
 @functools.lru_cache(maxsize=1024)
 def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) -> bool:
     """Whether the family takes a convolution, wherever its arrays lie.
@@ -155,10 +98,10 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
         return False
     if conv.channels % VECTOR or conv.out_channels % VECTOR:
         return False
-    walks = _walks(conv, backward)
+    walks = walks_of(conv, backward)
     if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
         return False
-    pitches = _depth(conv, backward), _columns(conv, backward)
+    pitches = depth_of(conv, backward), columns_of(conv, backward)
     return all(_views(conv, code, backward, walks[i : i + CLASSES], pitches, TILES[0]).legal for i in _firsts(walks))
 
 
@@ -178,11 +121,16 @@ def images_at_once(conv: Convolution) -> int:
     return max(1, ROW_LIMIT // max(conv.height * conv.width, conv.out_height * conv.out_width))
 
 
+def candidates(conv: Convolution, backward: bool, device: DeviceRecord) -> list[HopperTile | HaloTile]:
+    """Every tile that can do a convolution that the family takes."""
+    return [*TILES, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
+
+
 @functools.lru_cache(maxsize=1024)
-def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile, int]:
+def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
-    counts = [conv.images * h.count * w.count for h, w in _walks(conv, backward)]
-    columns = _columns(conv, backward)
+    counts = [conv.images * h.count * w.count for h, w in walks_of(conv, backward)]
+    columns = columns_of(conv, backward)
 
     def time(tile: HopperTile) -> tuple[float, int]:
         tiles = sum(ceil_div(count, tile.rows) for count in counts) * ceil_div(columns, tile.columns)
@@ -201,7 +149,7 @@ def plan(
     pitches: Pair,
     added: bool,
     device: DeviceRecord,
-    chosen: tuple[HopperTile, int] | None = None,
+    chosen: tuple[HopperTile | HaloTile, int] | None = None,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -211,36 +159,30 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
     """
     tile, share = chosen or choose(conv, backward, device)
-    walks = _walks(conv, backward)
-    spread = len(walks) > 1
+    if isinstance(tile, HaloTile):
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share)]
+    walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
+    if not added:
+        pitches = pitches[0], columns_of(conv, backward)
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        views = _views(conv, code, backward, part, pitches if added else (pitches[0], _columns(conv, backward)), tile)
+        views = _views(conv, code, backward, part, pitches, tile)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, device.multiprocessors * tile.resident, added)
-        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(_flat(conv)), "SPREAD": int(spread)}
-        group, tiles = device.multiprocessors * tile.resident, int(problem["tiles"][0])
-        grid = tiles // (group * share) * group + min(tiles % (group * share), group)
-        launches.append(Planned(grid, tile.threads, views, problem, defines | tile.defines, tile.shared_bytes))
+        problem = _problem(conv, backward, part, tile, share, group, added)
+        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
+        grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
+        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines | tile.defines, shared))
     return launches
+
+
+def _spread(walks: list[tuple[Walk, Walk]]) -> bool:
+    """Whether the output pixels of a class lie apart."""
+    return max(walks[0][0].spread, walks[0][1].spread) > 1
 
 
 def _firsts(walks: list[tuple[Walk, Walk]]) -> range:
     return range(0, len(walks), CLASSES)
-
-
-def _depth(conv: Convolution, backward: bool) -> int:
-    return conv.out_channels if backward else conv.channels
-
-
-def _columns(conv: Convolution, backward: bool) -> int:
-    return conv.channels if backward else conv.out_channels
-
-
-def _flat(conv: Convolution) -> bool:
-    """Whether pixels of source and output are the same."""
-    return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
 
 
 def _problem(
@@ -252,7 +194,7 @@ def _problem(
     group: int,
     added: bool,
 ) -> np.ndarray:
-    columns, row = _columns(conv, backward), conv.kernel[1]
+    columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
     for i, (h, w) in enumerate(walks):
         count = conv.images * h.count * w.count
@@ -267,7 +209,7 @@ def _problem(
         group=group,
         tiles_n=tiles_n,
         columns=columns,
-        depth=_depth(conv, backward),
+        depth=depth_of(conv, backward),
         step_h=h.step,
         step_w=w.step,
         delta_h=h.delta,
@@ -288,13 +230,13 @@ def _views(
     tile: HopperTile,
 ) -> Views:
     """The structure Maps: filter, then source, output and addend of each class; unused places repeat the first."""
-    spread = max(walks[0][0].spread, walks[0][1].spread) > 1
+    spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
-    columns = _columns(conv, backward)
+    columns = columns_of(conv, backward)
 
     def source(h: Walk, w: Walk) -> View:
-        depth, pixel = _depth(conv, backward), pitches[0] * ITEMSIZE
-        if _flat(conv):
+        depth, pixel = depth_of(conv, backward), pitches[0] * ITEMSIZE
+        if is_flat(conv):
             return View(code, (depth, conv.images * h.source * w.source), (pixel,), (DEPTH, tile.rows))
         corners = tuple(zip(w.corners, h.corners, strict=True))
         apart = pixel, w.source * pixel, h.source * w.source * pixel
@@ -312,14 +254,8 @@ def _views(
         return View(code, sizes, apart, (SLAB, SLAB), (none, none), (1, 1), offset)
 
     return Views(
-        (_filter(conv, code, backward, tile), 0),
+        (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
     )
-
-
-def _filter(conv: Convolution, code: int, backward: bool, tile: HopperTile) -> View:
-    taps, row = conv.kernel[0] * conv.kernel[1], conv.channels * ITEMSIZE
-    box = (SLAB, 1, DEPTH) if backward else (DEPTH, 1, tile.columns)
-    return View(code, (conv.channels, taps, conv.out_channels), (row, taps * row), box)
