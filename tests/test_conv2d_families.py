@@ -5,6 +5,8 @@ Small shapes at every edge of the families' limits; the definition is the float6
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from itertools import product
 
 import numpy as np
@@ -52,7 +54,8 @@ CASES = [
     Case("windows-dilated", (1, 37, 19, 136), (200, 2, 3), padding=(2, 0), dilation=(3, 2)),
     Case("many-images", (70, 3, 5, 40), (48, 3, 3), padding=(1, 1)),
 ]
-FEW = [case for case in CASES if case.name in ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1", "windows-narrow")]
+NAMES = ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1", "windows-narrow")
+FEW = [case for case in CASES if case.name in NAMES]
 SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
 HOPPER = {"conv2d_hopper_kernel", "conv2d_halo_kernel"}
@@ -224,8 +227,6 @@ def test_dense_arrays_at_odd_addresses(forced_ops, rng):
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(forced_ops, case, storage, rng, monkeypatch):
     """Outputs lie between guards and hold NaN before; the same bits come on every run."""
-    import sys
-
     placed = put(forced_ops, *draws(rng, case, storage))
     expected = both(forced_ops, case, *placed)
     buffers = []
@@ -288,6 +289,9 @@ def every_tile(ops, case, rng, monkeypatch, share):
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
     tiles = {tile for back in (False, True) for tile in conv2d_hopper.candidates(conv, back, current_device())}
     results = {}
+    # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
+    few = dataclasses.replace(current_device(), multiprocessors=2)
+    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "current_device", lambda: few)
     try:
         for tile in tiles:
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))

@@ -13,12 +13,14 @@ from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import View, Views
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo"]
+__all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
 
 WIDTH = 8  # pixels of a window: one group of rows of an operand
 SLAB_LINES, SLAB_COLUMNS = 4, 64  # of a window, and channels, in an output buffer
 SLABS = 2  # output buffers of each of two warpgroups
 MOST_STAGES, FEWEST_STAGES = 6, 3
+WINDOWS = 2  # of a tile, one for each warpgroup
+PATCHES = 2 * WINDOWS
 ATOM = 1024  # bytes: alignment of a patch
 
 # The structure Problem of conv2d_halo.cu.
@@ -30,33 +32,24 @@ _PROBLEM = struct(
 
 
 class HaloTile(NamedTuple):
-    """What a block computes at a time: 128 output channels of a window, or 64 of each of a pair of windows.
+    """What a block computes at a time: 64 output channels of a pair of windows.
 
     Attributes:
-        window, pair: the macros WINDOW and PAIR; lines of a window.
+        window: the macro WINDOW, lines of a window.
+        step, rest: as of conv2d_hopper.py's ``HopperTile``.
     """
 
     window: int
-    pair: bool
+    step: float
+    rest: float
 
+    columns = 64
+    windows = WINDOWS
     threads = 384
     resident = 1
 
-    @property
-    def columns(self) -> int:
-        """Output channels."""
-        return 64 if self.pair else 128
 
-    @property
-    def windows(self) -> int:
-        return 2 if self.pair else 1
-
-    @property
-    def patches(self) -> int:
-        return 2 * self.windows
-
-
-HALO_TILES = tuple(HaloTile(window, pair) for window in (32, 28) for pair in (False, True))
+HALO_TILES = (HaloTile(28, 0.68, 1.8), HaloTile(32, 0.77, 2.4))
 
 
 def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:
@@ -68,7 +61,7 @@ def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:
 def _shared(tile: HaloTile, walk: tuple[Walk, Walk], stages: int) -> int:
     lines, line = _patch(tile, walk)
     slabs = 2 * SLABS * SLAB_LINES * WIDTH * SLAB_COLUMNS * ITEMSIZE
-    patches = tile.patches * round_up(lines * line * DEPTH * ITEMSIZE, ATOM)
+    patches = PATCHES * round_up(lines * line * DEPTH * ITEMSIZE, ATOM)
     return patches + stages * tile.columns * DEPTH * ITEMSIZE + slabs + ATOM
 
 
@@ -146,7 +139,7 @@ def plan_halo(
         (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
     )
     assert views.legal, (conv, pitches)
-    defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "PAIR": int(tile.pair)}
-    defines |= {"PATCHES": tile.patches, "STAGES": stages, "SLABS": SLABS}
+    defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
+    defines |= {"PATCHES": PATCHES, "SLABS": SLABS}
     grid = blocks(tiles, share, group)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, _shared(tile, (h, w), stages))

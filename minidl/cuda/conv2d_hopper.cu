@@ -118,8 +118,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         // A class without taps gets one stage of zeros, from behind the last channel.
         const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
         for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH)
-            for (int a = 0; a < c.taps_h + empty; ++a)
-                for (int b = 0; b < c.taps_w + empty; ++b) {
+            for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
+                for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                     barrier_expect(barrier, STAGE_BYTES);
