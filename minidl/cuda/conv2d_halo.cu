@@ -12,17 +12,17 @@
 //
 // All arrays are seen through tensor maps (conv2d_halo.py makes them):
 //   source       (C, W, H, N), tiled: 64 channels x patch
-//   filter       (C, taps, K), tiled: forward 64 channels x 1 x FILTERS; data gradient 64 x 1 x 64
+//   filter       (C, taps, K), tiled: 64 channels x 1 x 64 filters
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW; PAIR: 0: the two warpgroups multiply 64 of 128 FILTERS each with one window, 1: they
-// multiply 64 FILTERS with a window each; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
 // warpgroup.
-// Grid: as in conv2d_hopper.cu; a tile is FILTERS output channels of one window or of two.
-// Block: two warpgroups multiply; one thread of a third keeps the pipeline filled, also across tiles.
-// Dynamic shared memory: PATCHES * patch_bytes + STAGES * 128 * FILTERS + 2 * SLABS * 4096 + 1024 bytes.
+// Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
+// Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline filled,
+// also across tiles.
+// Dynamic shared memory: PATCHES * patch + STAGES * 8192 + 2 * SLABS * 4096 + 1024 bytes.
 // FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once per
-// FILTERS output channels with some 40 % (3x3) for the halo as far as the L2 cache does not keep it.
+// 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "hopper.cuh"
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
@@ -30,10 +30,9 @@ constexpr int WARPGROUPS = 2;
 constexpr int THREADS = 128 * WARPGROUPS + 128;  // a whole warpgroup of filling threads, to take registers from
 constexpr int WIDTH = 8;
 constexpr int PIXELS = WIDTH * WINDOW;
-constexpr int FILTERS = PAIR ? 64 : 128;
-constexpr int WINDOWS = PAIR ? 2 : 1;  // of a tile
+constexpr int FILTERS = 64;
+constexpr int WINDOWS = WARPGROUPS;  // of a tile
 constexpr int STAGE_BYTES = FILTERS * 128;
-constexpr int BLOCK_BYTES = 64 * 128;  // of 64 filters
 constexpr int SLAB_LINES = 4, SLAB_PIXELS = WIDTH * SLAB_LINES, SLAB_BYTES = SLAB_PIXELS * 128;
 static_assert(WINDOW % SLAB_LINES == 0 && PATCHES % WINDOWS == 0, "whole slabs, whole tiles");
 
@@ -116,13 +115,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                 const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                 barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                 barrier_expect(barrier, STAGE_BYTES);
-                if constexpr (BACKWARD) {
-#pragma unroll
-                    for (int j = 0; j < FILTERS; j += 64)
-                        load_box(to + j / 64 * BLOCK_BYTES, maps.filter, barrier, tile.column + j, tap, channel);
-                } else {
+                if constexpr (BACKWARD)
+                    load_box(to, maps.filter, barrier, tile.column, tap, channel);
+                else
                     load_box(to, maps.filter, barrier, channel, tap, tile.column);
-                }
                 ring.advance();
             }
         }
@@ -135,18 +131,16 @@ using Sum = float[PIXELS / 2];
 struct Input {
     const Layout& at;
     const Problem& p;
-    int warpgroup;
     Ring<PATCHES> patches;
     Ring<STAGES> ring;
 
-    __device__ __forceinline__ Input(const Layout& at, const Problem& p, int warpgroup)
-        : at(at), p(p), warpgroup(warpgroup) {
-        if constexpr (PAIR) patches.index = warpgroup;
+    __device__ __forceinline__ Input(const Layout& at, const Problem& p, int warpgroup) : at(at), p(p) {
+        patches.index = warpgroup;
     }
 
     // The product of one tap, whose pixels start at `pixels`.
     __device__ __forceinline__ void multiply_tap(Sum& sum, u32 pixels, int keep) const {
-        const u64 a = operand(at.stage(ring.index) + (PAIR ? 0 : warpgroup * BLOCK_BYTES));
+        const u64 a = operand(at.stage(ring.index));
         const u64 b = operand(pixels, 16, p.line * 128);
         product_fence();
 #pragma unroll
@@ -215,8 +209,7 @@ struct Output {
     Ring<SLABS> next, fetched;  // the buffer of the next slab, and of the next addend
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
-    __device__ __forceinline__ int column(const Tile& tile) const { return tile.column + (PAIR ? 0 : warpgroup * 64); }
-    __device__ __forceinline__ int window(const Tile& tile) const { return tile.window + (PAIR ? warpgroup : 0); }
+    __device__ __forceinline__ int window(const Tile& tile) const { return tile.window + warpgroup; }
 
     // One thread: fetches the addend of slab s as soon as its buffer is free.
     __device__ __forceinline__ void fetch(const Tile& tile, int s) {
@@ -224,15 +217,15 @@ struct Output {
         const u32 barrier = at.added(warpgroup, fetched.index);
         await_stores_read<0>();
         barrier_expect(barrier, SLAB_BYTES);
-        load_box(at.slab(warpgroup, fetched.index), maps.add, barrier, column(tile), from.x, from.y + s * SLAB_LINES,
+        load_box(at.slab(warpgroup, fetched.index), maps.add, barrier, tile.column, from.x, from.y + s * SLAB_LINES,
                  from.image);
         fetched.advance();
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (window(tile) < p.windows && column(tile) < p.columns) {
+        if (window(tile) < p.windows && tile.column < p.columns) {
             const Window to(p, window(tile));
-            store_box(maps.output, from, column(tile), to.x, to.y + s * SLAB_LINES, to.image);
+            store_box(maps.output, from, tile.column, to.x, to.y + s * SLAB_LINES, to.image);
         }
         commit_stores();
     }
@@ -246,7 +239,7 @@ struct Output {
         // Lane i holds the address of row i % 8, a pixel, of matrix i / 8: lower and upper 8 channels, then the next line.
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         const int offset = (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-        const int channel = column(tile) + 16 * warp + lane / 4;
+        const int channel = tile.column + 16 * warp + lane / 4;
         float shift[2] = {0, 0};
         if (bias) {
             if (channel < p.columns) shift[0] = bias[channel];
@@ -286,7 +279,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     const Layout at{shared_address(shared), p.patch};
     if (threadIdx.x == 0) {
         for (int i = 0; i < PATCHES; ++i)
-            barrier_init(at.patch_filled(i), 1), barrier_init(at.patch_emptied(i), PAIR ? 4 : 4 * WARPGROUPS);
+            barrier_init(at.patch_filled(i), 1), barrier_init(at.patch_emptied(i), 4);
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
         barrier_init_done();
