@@ -151,7 +151,9 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile) -> tupl
     return tiles, stages
 
 
-def microseconds(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord) -> tuple[float, float]:
+def microseconds(
+    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord
+) -> tuple[float, float]:
     """Estimates in microseconds: (arithmetic alone, all), with multiprocessors as fast as an H200's."""
     tiles, stages = work(conv, backward, tile)
     rounds = ceil_div(tiles, device.multiprocessors * tile.resident) * tile.resident
