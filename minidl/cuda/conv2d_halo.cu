@@ -1,14 +1,17 @@
-// Convolution without stride, forward and data gradient, on Hopper (sm_90a), for images that are wide enough: like
+// Convolution without stride, forward and data gradient, on Hopper (sm_90a), for few output channels and wide images: like
 // conv2d_hopper.cu, but the source pixels of a window of outputs, with the halo around them, are loaded once for all taps
 // and not once per tap. 16-bit types, one group.
 //
-//   forward (BACKWARD = 0):        y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n,p-ph+r*dh,q-pw+s*dw,c] w[k,r,s,c]
-//   data gradient (BACKWARD = 1):  dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,h+ph-r*dh,w+pw-s*dw,k] w[k,r,s,c]
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p - ph + r*dh, q - pw + s*dw, c] w[k,r,s,c]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n, h + ph - r*dh, w + pw - s*dw, k] w[k,r,s,c]
 //
 // One product of rows (output channels) x columns (the pixels of a window), summed over depth in the order of
-// conv2d_hopper.cu: chunks of 64 source channels, over the taps within a chunk. A window is 8 pixels wide and WINDOW high.
+// conv2d_hopper.cu: chunks of 64 source channels, over the taps within a chunk. A window is 8 pixels wide, WINDOW high.
 // In shared memory a patch, the window and its halo of 64 channels, has rows of 128 bytes, one for each pixel; so the
-// operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the patch apart.
+// operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the patch
+// apart: the swizzle goes by addresses, not by rows of an operand, and fits wherever one starts.
 //
 // All arrays are seen through tensor maps (conv2d_halo.py makes them):
 //   source       (C, W, H, N), tiled: 64 channels x patch
@@ -18,11 +21,11 @@
 // Macros: DTYPE (1, 2), BACKWARD, WINDOW; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
 // warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
-// Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline filled,
-// also across tiles.
+// Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
+// filled, also across tiles.
 // Dynamic shared memory: PATCHES * patch + STAGES * 8192 + 2 * SLABS * 4096 + 1024 bytes.
-// FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once per
-// 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
+// FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
+// per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
@@ -38,8 +41,8 @@ static_assert(WINDOW % SLAB_LINES == 0 && PATCHES % WINDOWS == 0, "whole slabs, 
 
 struct Maps { TensorMap filter, source, output, add; };
 
-// Output pixel (y, x), tap (a, b) is pixel (y + offset_h + a*delta_h, x + offset_w + b*delta_w) of the patch, whose first
-// pixel is (first_h, first_w) from the window's. A patch has lines of `line` pixels and `patch` bytes.
+// Output pixel (y, x), tap (a, b) is pixel (y + offset_h + a*delta_h, x + offset_w + b*delta_w) of the patch, whose
+// first pixel is (first_h, first_w) from the window's. A patch has lines of `line` pixels and takes `patch` bytes.
 struct Problem {
     int tiles, share, group, tiles_n;
     int windows, down, across;  // all of them; along the height and the width of an image
@@ -227,7 +230,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, const __grid_constant__ Problem p) {
+conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+                   const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared), p.patch};
     if (threadIdx.x == 0) {

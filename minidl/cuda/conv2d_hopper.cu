@@ -1,9 +1,11 @@
 // Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
 // gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
 //
-//   forward (BACKWARD = 0):        y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n,p*sh-ph+r*dh,q*sw-pw+s*dw,c] w[k,r,s,c]
-//   data gradient (BACKWARD = 1):  dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
-//                                  over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
+//                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
 //
 // One product of rows (output pixels) x columns (output channels), summed over depth: chunks of 64 source channels, over
 // the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes of output
@@ -12,17 +14,18 @@
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
 //   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
 //   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
-//   output, add  (columns, pixels), tiled; SPREAD: (columns, W, H, N) of the class's pixels, im2col; 64 channels x 64 pixels
+//   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
 //
-// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS,
-// output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
-// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks of
-// a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted first,
-// so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
-// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across tiles.
+// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
+// of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
+// first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
+// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
+// tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
-// FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and tap
-// as far as the L2 cache does not keep it.
+// FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
+// tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
@@ -242,7 +245,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, const __grid_constant__ Problem p) {
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+                     const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {

@@ -1,7 +1,8 @@
-"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types; the kernel is in conv2d_hopper.cu.
+"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types.
 
-Everything here is worked out from sizes and the device record: `applies` says in one place which convolutions the
-family takes, `plan` what is launched for them.
+Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
+sizes and the device record: `applies` says in one place which convolutions the family takes, `choose` with which tile,
+`plan` what is launched for them.
 """
 
 from __future__ import annotations

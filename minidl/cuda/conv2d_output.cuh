@@ -1,10 +1,10 @@
-// How the results of a warpgroup leave in conv2d_hopper.cu and conv2d_halo.cu: in slabs, each through one of SLABS buffers
-// in shared memory, stored by the copy engine; what is to be added to a slab is brought into its buffer before.
+// How the results of a warpgroup leave in conv2d_hopper.cu and conv2d_halo.cu: in slabs, each through one of SLABS
+// buffers in shared memory, stored by the copy engine; what is to be added to a slab is brought into its buffer before.
 #pragma once
 #include "hopper.cuh"
 
-// What is done to 16 x 16 results of a warp between sum and store. d: accumulators of two blocks of 8 columns; place: where
-// the lane's row of the four 8x8 matrices is, in a slab that holds the addend if there is any. ACROSS: as for matrices.
+// What is done to 16 x 16 results of a warp between sum and store. d: accumulators of two blocks of 8 columns; place:
+// where the lane's row of the four 8x8 matrices is, in a slab that holds the addend if any. ACROSS: as for matrices.
 template <bool ACROSS>
 DEVICE void finish(float (&d)[8], u32 place, bool added) {
     u32 words[4];
@@ -27,7 +27,8 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
 // Place says where the slabs of a tile lie:
 //   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
 //   buffer(i), filled(i)    addresses of a buffer and of the barrier of its addend
-//   load(to, barrier, tile, s), store(tile, s, from)    start the engine; slab s need not exist
+//   load(to, barrier, tile, s), store(tile, s, from)    start the engine; store knows when slab s does not exist
+//   p.added                 whether there is an array to be added
 template <class Place>
 struct Output {
     static constexpr int AHEAD = SLABS > 1;  // addends are fetched while the slab before them is worked on
