@@ -2,7 +2,10 @@
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
-without it they are exact float32 multiply-adds. Every result has the same bits on every run and every device.
+without it they are exact float32 multiply-adds.
+
+Three families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py).
+Every result has the same bits on every run, and on every device that runs the same family.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import depthwise
+from minidl.cuda import conv2d_hopper, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
+from minidl.cuda.conv2d_family import forced
 from minidl.cuda.conv2d_plan import (
     DEPTH_BYTES,
     EXACT_TILES,
@@ -200,16 +204,45 @@ def _gather(
     source, w = as_rows(source), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     add = None if add is None else as_rows(add)
-    vec_y = vector_width(output) if add is None else vector_width(output, add)
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     if conv.depthwise and depthwise.fits(conv, backward):
-        vectors = vector_width(source), vec_y
+        vectors = vector_width(source), vector_width(*_present(output, add))
         planned = [depthwise.plan(conv, code, backward, pitches, vectors, source.itemsize)]
+    elif _family(who, conv, code, backward) == "hopper":
+        _gather_hopper(conv, code, backward, source, w, bias, add, output)
+        return
     else:
-        vectors = vector_width(source), vector_width(w), vec_y
+        vectors = vector_width(source), vector_width(w), vector_width(*_present(output, add))
         planned = _plan_gather(conv, code, tf32, backward, pitches, vectors, source.itemsize, current_device())
     for one in planned:
         _start(one, source, w, bias, add, output)
+
+
+def _present(*arrays: Any) -> list[Any]:
+    return [array for array in arrays if array is not None]
+
+
+def _family(who: str, conv: Convolution, code: int, backward: bool) -> str:
+    """The forced family, or the first that applies."""
+    fits = {"hopper": conv2d_hopper.applies(conv, code, backward, current_device()), "generic": True}
+    family = forced() or next(name for name, fit in fits.items() if fit)
+    if not fits.get(family):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", family)
+    return family
+
+
+def _gather_hopper(
+    conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any
+) -> None:
+    source, w, bias, add = (None if x is None else conv2d_hopper.aligned(x) for x in (source, w, bias, add))
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    step = conv2d_hopper.images_at_once(conv)
+    for i in range(0, conv.images, step):
+        images = slice(i, min(i + step, conv.images))
+        part = conv._replace(images=images.stop - i)
+        arrays = w, source[images], output[images], None if add is None else add[images], bias
+        for one in conv2d_hopper.plan(part, code, backward, pitches, add is not None, current_device()):
+            conv2d_hopper.start(one, *arrays)
 
 
 def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:

@@ -1,0 +1,42 @@
+"""Which family of kernels a convolution runs on, when a test, a benchmark or a tuner wants to say so itself.
+
+Left alone, each pass takes the first family that applies; which one depends on the sizes, the storage type and the
+device, never on alignment: arrays whose address or pitch a family cannot take are copied first. So the order of every
+sum, and with it every bit, is the same wherever an array happens to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from minidl import checks
+
+__all__ = ["FAMILIES", "forced", "family"]
+
+FAMILIES = ("generic", "hopper", "stem")
+
+_forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
+
+
+def forced() -> str | None:
+    """The family that must be taken; None leaves the choice to the sizes."""
+    return _forced.get()
+
+
+@contextmanager
+def family(name: str) -> Iterator[None]:
+    """Inside, every convolution runs on kernels of this family.
+
+    Args:
+        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels). A convolution
+            that the family cannot do raises ValueError.
+    """
+    if name not in FAMILIES:
+        raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
