@@ -106,17 +106,25 @@ def test_models_have_the_published_number_of_parameters(name):
         ("resnet20", (32, 32, 3), (10,)),
         ("resnet20", (8, 8, 1), (10,)),
         ("unet", (64, 96, 3), (64, 96, 10)),
+        ("unet", (31, 191, 3), (31, 191, 10)),
     ],
 )
 def test_models_of_other_inputs(name, shape, output):
     assert models.build(name, shape, 10).output_node.shape == output
 
 
+def test_unet_pads_on_the_way_up_only_where_pooling_dropped_a_row_or_column():
+    """191 columns are pooled to 95, 47, 23, 11; 128 rows halve evenly."""
+    pads = [node.layer.padding for node in models.build("unet", (128, 191, 3), 2).nodes if node.name.endswith(".pad")]
+    assert pads == [(0, 1, 0, 0)] * 4
+    assert not [node for node in models.build("unet", (128, 192, 3), 2).nodes if node.name.endswith(".pad")]
+
+
 def test_unknown_models_and_unfit_images_are_clear_errors():
     with pytest.raises(ValueError, match="did you mean 'resnet18'"):
         models.build("resnet81", (224, 224, 3), 10)
-    with pytest.raises(ValueError, match="multiples of 16"):
-        models.build("unet", (100, 100, 3), 2)
+    with pytest.raises(ValueError, match="at least 16"):
+        models.build("unet", (100, 15, 3), 2)
     with pytest.raises(ValueError, match="at least as large"):
         models.build("vgg16", (16, 16, 3), 2)
 

@@ -30,13 +30,21 @@ def family(row: Row) -> str:
 
 
 def merged(contents: Sequence[Content]) -> Content:
-    """One content of several networks' (same machine, same command); each one's setup and step stand in ``points``."""
+    """One content of several networks' (same machine, same command); each one's setup and step stand in ``points``.
+
+    Samples of single rows are left out, whose medians and spreads stay: they would be nine tenths of a file.
+    """
     first = contents[0]
     points = [{"case": _step(c)["case"], **{key: c[key] for key in ("setup", "step", "warnings")}} for c in contents]
-    rows = [row for content in contents for row in content["rows"]]
+    rows = [_without_samples(row) for content in contents for row in content["rows"]]
     common = {key: first[key] for key in ("ceilings", "conventions")}
     warnings = [f"{p['case']} {p['setup']['precision']}: {text}" for p in points for text in p["warnings"]]
     return result(first["benchmark"], rows, first["machine"], **common, points=points, warnings=warnings)
+
+
+def _without_samples(row: Row) -> Row:
+    timings = {way: record and record | {"samples_ms": []} for way, record in row["timings"].items()}
+    return row | {"timings": timings}
 
 
 def _step(content: Content) -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minidl import checks
 from minidl.graph import Graph, Node, scope
-from minidl.layers import BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
+from minidl.layers import BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Pad, ReLU
 
 __all__ = ["unet"]
 
@@ -27,12 +27,15 @@ def unet(
 ) -> Graph:
     """Encoder and decoder of ``depth`` levels, ``width`` to ``width·2**depth`` channels, joined by skip connections.
 
+    Images of any size: where a level's height or width is odd, pooling drops its last row or column, and on the way up
+    the image is padded with zeros to the size of the skip.
+
     Raises:
-        ValueError: when the image does not divide by 2**depth.
+        ValueError: when the image is smaller than 2**depth, so that nothing is left at the bottom.
     """
     step = 1 << checks.at_least("unet", "depth", depth, 0)
-    if image_shape[0] % step or image_shape[1] % step:
-        raise checks.bad_shape("unet", "images", f"(H, W, C) with H and W multiples of {step}", image_shape)
+    if min(image_shape[:2]) < step:
+        raise checks.bad_shape("unet", "images", f"(H, W, C) with H and W of at least {step}", image_shape)
     graph = Graph()
     x = graph.input(image_shape)
     with scope("inc"):
@@ -48,7 +51,11 @@ def unet(
         channels = x.shape[-1] // 2
         with scope(f"up{level}"):
             x = ConvTranspose2d(x.shape[-1], channels, 2, stride=2, name="up")(x)
-            x = Concat()(skips.pop(), x)
+            skip = skips.pop()
+            right, bottom = skip.shape[1] - x.shape[1], skip.shape[0] - x.shape[0]
+            if right or bottom:
+                x = Pad((0, right, 0, bottom), name="pad")(x)
+            x = Concat()(skip, x)
             with scope("conv"):
                 x = _double_conv(x, channels, sync_batch_norm)
     with scope("outc"):

@@ -81,12 +81,23 @@ def write(path: str | Path, content: Mapping[str, Any]) -> None:
 def _text(content: Mapping[str, Any]) -> str:
     """JSON with a line for each row: half the size of indented JSON, and a change of one row is one line."""
     parts = []
-    for key, value in content.items():
+    for key, value in _rounded(content).items():
         text = json.dumps(value, allow_nan=False)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             text = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers with seven significant digits: more than any clock has, and half of what a float prints."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return value
 
 
 def load(path: str | Path) -> dict[str, Any]:

@@ -249,8 +249,9 @@ def footer(content: Content) -> list[str]:
         text = f"{what}: {_ms(step[name]['ms'])} ms, spread {step[name]['spread']:.1%}"
         if step.get(f"{name}_compute_only"):
             text += f"; without messages {_ms(step[f'{name}_compute_only']['ms'])} ms"
-        text += f"; layers account for {step[f'{name}_accounted']:.1%} of it"
-        cost = step[f"{name}_profiling_overhead"]  # not known of a training run, which times some steps only
+        if step.get(f"{name}_accounted") is not None:  # of a step of ours; a peer's is timed as a whole
+            text += f"; layers account for {step[f'{name}_accounted']:.1%} of it"
+        cost = step.get(f"{name}_profiling_overhead")  # not known of a training run, which times some steps only
         lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
