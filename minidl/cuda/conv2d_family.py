@@ -13,9 +13,10 @@ from contextvars import ContextVar
 
 from minidl import checks
 
-__all__ = ["FAMILIES", "forced", "family"]
+__all__ = ["FAMILIES", "TEXTBOOK", "family", "forced"]
 
-FAMILIES = ("generic", "hopper", "stem")
+TEXTBOOK = ("direct", "tiled")
+FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
 
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
 
@@ -30,8 +31,9 @@ def family(name: str) -> Iterator[None]:
     """Inside, every convolution runs on kernels of this family.
 
     Args:
-        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels). A convolution
-            that the family cannot do raises ValueError.
+        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels); "direct" and
+            "tiled" are the textbook's kernels of a forward pass in float32, baselines that leave other passes alone. A
+            convolution that the family cannot do raises ValueError.
     """
     if name not in FAMILIES:
         raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)
