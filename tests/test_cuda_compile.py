@@ -16,7 +16,7 @@ import pytest
 
 from minidl import cuda as ops
 from minidl.cuda import ceiling, conv2d_hopper, nvrtc
-from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_family import TEXTBOOK, family
 from minidl.cuda.conv2d_halo import HALO_TILES
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
@@ -151,6 +151,9 @@ def call_conv2d() -> None:
         wide = ops.empty((2, 8, 8, 96), dtype)
         for start in (0, 4, 2, 1):
             _convolve(wide[..., start : start + 32], 48, (3, 3), (1, 1), (1, 1), (1, 1), 1, tf32=tf32)
+    for name in TEXTBOOK:
+        with family(name):
+            _convolve(ops.empty((2, 9, 11, 12), float32), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1, tf32=False)
 
 
 def call_channel_sum() -> None:

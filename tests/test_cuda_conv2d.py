@@ -351,3 +351,46 @@ def test_more_than_two_to_the_31_elements(cuda_ops, rng):
     dx = cuda_ops.conv2d_backward_data(y, w, x.shape, **PLAIN)
     alone = cuda_ops.conv2d_backward_data(y[-2:], w, last.shape, **PLAIN)
     assert np.array_equal(cuda_ops.to_host(dx[-2:]).view(np.uint16), cuda_ops.to_host(alone).view(np.uint16))
+
+
+# ------------------------------------------------------------------------------------------------- textbook kernels
+
+
+TEXTBOOK_SHAPES = [
+    pytest.param((2, 17, 35, 3), (20, 3, 3), {"padding": (1, 1)}, id="ragged tiles"),
+    pytest.param((1, 9, 11, 9), (5, 1, 1), {}, id="1x1"),
+    pytest.param((2, 20, 19, 17), (33, 5, 3), {"stride": (2, 3), "padding": (2, 0), "dilation": (1, 2)}, id="strided"),
+    pytest.param((1, 2, 3, 8), (16, 5, 5), {"padding": (3, 2)}, id="filter over image"),
+]
+
+
+@pytest.mark.parametrize("name", ["direct", "tiled"])
+@pytest.mark.parametrize(("x_shape", "filters", "options"), TEXTBOOK_SHAPES)
+def test_textbook_kernels_equal_the_definition(cuda_ops, rng, name, x_shape, filters, options):
+    options = {**PLAIN, **options}
+    x, w = draw(rng, x_shape, float32), draw(rng, (*filters, x_shape[3]), float32)
+    bias = draw(rng, filters[0], float32)
+    with family(name):
+        y = cuda_ops.conv2d(*map(cuda_ops.from_host, (x, w, bias)), **options)
+    expected = reference.conv2d(x, w, bias, **options)
+    assert_close(cuda_ops.to_host(y), expected, float32, terms=x_shape[3] * filters[1] * filters[2] + 1, scale=4)
+
+
+def test_textbook_kernels_refuse_what_they_cannot_do():
+    from minidl import cuda as ops
+
+    def run(name, dtype=float32, kernel=3, **options):
+        x, w = ops.empty((1, 300, 300, 8), dtype), ops.empty((8, kernel, kernel, 8 // options.get("groups", 1)), dtype)
+        with dry_run(), family(name):
+            ops.conv2d(x, w, **PLAIN | options)
+
+    with dry_run():
+        for wrong in ({"dtype": bfloat16}, {"groups": 2}):
+            for name in ("direct", "tiled"):
+                with pytest.raises(ValueError, match=f"{name} family does not apply"):
+                    run(name, **wrong)
+        with pytest.raises(ValueError, match="tiled family does not apply"):
+            run("tiled", kernel=9, stride=(8, 8), dilation=(4, 4))
+        run("direct", kernel=9, stride=(8, 8), dilation=(4, 4))
+        with pytest.raises(ValueError, match="generic or hopper or stem"):
+            run("textbook")

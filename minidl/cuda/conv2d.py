@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import conv2d_hopper, depthwise
+from minidl.cuda import conv2d_hopper, conv2d_textbook, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
-from minidl.cuda.conv2d_family import forced
+from minidl.cuda.conv2d_family import forced, textbook
 from minidl.cuda.conv2d_plan import (
     DEPTH_BYTES,
     EXACT_TILES,
@@ -86,6 +86,9 @@ def conv2d(
     """
     conv = convolution("conv2d", x.shape, w.shape, stride, padding, dilation, groups)
     y = empty(conv.y_shape, x.dtype)
+    if textbook() is not None:
+        _textbook(conv, x, w, bias, y)
+        return y
     wide = _wide_channels(conv, x.itemsize)
     if wide > conv.channels:
         x, w, conv = widen(x, wide), widen(w, wide), conv._replace(channels=wide)
@@ -168,6 +171,18 @@ def conv2d_backward_weight(
     partials = empty((chunks, out.size), float32)
     _start(planned, dy, x, partials)
     sum_partials(partials, chunks, out, accumulate)
+
+
+def _textbook(conv: Convolution, x: Any, w: Any, bias: Any, y: Any) -> None:
+    """A forward pass on the textbook kernel that `family` asks for."""
+    name = textbook()
+    _check_types("conv2d", x, w, "w", tf32=False)
+    x = as_rows(x)
+    planned = conv2d_textbook.plan(conv, name, rows(x)[2], current_device()) if x.dtype == float32 else None
+    if planned is None:
+        raise ValueError(f"conv2d: the {name} family does not apply to {conv} of {x.dtype}")
+    if y.size:
+        _start(planned, x, contiguous(w), bias, y)
 
 
 def _wide_channels(conv: Convolution, itemsize: int) -> int:

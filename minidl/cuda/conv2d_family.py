@@ -13,16 +13,24 @@ from contextvars import ContextVar
 
 from minidl import checks
 
-__all__ = ["FAMILIES", "forced", "family"]
+__all__ = ["FAMILIES", "TEXTBOOK", "family", "forced", "textbook"]
 
-FAMILIES = ("generic", "hopper", "stem")
+TEXTBOOK = ("direct", "tiled")
+FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
 
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
 
 
 def forced() -> str | None:
     """The family that must be taken; None leaves the choice to the sizes."""
-    return _forced.get()
+    name = _forced.get()
+    return None if name in TEXTBOOK else name
+
+
+def textbook() -> str | None:
+    """The textbook's kernel that a forward pass must take, if any."""
+    name = _forced.get()
+    return name if name in TEXTBOOK else None
 
 
 @contextmanager
@@ -30,8 +38,9 @@ def family(name: str) -> Iterator[None]:
     """Inside, every convolution runs on kernels of this family.
 
     Args:
-        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels). A convolution
-            that the family cannot do raises ValueError.
+        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels); "direct" and
+            "tiled" are the textbook's kernels of a forward pass in float32, baselines that leave other passes alone. A
+            convolution that the family cannot do raises ValueError.
     """
     if name not in FAMILIES:
         raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)

@@ -1,0 +1,69 @@
+"""Launch plans of the textbook convolutions in conv2d_textbook.cu: baselines to measure others against."""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+
+from minidl.cuda.conv2d_plan import Convolution, Launched, argument, struct
+from minidl.cuda.device import DeviceRecord
+from minidl.shapes import ceil_div
+
+__all__ = ["plan"]
+
+# constants of conv2d_textbook.cu
+TILE, FILTERS, CHUNK = 16, 16, 8
+_THREADS = 256  # of a block of direct_kernel
+
+# The structure Problem of conv2d_textbook.cu.
+_PROBLEM = struct(
+    "pitch",
+    "images height width channels out_height out_width filters kernel_h kernel_w stride_h stride_w padding_h padding_w "
+    "dilation_h dilation_w tiles_h tiles_w",
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(conv: Convolution, name: str, pitch: int, device: DeviceRecord) -> Launched | None:
+    """The launch of a forward pass in float32; None where the kernel cannot do it.
+
+    Args:
+        name: "direct", which takes every size, or "tiled", whose patch of the image must fit into shared memory.
+        pitch: elements per pixel of x.
+    """
+    if conv.groups > 1:
+        return None
+    tiles = [ceil_div(size, TILE) for size in (conv.out_height, conv.out_width)]
+    patch = [
+        (TILE - 1) * stride + (kernel - 1) * dilation + 1
+        for stride, kernel, dilation in zip(conv.stride, conv.kernel, conv.dilation, strict=True)
+    ]
+    problem = argument(
+        _PROBLEM,
+        pitch=pitch,
+        images=conv.images,
+        height=conv.height,
+        width=conv.width,
+        channels=conv.channels,
+        out_height=conv.out_height,
+        out_width=conv.out_width,
+        filters=conv.out_channels,
+        kernel_h=conv.kernel[0],
+        kernel_w=conv.kernel[1],
+        stride_h=conv.stride[0],
+        stride_w=conv.stride[1],
+        padding_h=conv.padding[0],
+        padding_w=conv.padding[1],
+        dilation_h=conv.dilation[0],
+        dilation_w=conv.dilation[1],
+        tiles_h=tiles[0],
+        tiles_w=tiles[1],
+    )
+    if name == "direct":
+        grid = ceil_div(conv.pixels * conv.out_channels, _THREADS)
+        return Launched("conv2d_textbook", "direct_kernel", grid, _THREADS, problem, {}, 0)
+    shared = 4 * CHUNK * (prod(patch) + FILTERS * prod(conv.kernel))
+    if shared > device.shared_per_block:
+        return None
+    grid = conv.images * prod(tiles), ceil_div(conv.out_channels, FILTERS)
+    return Launched("conv2d_textbook", "tiled_kernel", grid, TILE * TILE, problem, {}, shared)
