@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import depthwise
+from minidl.cuda import conv2d_weight_hopper, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
+from minidl.cuda.conv2d_family import forced
 from minidl.cuda.conv2d_plan import (
     DEPTH_BYTES,
     EXACT_TILES,
@@ -36,6 +37,7 @@ from minidl.cuda.conv2d_plan import (
     struct,
 )
 from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
 from minidl.cuda.widen import narrow, wide_channels, widen
@@ -150,6 +152,8 @@ def conv2d_backward_weight(
         conv2d_backward_weight(dy, x, **options, out=gradient)
         narrow(gradient, out, accumulate)
         return
+    if not conv.depthwise and _hopper_weight(who, conv, code, dy, x, out, accumulate):
+        return
     dy, x = as_rows(dy), as_rows(x)
     pitches, vectors = (rows(x)[2], rows(dy)[2]), (vector_width(x), vector_width(dy))
     if conv.depthwise:
@@ -164,6 +168,28 @@ def conv2d_backward_weight(
     partials = empty((chunks, out.size), float32)
     _start(planned, dy, x, partials)
     sum_partials(partials, chunks, out, accumulate)
+
+
+def _hopper_weight(who: str, conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> bool:
+    """The weight gradient by conv2d_weight_hopper.cu; False, and nothing done, where another family has to do it."""
+    family, device = forced(), current_device()
+    if family not in (None, "hopper"):
+        return False
+    if not conv2d_weight_hopper.applies(conv, code, device):
+        if family is not None:
+            raise ValueError(f"{who}: the hopper family does not fit {conv} on {device.name}")
+        return False
+    dy, x = conv2d_weight_hopper.readable(dy), conv2d_weight_hopper.readable(x)
+    vec_y = gcd(address(out) // out.itemsize, 2)
+    planned = conv2d_weight_hopper.plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate)
+    partials = out if planned.chunks == 1 else empty((planned.chunks, out.size), float32)
+    launch(
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        TensorMaps(planned.views, (dy, x)), partials, planned.problem, defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+    if planned.chunks > 1:
+        sum_partials(partials, planned.chunks, out, accumulate)
+    return True
 
 
 def _wide_channels(conv: Convolution, itemsize: int) -> int:

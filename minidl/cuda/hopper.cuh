@@ -150,16 +150,19 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #else
 #define WGMMA_TYPES "f32.bf16.bf16"
 #endif
-#define WGMMA(N, REGISTERS, A, B, PREDICATE, TRANSPOSED)                                                 \
-    "{\n .reg .pred keep;\n setp.ne.b32 keep, %" PREDICATE ", 0;\n"                                      \
-    " wgmma.mma_async.sync.aligned.m64n" N "k16." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B ", keep, 1, 1, 0, %" \
-    TRANSPOSED ";\n}"
+#define WGMMA(N, REGISTERS, A, B, PREDICATE, COLUMNS, ROWS)                                                       \
+    "{\n .reg .pred keep;\n setp.ne.b32 keep, %" PREDICATE ", 0;\n"                                               \
+    " wgmma.mma_async.sync.aligned.m64n" N "k16." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B ", keep, 1, 1, %" ROWS \
+    ", %" COLUMNS ";\n}"
 #define WGMMA_0_31                                                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_32_63                                                                                              \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_64_95                                                                                               \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
+    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define WGMMA_64_127                                                                                              \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "  \
     "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "  \
@@ -168,34 +171,42 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #define WGMMA_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
 
-// d = a b, added to d when `keep`: 64 x 16 times 16 x N. COLUMNS_INNER: b is MN-major. The accumulators are the engine's
-// until the wait for the group; call product_fence() before the first.
-template <bool COLUMNS_INNER>
+// d = a b, added to d when `keep`: 64 x 16 times 16 x N. COLUMNS_INNER: b is MN-major; ROWS_INNER: a is. The accumulators
+// are the engine's until the wait for the group; call product_fence() before the first.
+template <bool COLUMNS_INNER, bool ROWS_INNER = false>
 DEVICE void multiply(float (&d)[32], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35")
+    asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35", "36")
                  : WGMMA_16(0), WGMMA_16(16)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)));
+                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
 }
 
-template <bool COLUMNS_INNER>
+template <bool COLUMNS_INNER, bool ROWS_INNER = false>
 DEVICE void multiply(float (&d)[64], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67")
+    asm volatile(WGMMA("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)));
+                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
 }
 
-template <bool COLUMNS_INNER>
+template <bool COLUMNS_INNER, bool ROWS_INNER = false>
+DEVICE void multiply(float (&d)[96], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80)
+                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
+}
+
+template <bool COLUMNS_INNER, bool ROWS_INNER = false>
 DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_127, "128", "129", "130", "131")
+    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_127, "128", "129", "130", "131", "132")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
                    WGMMA_16(112)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)));
+                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
 }
 
 #undef WGMMA
 #undef WGMMA_TYPES
 #undef WGMMA_0_31
 #undef WGMMA_32_63
+#undef WGMMA_64_95
 #undef WGMMA_64_127
 #undef WGMMA_4
 #undef WGMMA_16

@@ -1,0 +1,322 @@
+"""Weight gradient of a convolution on Hopper's matrix units, for 16-bit types; the kernel is conv2d_weight_hopper.cu.
+
+Everything here is worked out from sizes and the device record; `plan` says in one place when the kernel applies.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.array import as_rows, copy_into, empty
+from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.device import DeviceRecord
+from minidl.cuda.hopper import View, Views
+from minidl.cuda.rows import ACCESS, address, rows
+from minidl.shapes import Pair, ceil_div
+
+__all__ = ["TILES", "Planned", "WeightTile", "applies", "plan", "readable"]
+
+ARCH = (9, 0)
+SPAN = 64  # channels, or filters, of a block of a stage
+ITEMSIZE = 2
+SHARED_BYTES = 227 * 1024  # that a block may have
+IMAGE_LIMIT = 2**40  # bytes from one image to the next, of the copy engine
+WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
+
+# The structure Problem of conv2d_weight_hopper.cu.
+_PROBLEM = struct(
+    "",
+    "steps chunk rows channels columns spans blocks kernel_w out_height out_width stride_h stride_w padding_h "
+    "padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
+)
+
+
+class WeightTile(NamedTuple):
+    """Rows x columns of the gradient that a block computes.
+
+    Attributes:
+        rows, columns: the macros TILE_M and TILE_N, multiples of 64.
+        warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
+        pixels, stages, resident: the macros PIXELS, STAGES and RESIDENT.
+    """
+
+    rows: int
+    columns: int
+    warpgroups: tuple[int, int]
+    pixels: int
+    stages: int
+    resident: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups[0] * self.warpgroups[1] + (128 if self.resident == 1 else 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * ITEMSIZE * self.pixels * (self.rows + self.columns) + 1024
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
+            "WARPGROUPS_N": self.warpgroups[1], "PIXELS": self.pixels, "STAGES": self.stages, "RESIDENT": self.resident,
+        }  # fmt: skip
+
+
+TILES = (
+    WeightTile(128, 128, (2, 1), 64, 3, 2),
+    WeightTile(128, 256, (2, 1), 64, 4, 1),
+    WeightTile(256, 128, (2, 1), 64, 4, 1),
+    WeightTile(128, 192, (2, 1), 64, 5, 1),
+    WeightTile(256, 192, (2, 1), 64, 4, 1),
+    WeightTile(256, 64, (2, 1), 64, 5, 1),
+    WeightTile(64, 256, (1, 2), 64, 5, 1),
+    WeightTile(64, 576, (1, 3), 32, 5, 1),
+    WeightTile(128, 64, (2, 1), 64, 4, 2),
+    WeightTile(64, 128, (1, 2), 64, 4, 2),
+    WeightTile(64, 64, (1, 1), 64, 6, 2),
+)
+
+
+class HaloTile(NamedTuple):
+    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
+
+    stages: int
+
+
+HALO = HaloTile(5)
+_HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
+
+
+class _Halo(NamedTuple):
+    """The grid of points that both arrays are laid over: points per image along (h, w), points from tap to tap."""
+
+    size: Pair
+    tap: Pair
+
+    @property
+    def ahead(self) -> int:
+        """Stages of x that one of dy reaches beyond its own."""
+        return (SPAN - 1 + 2 * sum(self.tap)) // SPAN
+
+    def shared_bytes(self, stages: int) -> int:
+        return (self.ahead + 2 * stages + 1) * _HALO_BYTES + 1024
+
+
+@functools.lru_cache(maxsize=1024)
+def _halo(conv: Convolution) -> _Halo | None:
+    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
+    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
+        return None
+    size = tuple(
+        max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
+        for image, outputs, padding, step in zip(
+            (conv.height, conv.width), conv.y_shape[1:3], conv.padding, conv.dilation, strict=True
+        )
+    )
+    halo = _Halo(size, (conv.dilation[0] * size[1], conv.dilation[1]))
+    fits = halo.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
+    dense = conv.channels, conv.out_channels
+    return halo if fits and _halo_views(conv, 1, dense, halo).legal else None
+
+
+class Planned(NamedTuple):
+    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``chunks``: partial sums that it leaves."""
+
+    stem: str
+    grid: int
+    block: int
+    views: Views
+    problem: np.ndarray
+    defines: dict[str, int]
+    shared: int
+    chunks: int
+
+
+def choose(conv: Convolution) -> tuple[WeightTile, int]:
+    tile = TILES[0]
+    spans = ceil_div(conv.channels, SPAN)
+    tiles = ceil_div(conv.out_channels, tile.rows) * ceil_div(
+        conv.kernel[0] * conv.kernel[1] * spans * SPAN, tile.columns
+    )
+    return tile, max(1, WORKERS * tile.resident // tiles)
+
+
+@functools.lru_cache(maxsize=4096)
+def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
+    """Whether the kernel can do this: on compute capability 9.0, one group of 16-bit arrays whose channels and filters
+    are multiples of eight, as far as the copy engine can walk them densely (`View.legal`, offsets of taps below 255).
+    """
+    if device.arch != ARCH or code not in (1, 2) or conv.groups != 1:
+        return False
+    if conv.channels % 8 or conv.out_channels % 8 or max(conv.pixels, conv.images * conv.height * conv.width) >= 2**30:
+        return False
+    if any((taps - 1) * step > 254 for taps, step in zip(conv.kernel, conv.dilation, strict=True)):
+        return False
+    return _views(conv, code, (conv.channels, conv.out_channels), TILES[0]).legal
+
+
+def readable(x: Any) -> Any:
+    """``x`` as the copy engine can read it: dense or pitched, in steps of 16 bytes; a dense copy of any other array."""
+    x = as_rows(x)
+    pitch = rows(x)[2] * x.itemsize
+    if address(x) % ACCESS == 0 and pitch % ACCESS == 0 and x.shape[1] * x.shape[2] * pitch < IMAGE_LIMIT:
+        return x
+    copy = empty(x.shape, x.dtype)
+    copy_into(copy, x)
+    return copy
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    conv: Convolution,
+    code: int,
+    pitches: tuple[int, int],
+    vec_y: int,
+    accumulate: bool,
+    forced: tuple[WeightTile | HaloTile, int] | None = None,
+) -> Planned:
+    """The launch, where the kernel `applies`, over `readable` arrays.
+
+    Args:
+        pitches: elements per pixel of x and dy.
+        vec_y: values of the gradient that may be written at a time, as far as its address goes.
+        accumulate: whether a single partial sum is added to the gradient.
+        forced: tile and number of chunks, instead of those chosen.
+    """
+    tile, chunks = forced or choose(conv)
+    if isinstance(tile, HaloTile):
+        return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, chunks)
+    views = _views(conv, code, pitches, tile)
+    assert views.legal, (conv, pitches)
+    taps, spans = conv.kernel[0] * conv.kernel[1], ceil_div(conv.channels, SPAN)
+    steps = ceil_div(conv.pixels, tile.pixels)
+    chunk = ceil_div(steps, chunks)
+    chunks = ceil_div(steps, chunk)
+    tiles_m, tiles_n = ceil_div(conv.out_channels, tile.rows), ceil_div(taps * spans, tile.columns // SPAN)
+    lines, further_w = divmod(tile.pixels, conv.out_width)
+    further_n, further_h = divmod(lines, conv.out_height)
+    problem = argument(
+        _PROBLEM,
+        steps=steps,
+        chunk=chunk,
+        rows=conv.out_channels,
+        channels=conv.channels,
+        columns=taps * conv.channels,
+        spans=spans,
+        blocks=taps * spans,
+        kernel_w=conv.kernel[1],
+        out_height=conv.out_height,
+        out_width=conv.out_width,
+        stride_h=conv.stride[0],
+        stride_w=conv.stride[1],
+        padding_h=conv.padding[0],
+        padding_w=conv.padding[1],
+        dilation_h=conv.dilation[0],
+        dilation_w=conv.dilation[1],
+        further_n=further_n,
+        further_h=further_h,
+        further_w=further_w,
+        tiles_m=tiles_m,
+        tiles_n=tiles_n,
+        accumulate=accumulate and chunks == 1,
+    )
+    defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if chunks == 1 else 2} | tile.defines
+    stem = "conv2d_weight_hopper"
+    return Planned(stem, tiles_m * tiles_n * chunks, tile.threads, views, problem, defines, tile.shared_bytes, chunks)
+
+
+_HALO_PROBLEM = struct(
+    "",
+    "steps chunk rows channels grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n further_h further_w "
+    "tiles_m tiles_n accumulate",
+)
+
+
+def _plan_halo(
+    conv: Convolution, code: int, pitches: tuple[int, int], vec_y: int, accumulate: bool, tile: HaloTile, chunks: int
+) -> Planned:
+    halo = _halo(conv)
+    height, width = halo.size
+    views = _halo_views(conv, code, pitches, halo)
+    assert views.legal, (conv, pitches)
+    steps = ceil_div(conv.images * height * width, SPAN)
+    chunk = ceil_div(steps, chunks)
+    chunks = ceil_div(steps, chunk)
+    lines, further_w = divmod(SPAN, width)
+    further_n, further_h = divmod(lines, height)
+    tiles_m, tiles_n = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
+    problem = argument(
+        _HALO_PROBLEM,
+        steps=steps,
+        chunk=chunk,
+        rows=conv.out_channels,
+        channels=conv.channels,
+        grid_h=height,
+        grid_w=width,
+        padding_h=conv.padding[0],
+        padding_w=conv.padding[1],
+        tap_h=halo.tap[0],
+        tap_w=halo.tap[1],
+        ahead=halo.ahead,
+        held=halo.ahead + tile.stages,
+        further_n=further_n,
+        further_h=further_h,
+        further_w=further_w,
+        tiles_m=tiles_m,
+        tiles_n=tiles_n,
+        accumulate=accumulate and chunks == 1,
+    )
+    defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if chunks == 1 else 2}
+    shared = halo.shared_bytes(tile.stages)
+    grid = tiles_m * tiles_n * chunks
+    return Planned("conv2d_weight_halo", grid, 512, views, problem, defines, shared, chunks)
+
+
+def _halo_views(conv: Convolution, code: int, pitches: tuple[int, int], halo: _Halo) -> Views:
+    source = conv.images, conv.height, conv.width, conv.channels
+    return Views(
+        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), halo.size), 0),
+        (_on_grid(code, source, pitches[0], conv.padding, halo.size), 1),
+    )
+
+
+def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: Pair) -> View:
+    """An image as one walks it over a grid of points, of which some lie before and some behind it."""
+    images, height, width, channels = shape
+    pixel = pitch * ITEMSIZE
+    first = (-before[1], -before[0])
+    last = (grid[1] - before[1] - width, grid[0] - before[0] - height)
+    pitches = (pixel, width * pixel, height * width * pixel)
+    return View(code, (channels, width, height, images), pitches, (SPAN, SPAN), (first, last))
+
+
+def _flat(conv: Convolution) -> bool:
+    """Pixels of x and dy are the same."""
+    return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+
+
+def _views(conv: Convolution, code: int, pitches: tuple[int, int], tile: WeightTile) -> Views:
+    return Views((_gradient(conv, code, pitches[1], tile), 0), (_source(conv, code, pitches[0], tile), 1))
+
+
+def _gradient(conv: Convolution, code: int, pitch: int, tile: WeightTile) -> View:
+    return View(code, (conv.out_channels, conv.pixels), (pitch * ITEMSIZE,), (SPAN, tile.pixels))
+
+
+def _source(conv: Convolution, code: int, pitch: int, tile: WeightTile) -> View:
+    """x as the engine walks it: in steps of the stride from the padding on, as many pixels as dy has."""
+    pixel = pitch * ITEMSIZE
+    if _flat(conv):
+        return View(code, (conv.channels, conv.pixels), (pixel,), (SPAN, tile.pixels))
+    first = tuple(-padding for padding in reversed(conv.padding))
+    counts, steps = (conv.out_width, conv.out_height), tuple(reversed(conv.stride))
+    sizes = (conv.width, conv.height)
+    last = tuple(
+        at + (count - 1) * step - (size - 1) for at, count, step, size in zip(first, counts, steps, sizes, strict=True)
+    )
+    pitches = (pixel, conv.width * pixel, conv.height * conv.width * pixel)
+    return View(code, (conv.channels, *sizes, conv.images), pitches, (SPAN, tile.pixels), (first, last), steps)
