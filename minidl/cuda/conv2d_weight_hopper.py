@@ -91,7 +91,7 @@ HALO = HaloTile(5)
 _HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
 
 
-class _Halo(NamedTuple):
+class Grid(NamedTuple):
     """The grid of points that both arrays are laid over: points per image along (h, w), points from tap to tap."""
 
     size: Pair
@@ -107,7 +107,7 @@ class _Halo(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _halo(conv: Convolution) -> _Halo | None:
+def halo(conv: Convolution) -> Grid | None:
     """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
     if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
         return None
@@ -117,10 +117,10 @@ def _halo(conv: Convolution) -> _Halo | None:
             (conv.height, conv.width), conv.y_shape[1:3], conv.padding, conv.dilation, strict=True
         )
     )
-    halo = _Halo(size, (conv.dilation[0] * size[1], conv.dilation[1]))
-    fits = halo.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
+    grid = Grid(size, (conv.dilation[0] * size[1], conv.dilation[1]))
+    fits = grid.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
     dense = conv.channels, conv.out_channels
-    return halo if fits and _halo_views(conv, 1, dense, halo).legal else None
+    return grid if fits and _halo_views(conv, 1, dense, grid).legal else None
 
 
 class Planned(NamedTuple):
@@ -239,9 +239,9 @@ _HALO_PROBLEM = struct(
 def _plan_halo(
     conv: Convolution, code: int, pitches: tuple[int, int], vec_y: int, accumulate: bool, tile: HaloTile, chunks: int
 ) -> Planned:
-    halo = _halo(conv)
-    height, width = halo.size
-    views = _halo_views(conv, code, pitches, halo)
+    grid = halo(conv)
+    height, width = grid.size
+    views = _halo_views(conv, code, pitches, grid)
     assert views.legal, (conv, pitches)
     steps = ceil_div(conv.images * height * width, SPAN)
     chunk = ceil_div(steps, chunks)
@@ -259,10 +259,10 @@ def _plan_halo(
         grid_w=width,
         padding_h=conv.padding[0],
         padding_w=conv.padding[1],
-        tap_h=halo.tap[0],
-        tap_w=halo.tap[1],
-        ahead=halo.ahead,
-        held=halo.ahead + tile.stages,
+        tap_h=grid.tap[0],
+        tap_w=grid.tap[1],
+        ahead=grid.ahead,
+        held=grid.ahead + tile.stages,
         further_n=further_n,
         further_h=further_h,
         further_w=further_w,
@@ -271,16 +271,16 @@ def _plan_halo(
         accumulate=accumulate and chunks == 1,
     )
     defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if chunks == 1 else 2}
-    shared = halo.shared_bytes(tile.stages)
-    grid = tiles_m * tiles_n * chunks
-    return Planned("conv2d_weight_halo", grid, 512, views, problem, defines, shared, chunks)
+    shared = grid.shared_bytes(tile.stages)
+    blocks = tiles_m * tiles_n * chunks
+    return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, chunks)
 
 
-def _halo_views(conv: Convolution, code: int, pitches: tuple[int, int], halo: _Halo) -> Views:
+def _halo_views(conv: Convolution, code: int, pitches: tuple[int, int], grid: Grid) -> Views:
     source = conv.images, conv.height, conv.width, conv.channels
     return Views(
-        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), halo.size), 0),
-        (_on_grid(code, source, pitches[0], conv.padding, halo.size), 1),
+        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), grid.size), 0),
+        (_on_grid(code, source, pitches[0], conv.padding, grid.size), 1),
     )
 
 
