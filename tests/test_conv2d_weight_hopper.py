@@ -1,4 +1,4 @@
-"""The weight gradient on Hopper's matrix units: what the copy engine walks over, plans, and laws with the family forced.
+"""The weight gradient on Hopper's matrix units: what the copy engine walks over, plans, laws with the family forced.
 
 The first half needs no GPU: it walks the tensor maps as the engine does and sums up by definition.
 """
@@ -81,7 +81,7 @@ def walk(view, image: np.ndarray, start: tuple[int, int, int], count: int, offse
 def test_the_engine_walks_the_pixels_of_the_definition(case, rng):
     conv = sizes(case)
     x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
-    (_, _), (view, _) = hopper._views(conv, 1, (conv.channels, conv.out_channels), hopper.TILES[0])
+    (_, _), (view, _) = hopper._views(conv, 1, (conv.channels, conv.out_channels), hopper.TILES[0])._views
     rows = dy.reshape(-1, conv.out_channels)
     count = len(rows) + 70  # beyond the last image all is zero
     gradient = np.zeros(case.w)
@@ -105,7 +105,7 @@ def test_a_tap_is_one_offset_for_all_points_of_the_grid(case, rng):
     conv = sizes(case)
     grid = hopper.halo(conv)
     x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
-    (of_dy, _), (of_x, _) = hopper._halo_views(conv, 1, (conv.channels, conv.out_channels), grid)
+    (of_dy, _), (of_x, _) = hopper._halo_views(conv, 1, (conv.channels, conv.out_channels), grid)._views
     points = conv.images * grid.size[0] * grid.size[1]
     rows = walk(of_dy, dy, (0, 0, 0), points)
     pixels = walk(of_x, x, (0, -conv.padding[0], -conv.padding[1]), points + 2 * sum(grid.tap))
@@ -124,17 +124,17 @@ def test_the_halo_serves_common_3x3_convolutions():
     assert not hopper.halo(convolution("test", (2, 8, 2000, 64), (64, 3, 3, 64), (1, 1), (1, 1), (1, 1), 1))
 
 
-def test_chunks_cover_all_pixels_and_none_is_empty():
-    for case, tile, chunks in itertools.product(CASES, TILES, (1, 2, 3, 7, 100)):
+def test_every_block_has_a_step():
+    for case, tile, parts, cluster in itertools.product(CASES, TILES, (1, 2, 7, 100), (1, 2, 4, 8)):
         conv = sizes(case)
         if tile is hopper.HALO and hopper.halo(conv) is None:
             continue
-        planned = hopper.plan(conv, 1, (conv.channels, conv.out_channels), 2, False, (tile, chunks))
-        steps, chunk = (int(planned.problem[name][0]) for name in ("steps", "chunk"))
-        assert (planned.chunks - 1) * chunk < steps <= planned.chunks * chunk and planned.chunks <= chunks
+        forced = tile, hopper.Division(parts, cluster)
+        planned = hopper.plan(conv, 1, (conv.channels, conv.out_channels), 2, False, forced)
+        steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
+        assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= min(steps, parts * cluster)
         assert planned.shared <= H200.shared_per_block
-        tiles = int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0])
-        assert planned.grid == tiles * planned.chunks
+        assert planned.grid == chunks * int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0])
 
 
 def _gradient_of(x, dy, shape):
@@ -189,11 +189,11 @@ def hopper_ops(cuda_ops):
 
 @pytest.fixture
 def taking(monkeypatch):
-    """A function that makes every plan take this tile and number of chunks."""
+    """A function that makes every plan take this tile, number of partial sums and cluster."""
 
-    def take(tile, chunks):
+    def take(tile, *division):
         hopper.plan.cache_clear()
-        monkeypatch.setattr(hopper, "choose", lambda conv: (tile, chunks))
+        monkeypatch.setattr(hopper, "choose", lambda conv: (tile, hopper.Division(*division)))
 
     yield take
     hopper.plan.cache_clear()
@@ -216,12 +216,12 @@ def test_equals_definition_and_accumulates(hopper_ops, case, storage, name, rng)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=[str(tuple(tile)) for tile in TILES])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_every_tile_equals_definition(hopper_ops, tile, chunks, rng, taking):
+@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (3, 1), (2, 2), (1, 4), (1, 8)])
+def test_every_tile_equals_definition(hopper_ops, tile, parts, cluster, rng, taking):
     for case in CASES:
         if tile is hopper.HALO and case not in HALO_CASES:
             continue
-        taking(tile, chunks)
+        taking(tile, parts, cluster)
         x, dy = draw(rng, case.x, bfloat16), draw(rng, case.y, bfloat16)
         expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
         start = draw(rng, case.w, np.float32)
@@ -241,9 +241,9 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper_ops, c
             assert np.array_equal(weight_gradient(hopper_ops, *placed, case), expected)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (4, 1), (1, 4), (2, 2)])
 @cases([case for case in CASES if case.name in ("3x3", "3x3-many-steps", "1x1-stride-2", "7x7-stride-2")])
-def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, chunks, monkeypatch, taking):
+def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, parts, cluster, monkeypatch, taking):
     """Into a slice of an arena at an odd offset, partial sums poisoned, canaries around both."""
     import cupy
 
@@ -258,7 +258,7 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
 
     tiles = [hopper.TILES[0], hopper.HALO] if case in HALO_CASES else [hopper.TILES[0]]
     for tile, offset in itertools.product(tiles, (0, 1)):
-        taking(tile, chunks)
+        taking(tile, parts, cluster)
         placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
         size = int(np.prod(case.w))
         arena = cupy.full(size + 258, np.nan, np.float32)
@@ -270,7 +270,7 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
         assert_close(hopper_ops.to_host(out), expected, terms=case.terms[2], scale=4)
         around = hopper_ops.to_host(arena)
         assert np.isnan(around[: 128 + offset]).all() and np.isnan(around[128 + offset + size :]).all()
-    assert bool(guards) == (chunks > 1)
+    assert bool(guards) == (parts > 1)
     for arena, size in guards:
         host = cupy.asnumpy(arena)
         assert (host[:1024] == 255).all() and (host[1024 + size :] == 255).all()

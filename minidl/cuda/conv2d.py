@@ -182,13 +182,13 @@ def _hopper_weight(who: str, conv: Convolution, code: int, dy: Any, x: Any, out:
     dy, x = conv2d_weight_hopper.readable(dy), conv2d_weight_hopper.readable(x)
     vec_y = gcd(address(out) // out.itemsize, 2)
     planned = conv2d_weight_hopper.plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate)
-    partials = out if planned.chunks == 1 else empty((planned.chunks, out.size), float32)
+    partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
         TensorMaps(planned.views, (dy, x)), partials, planned.problem, defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    if planned.chunks > 1:
-        sum_partials(partials, planned.chunks, out, accumulate)
+    if planned.parts > 1:
+        sum_partials(partials, planned.parts, out, accumulate)
     return True
 
 

@@ -35,7 +35,7 @@ struct Maps {
 };
 
 struct Problem {
-    int steps, chunk;  // stages that make up the sum, and how many of them make a chunk
+    int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
     int rows, channels;
     int grid_h, grid_w;
     int padding_h, padding_w;
@@ -50,16 +50,17 @@ struct Problem {
 struct Work {
     int row, channel;
     int first, last;  // steps
-    int chunk;
+    int part;         // the partial sum that its cluster leaves
 
     __device__ __forceinline__ explicit Work(const Problem& p) {
-        u32 index = blockIdx.x;
+        u32 index = blockIdx.x / CLUSTER;
         channel = index % p.tiles_n * 64;
         index /= p.tiles_n;
         row = index % p.tiles_m * 64;
-        chunk = index / p.tiles_m;
-        first = chunk * p.chunk;
-        last = min(first + p.chunk, p.steps);
+        part = index / p.tiles_m;
+        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
+        first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
+        last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
     }
 };
 
@@ -123,7 +124,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
-using Sum = float[96];  // 64 filters x three taps of 64 channels
+using Sum = float[1][96];  // 64 filters x three taps of 64 channels
 
 // A warpgroup: sums up its filter row.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, int filter_row) {
@@ -139,7 +140,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
         product_fence();
 #pragma unroll
         for (int k = 0; k < POINTS / 16; ++k) {
-            multiply<true, true>(sum, a + operand_step(k * 2048), origin + point * operand_step(128), step + k);
+            multiply<true, true>(sum[0], a + operand_step(k * 2048), origin + point * operand_step(128), step + k);
             point += 16;
             if (point >= points) point -= points;
         }
@@ -150,10 +151,10 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
         ring.advance();
     }
     await_products<0>();
-    settle(sum);
+    settle(sum[0]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
                           const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -176,10 +177,11 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         const int filter_row = warp / 4;
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
-        const int columns = 9 * p.channels, row = work.row + warp % 4 * 16;
-        output += i64(work.chunk) * p.rows * columns + filter_row * 3 * p.channels;
-        write_block<0>(sum, output, p.rows, columns, row, work.channel, p.channels, p.accumulate);
-        write_block<32>(sum, output + p.channels, p.rows, columns, row, work.channel, p.channels, p.accumulate);
-        write_block<64>(sum, output + 2 * p.channels, p.rows, columns, row, work.channel, p.channels, p.accumulate);
+        const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
+        output += i64(work.part) * p.rows * columns + filter_row * 3 * p.channels;
+        finish<128 * WARPGROUPS>(sum, base, [&](int, int j, float4 quad) {
+            const int channel = work.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
+            put_quad(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);
+        });
     }
 }

@@ -40,7 +40,7 @@ struct Maps {
 };
 
 struct Problem {
-    int steps, chunk;  // stages that make up the sum, and how many of them make a chunk
+    int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
     int rows, channels, columns;
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
@@ -57,16 +57,17 @@ struct Problem {
 struct Work {
     int row, block;   // the first
     int first, last;  // steps
-    int chunk;
+    int part;         // the partial sum that its cluster leaves
 
     __device__ __forceinline__ explicit Work(const Problem& p) {
-        u32 index = blockIdx.x;
+        u32 index = blockIdx.x / CLUSTER;
         block = index % p.tiles_n * COLUMN_BLOCKS;
         index /= p.tiles_n;
         row = index % p.tiles_m * TILE_M;
-        chunk = index / p.tiles_m;
-        first = chunk * p.chunk;
-        last = min(first + p.chunk, p.steps);
+        part = index / p.tiles_m;
+        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
+        first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
+        last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
     }
 };
 
@@ -169,20 +170,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-template <int N = 0>
-DEVICE void write(const Sum& sum, float* output, const Problem& p, const Work& work, int row_block, int column_block) {
-    if constexpr (N < COLUMNS / 64) {
-        const Columns columns(p, work.block + column_block + N);
-        float* const tap = output + (columns.tap_h * p.kernel_w + columns.tap_w) * p.channels;
-        const int row = work.row + row_block * 64 + threadIdx.x % 128 / 32 * 16;
-#pragma unroll
-        for (int i = 0; i < BLOCKS; ++i)
-            write_block<N * 32>(sum[i], tap, p.rows, p.columns, row + i * 64, columns.channel, p.channels, p.accumulate);
-        write<N + 1>(sum, output, p, work, row_block, column_block);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
                             const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -204,6 +192,13 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         const int row_block = warp / 4 % WARPGROUPS_M * BLOCKS, column_block = warp / 4 / WARPGROUPS_M * (COLUMNS / 64);
         Sum sum;
         accumulate(sum, at, work.last - work.first, row_block, column_block);
-        write(sum, output + i64(work.chunk) * p.rows * p.columns, p, work, row_block, column_block);
+        output += i64(work.part) * p.rows * p.columns;
+        const int row = work.row + row_block * 64 + warp % 4 * 16 + threadIdx.x % 32 / 4;
+        finish<128 * WARPGROUPS>(sum, at.base, [&](int i, int j, float4 quad) {
+            const Columns columns(p, work.block + column_block + j / 8);
+            float* const tap = output + (columns.tap_h * p.kernel_w + columns.tap_w) * p.channels;
+            const int channel = columns.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
+            put_quad(tap, quad, row + i * 64, p.rows, p.columns, channel, p.channels, p.accumulate);
+        });
     }
 }

@@ -1,5 +1,6 @@
 // What the weight gradients of Hopper share: the ring of a pipeline, and how sums leave the registers.
-// Macro: VEC_Y (1, 2), values per access to the output.
+// Macros: CLUSTER (1, 2, 4, 8), blocks that add up their sums before they write them; VEC_Y (1, 2), values per access to the
+// output.
 #pragma once
 #include "hopper.cuh"
 
@@ -26,21 +27,53 @@ DEVICE void put(float* to, float first, float second, bool add) {
     }
 }
 
-// Writes a warp's 16 rows of a block of 64 columns: accumulators FIRST to FIRST + 31 of its warpgroup's product.
-// output: row 0 of the block's tap; rows, columns: of the whole gradient; row: the warp's first; channel: the block's first.
-template <int FIRST, int N>
-DEVICE void write_block(const float (&sum)[N], float* output, int rows, int columns, int row, int channel, int channels,
-                        bool add) {
-    const int lane = threadIdx.x % 32;
-    row += lane / 4;
-    channel += lane % 4 * 2;
+// Four accumulators of a thread: two columns from `channel` on of a row and of the row 8 further down.
+// output: the gradient from some tap's first channel on; rows, columns, channels: of all of it.
+DEVICE void put_quad(float* output, float4 quad, int row, int rows, int columns, int channel, int channels, bool add) {
+    if (channel >= channels) return;
+    float* const to = output + i64(row) * columns + channel;
+    if (row < rows) put(to, quad.x, quad.y, add);
+    if (row + 8 < rows) put(to + 8 * i64(columns), quad.z, quad.w, add);
+}
+
+// Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's
+// accumulators, and writes it. write(i, j, quad): accumulators 4 * j to 4 * j + 3 of product i.
+// space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying warpgroups.
+template <int THREADS, int BLOCKS, int N, class Write>
+DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, Write write) {
+    constexpr int QUADS = N / 4;
+    if constexpr (CLUSTER == 1) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i, row += 8) {
-        if (row >= rows) return;
-        float* const to = output + i64(row) * columns;
+        for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
-        for (int j = 0; j < 8; ++j)
-            if (channel + j * 8 < channels)
-                put(to + channel + j * 8, sum[FIRST + j * 4 + i * 2], sum[FIRST + j * 4 + i * 2 + 1], add);
+            for (int j = 0; j < QUADS; ++j)
+                write(i, j, make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
+    } else {
+        constexpr int SHARE = BLOCKS * QUADS / CLUSTER;
+        static_assert(SHARE * CLUSTER == BLOCKS * QUADS, "equal shares");
+        space += threadIdx.x * 16;
+        warpgroups_sync<THREADS>(1);  // the stages are no longer read
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j)
+                store_shared(space + (i * QUADS + j) * THREADS * 16,
+                             make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
+        cluster_sync();
+        const int first = cluster_rank() * SHARE;
+#pragma unroll 2
+        for (int share = first; share < first + SHARE; ++share) {
+            float4 part[CLUSTER];
+#pragma unroll
+            for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(space + share * THREADS * 16, rank);
+            float4 total = part[0];
+#pragma unroll
+            for (int rank = 1; rank < CLUSTER; ++rank) {
+                total.x += part[rank].x, total.y += part[rank].y;
+                total.z += part[rank].z, total.w += part[rank].w;
+            }
+            write(share / QUADS, share % QUADS, total);
+        }
+        cluster_sync();  // others may still be reading
     }
 }

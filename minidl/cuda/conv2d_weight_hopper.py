@@ -29,7 +29,7 @@ WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums ar
 # The structure Problem of conv2d_weight_hopper.cu.
 _PROBLEM = struct(
     "",
-    "steps chunk rows channels columns spans blocks kernel_w out_height out_width stride_h stride_w padding_h "
+    "steps chunks rows channels columns spans blocks kernel_w out_height out_width stride_h stride_w padding_h "
     "padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
@@ -56,7 +56,9 @@ class WeightTile(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * ITEMSIZE * self.pixels * (self.rows + self.columns) + 1024
+        """Stages, later reused for the sums."""
+        stages = self.stages * ITEMSIZE * self.pixels * (self.rows + self.columns)
+        return max(stages, 4 * self.rows * self.columns) + 1024
 
     @property
     def defines(self) -> dict[str, int]:
@@ -103,7 +105,8 @@ class Grid(NamedTuple):
         return (SPAN - 1 + 2 * sum(self.tap)) // SPAN
 
     def shared_bytes(self, stages: int) -> int:
-        return (self.ahead + 2 * stages + 1) * _HALO_BYTES + 1024
+        """Stages of both arrays, later reused for the sums."""
+        return max((self.ahead + 2 * stages + 1) * _HALO_BYTES, 4 * SPAN * 9 * SPAN) + 1024
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,7 +127,7 @@ def halo(conv: Convolution) -> Grid | None:
 
 
 class Planned(NamedTuple):
-    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``chunks``: partial sums that it leaves."""
+    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``parts``: partial sums that it leaves."""
 
     stem: str
     grid: int
@@ -133,16 +136,34 @@ class Planned(NamedTuple):
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
-    chunks: int
+    parts: int
 
 
-def choose(conv: Convolution) -> tuple[WeightTile, int]:
+class Division(NamedTuple):
+    """How the pixels are summed: in ``parts`` partial sums, each by a cluster of ``cluster`` blocks."""
+
+    parts: int
+    cluster: int
+
+    @property
+    def chunks(self) -> int:
+        return self.parts * self.cluster
+
+    def of(self, steps: int) -> Division:
+        """The same, but at least a step for each block."""
+        cluster = self.cluster
+        while cluster > steps:
+            cluster //= 2
+        return Division(min(self.parts, steps // cluster), cluster)
+
+
+def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
     tile = TILES[0]
     spans = ceil_div(conv.channels, SPAN)
     tiles = ceil_div(conv.out_channels, tile.rows) * ceil_div(
         conv.kernel[0] * conv.kernel[1] * spans * SPAN, tile.columns
     )
-    return tile, max(1, WORKERS * tile.resident // tiles)
+    return tile, Division(max(1, WORKERS * tile.resident // tiles), 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,7 +198,7 @@ def plan(
     pitches: tuple[int, int],
     vec_y: int,
     accumulate: bool,
-    forced: tuple[WeightTile | HaloTile, int] | None = None,
+    forced: tuple[WeightTile | HaloTile, Division] | None = None,
 ) -> Planned:
     """The launch, where the kernel `applies`, over `readable` arrays.
 
@@ -185,24 +206,23 @@ def plan(
         pitches: elements per pixel of x and dy.
         vec_y: values of the gradient that may be written at a time, as far as its address goes.
         accumulate: whether a single partial sum is added to the gradient.
-        forced: tile and number of chunks, instead of those chosen.
+        forced: tile and division, instead of those chosen.
     """
-    tile, chunks = forced or choose(conv)
+    tile, division = forced or choose(conv)
     if isinstance(tile, HaloTile):
-        return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, chunks)
+        return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, division)
     views = _views(conv, code, pitches, tile)
     assert views.legal, (conv, pitches)
     taps, spans = conv.kernel[0] * conv.kernel[1], ceil_div(conv.channels, SPAN)
     steps = ceil_div(conv.pixels, tile.pixels)
-    chunk = ceil_div(steps, chunks)
-    chunks = ceil_div(steps, chunk)
+    division = division.of(steps)
     tiles_m, tiles_n = ceil_div(conv.out_channels, tile.rows), ceil_div(taps * spans, tile.columns // SPAN)
     lines, further_w = divmod(tile.pixels, conv.out_width)
     further_n, further_h = divmod(lines, conv.out_height)
     problem = argument(
         _PROBLEM,
         steps=steps,
-        chunk=chunk,
+        chunks=division.chunks,
         rows=conv.out_channels,
         channels=conv.channels,
         columns=taps * conv.channels,
@@ -222,37 +242,52 @@ def plan(
         further_w=further_w,
         tiles_m=tiles_m,
         tiles_n=tiles_n,
-        accumulate=accumulate and chunks == 1,
+        accumulate=accumulate and division.parts == 1,
     )
-    defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if chunks == 1 else 2} | tile.defines
+    defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if division.parts == 1 else 2} | tile.defines
+    defines["CLUSTER"] = division.cluster
     stem = "conv2d_weight_hopper"
-    return Planned(stem, tiles_m * tiles_n * chunks, tile.threads, views, problem, defines, tile.shared_bytes, chunks)
+    return Planned(
+        stem,
+        tiles_m * tiles_n * division.chunks,
+        tile.threads,
+        views,
+        problem,
+        defines,
+        tile.shared_bytes,
+        division.parts,
+    )
 
 
 _HALO_PROBLEM = struct(
     "",
-    "steps chunk rows channels grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n further_h further_w "
+    "steps chunks rows channels grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n further_h further_w "
     "tiles_m tiles_n accumulate",
 )
 
 
 def _plan_halo(
-    conv: Convolution, code: int, pitches: tuple[int, int], vec_y: int, accumulate: bool, tile: HaloTile, chunks: int
+    conv: Convolution,
+    code: int,
+    pitches: tuple[int, int],
+    vec_y: int,
+    accumulate: bool,
+    tile: HaloTile,
+    division: Division,
 ) -> Planned:
     grid = halo(conv)
     height, width = grid.size
     views = _halo_views(conv, code, pitches, grid)
     assert views.legal, (conv, pitches)
     steps = ceil_div(conv.images * height * width, SPAN)
-    chunk = ceil_div(steps, chunks)
-    chunks = ceil_div(steps, chunk)
+    division = division.of(steps)
     lines, further_w = divmod(SPAN, width)
     further_n, further_h = divmod(lines, height)
     tiles_m, tiles_n = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
     problem = argument(
         _HALO_PROBLEM,
         steps=steps,
-        chunk=chunk,
+        chunks=division.chunks,
         rows=conv.out_channels,
         channels=conv.channels,
         grid_h=height,
@@ -268,12 +303,13 @@ def _plan_halo(
         further_w=further_w,
         tiles_m=tiles_m,
         tiles_n=tiles_n,
-        accumulate=accumulate and chunks == 1,
+        accumulate=accumulate and division.parts == 1,
     )
-    defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if chunks == 1 else 2}
+    defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if division.parts == 1 else 2}
+    defines["CLUSTER"] = division.cluster
     shared = grid.shared_bytes(tile.stages)
-    blocks = tiles_m * tiles_n * chunks
-    return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, chunks)
+    blocks = tiles_m * tiles_n * division.chunks
+    return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, division.parts)
 
 
 def _halo_views(conv: Convolution, code: int, pitches: tuple[int, int], grid: Grid) -> Views:

@@ -210,3 +210,38 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
 #undef WGMMA_64_127
 #undef WGMMA_4
 #undef WGMMA_16
+
+// ---- clusters: blocks that run together and read each other's shared memory
+
+DEVICE int cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+
+// All threads of the cluster that have not exited; what they wrote to shared memory before is seen by all after.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What another block has at the same address.
+DEVICE float4 load_from_block(u32 address, int rank) {
+    float4 value;
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n"
+        " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return value;
+}
+
+DEVICE void store_shared(u32 address, float4 value) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
+                 "f"(value.w)
+                 : "memory");
+}
+
+// A barrier of several warpgroups.
+template <int THREADS>
+DEVICE void warpgroups_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
