@@ -81,7 +81,7 @@ def walk(view, image: np.ndarray, start: tuple[int, int, int], count: int, offse
 def test_the_engine_walks_the_pixels_of_the_definition(case, rng):
     conv = sizes(case)
     x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
-    (_, _), (view, _) = hopper._views(conv, 1, (conv.channels, conv.out_channels), hopper.TILES[0])._views
+    (_, _), (view, _) = hopper._views(conv, 1, (conv.channels, conv.out_channels))._views
     rows = dy.reshape(-1, conv.out_channels)
     count = len(rows) + 70  # beyond the last image all is zero
     gradient = np.zeros(case.w)
@@ -125,7 +125,7 @@ def test_the_halo_serves_common_3x3_convolutions():
 
 
 def test_every_block_has_a_step():
-    for case, tile, parts, cluster in itertools.product(CASES, TILES, (1, 2, 7, 100), (1, 2, 4, 8)):
+    for case, tile, parts, cluster in itertools.product(CASES, TILES, (1, 2, 7, 100), (1, 2)):
         conv = sizes(case)
         if tile is hopper.HALO and hopper.halo(conv) is None:
             continue
@@ -216,7 +216,7 @@ def test_equals_definition_and_accumulates(hopper_ops, case, storage, name, rng)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=[str(tuple(tile)) for tile in TILES])
-@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (3, 1), (2, 2), (1, 4), (1, 8)])
+@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (3, 1), (2, 2), (1, 2)])
 def test_every_tile_equals_definition(hopper_ops, tile, parts, cluster, rng, taking):
     for case in CASES:
         if tile is hopper.HALO and case not in HALO_CASES:
@@ -241,7 +241,7 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper_ops, c
             assert np.array_equal(weight_gradient(hopper_ops, *placed, case), expected)
 
 
-@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (4, 1), (1, 2), (2, 2)])
 @cases([case for case in CASES if case.name in ("3x3", "3x3-many-steps", "1x1-stride-2", "7x7-stride-2")])
 def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, parts, cluster, monkeypatch, taking):
     """Into a slice of an arena at an odd offset, partial sums poisoned, canaries around both."""

@@ -1,8 +1,9 @@
-"""Convolution and its two gradients on the GPU; the kernels are in conv2d.cu, conv2d_weight.cu and depthwise.cu.
+"""Convolution and its two gradients on the GPU; the kernels are in conv2d.cu, conv2d_weight*.cu and depthwise.cu.
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
-without it they are exact float32 multiply-adds. Every result has the same bits on every run and every device.
+without it they are exact float32 multiply-adds. Every result has the same bits on every run and on every device
+that takes the same family of kernels (conv2d_family.py).
 """
 
 from __future__ import annotations

@@ -11,20 +11,22 @@
 // its blocks of 64 columns may overlap: three taps of a filter row are one operand whose blocks are dw points apart.)
 //
 // A block has 64 filters x 9 taps x 64 channels; each of three warpgroups has the taps of one filter row. The points are
-// summed in chunks, each in order by one block, which leaves one float32 partial; sum_partials_kernel (channel_sum.cu)
-// adds the partials in order. Chunks depend on the sizes alone.
+// summed in chunks, each in order by one block; the blocks of a cluster add theirs up into one float32 partial, and
+// sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone.
 //
-// The arrays are seen through tensor maps (conv2d_weight_halo.py makes them), im2col walks over the grid's points:
+// The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
-//   output  (chunks, K, 3, 3, C) dense; with one chunk the gradient itself, set or added to                     float32
+//   output  (partials, K, 3, 3, C) dense; with one partial the gradient itself, set or added to                     float32
 //
-// Macros: DTYPE (1, 2); STAGES of dy; VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk, 64 filters and 64 channels, the last fastest, so that blocks which share pixels run together.
+// Macros: DTYPE (1, 2); STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2),
+// values per access to the output.
+// Grid: one block per chunk of a partial, 64 channels, 64 filters and partial, the first fastest, so that blocks which share
+// pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
 // Dynamic shared memory: STAGES stages of dy, a ring of `held` stages of x and a repetition of its first, so that 16 points
-// and their taps always follow each other; 8192 bytes each, and 1024.
+// and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
 // FLOP: 2 * K * 9 * C * points; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
-// filters, of which the L2 cache serves all but the first; 4 * chunks * |dw| twice.
+// filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
 
 constexpr int WARPGROUPS = 3, THREADS = 128 * (WARPGROUPS + 1);
@@ -154,7 +156,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
     settle(sum[0]);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
                           const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];

@@ -4,26 +4,28 @@
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c]
 //
 // Rows are the filters k. Columns are blocks of 64: a tap (r, s) and 64 channels of it, the channels counted first; the
-// last block of a tap may have fewer. The sum runs over the output pixels in chunks, each summed in order by one block,
-// which leaves one float32 partial; sum_partials_kernel (channel_sum.cu) adds the partials in order. Chunks depend on the
-// sizes alone, so the bits depend neither on the grid nor on the device.
+// last block of a tap may have fewer. The sum runs over the output pixels in chunks, each summed in order by one block; the
+// blocks of a cluster add theirs up into one float32 partial, and sum_partials_kernel (channel_sum.cu) adds the partials,
+// both in order. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
-//   dy      (K, pixels), tiled: 64 filters x PIXELS pixels
-//   x       (C, W, H, N), im2col: PIXELS pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (chunks, K, R, S, C) dense; with one chunk the gradient itself, set or added to                     float32
-// A stage is blocks of 64 rows, then of 64 columns, each PIXELS pixels of 128 bytes: both operands are MN-major, and pixels
+//   dy      (K, pixels), tiled: 64 filters x 64 pixels
+//   x       (C, W, H, N), im2col: 64 pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
+//   output  (partials, K, R, S, C) dense; with one partial the gradient itself, set or added to                     float32
+// A stage is blocks of 64 rows, then of 64 columns, each 64 pixels of 128 bytes: both operands are MN-major, and pixels
 // behind the last one are zeros.
 //
-// Macros: DTYPE (1, 2), FLAT; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it; PIXELS,
-// pixels of a stage; STAGES; RESIDENT, blocks per multiprocessor; VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk, row tile and column tile, the last fastest, so that blocks which share pixels run together.
-// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
-// Dynamic shared memory: STAGES * 2 * PIXELS * (TILE_M + TILE_N) + 1024 bytes.
+// Macros: DTYPE (1, 2), FLAT; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it;
+// STAGES of 64 pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that add up their chunks before they write
+// a partial; VEC_Y (1, 2), values per access to the output.
+// Grid: one block per chunk of a partial, column tile, row tile and partial, the first fastest, so that blocks which share
+// pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a
+// stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
 // FLOP: 2 * K * R*S*C * pixels. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
-// 4 * chunks * |dw| twice.
+// 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
 
+constexpr int PIXELS = 64;  // of a stage
 constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
@@ -170,7 +172,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
                             const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];

@@ -1,8 +1,16 @@
 // What the weight gradients of Hopper share: the ring of a pipeline, and how sums leave the registers.
-// Macros: CLUSTER (1, 2, 4, 8), blocks that add up their sums before they write them; VEC_Y (1, 2), values per access to the
+// Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 2), values per access to the
 // output.
 #pragma once
 #include "hopper.cuh"
+
+// Without clusters the hardware fills one group of multiprocessors (GPC) with blocks before it goes on to the next; clusters,
+// even of one block, it deals out over the groups. Blocks in a row share pixels, and are served faster within one group.
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERED
+#endif
 
 // Where in a ring of COUNT stages the pipeline stands.
 template <int COUNT>

@@ -6,6 +6,7 @@ Everything here is worked out from sizes and the device record; `plan` says in o
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from minidl.shapes import Pair, ceil_div
 __all__ = ["TILES", "Planned", "WeightTile", "applies", "plan", "readable"]
 
 ARCH = (9, 0)
-SPAN = 64  # channels, or filters, of a block of a stage
+SPAN = 64  # channels, filters, and pixels of a block of a stage
 ITEMSIZE = 2
 SHARED_BYTES = 227 * 1024  # that a block may have
 IMAGE_LIMIT = 2**40  # bytes from one image to the next, of the copy engine
@@ -40,13 +41,12 @@ class WeightTile(NamedTuple):
     Attributes:
         rows, columns: the macros TILE_M and TILE_N, multiples of 64.
         warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
-        pixels, stages, resident: the macros PIXELS, STAGES and RESIDENT.
+        stages, resident: the macros STAGES and RESIDENT.
     """
 
     rows: int
     columns: int
     warpgroups: tuple[int, int]
-    pixels: int
     stages: int
     resident: int
 
@@ -57,29 +57,28 @@ class WeightTile(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Stages, later reused for the sums."""
-        stages = self.stages * ITEMSIZE * self.pixels * (self.rows + self.columns)
+        stages = self.stages * ITEMSIZE * SPAN * (self.rows + self.columns)
         return max(stages, 4 * self.rows * self.columns) + 1024
 
     @property
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
-            "WARPGROUPS_N": self.warpgroups[1], "PIXELS": self.pixels, "STAGES": self.stages, "RESIDENT": self.resident,
+            "WARPGROUPS_N": self.warpgroups[1], "STAGES": self.stages, "RESIDENT": self.resident,
         }  # fmt: skip
 
 
 TILES = (
-    WeightTile(128, 128, (2, 1), 64, 3, 2),
-    WeightTile(128, 256, (2, 1), 64, 4, 1),
-    WeightTile(256, 128, (2, 1), 64, 4, 1),
-    WeightTile(128, 192, (2, 1), 64, 5, 1),
-    WeightTile(256, 192, (2, 1), 64, 4, 1),
-    WeightTile(256, 64, (2, 1), 64, 5, 1),
-    WeightTile(64, 256, (1, 2), 64, 5, 1),
-    WeightTile(64, 576, (1, 3), 32, 5, 1),
-    WeightTile(128, 64, (2, 1), 64, 4, 2),
-    WeightTile(64, 128, (1, 2), 64, 4, 2),
-    WeightTile(64, 64, (1, 1), 64, 6, 2),
+    WeightTile(128, 128, (2, 1), 3, 2),
+    WeightTile(128, 256, (2, 1), 4, 1),
+    WeightTile(256, 128, (2, 1), 4, 1),
+    WeightTile(128, 192, (2, 1), 5, 1),
+    WeightTile(256, 192, (2, 1), 4, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(128, 64, (2, 1), 4, 2),
+    WeightTile(64, 128, (1, 2), 4, 2),
+    WeightTile(64, 64, (1, 1), 6, 2),
 )
 
 
@@ -157,13 +156,86 @@ class Division(NamedTuple):
         return Division(min(self.parts, steps // cluster), cluster)
 
 
+class _Candidate(NamedTuple):
+    """A way to do the work.
+
+    Attributes:
+        steps: stages that make up the sum.
+        tiles: of the gradient.
+        area: values of a tile.
+        copied: bytes of a stage.
+        step: microseconds that a multiprocessor is busy with a stage of a tile.
+    """
+
+    tile: WeightTile | HaloTile
+    division: Division
+    steps: int
+    tiles: int
+    area: int
+    copied: int
+    step: float
+
+
+# Fitted to times measured on an H200 (bf16; ResNet-50, VGG-16, U-Net). Microseconds, and what goes through in one.
+_PRODUCTS = 3.22e6  # multiply-adds of a multiprocessor
+_HALO_PRODUCTS = 3.36e6
+_COPIED = 1.18e5  # bytes that a multiprocessor copies into stages
+_COPIED_CLUSTERED = 0.8  # times as many where blocks that copy the same are dealt out over the device
+_MEMORY, _MISSED = 4.28e6, 0.03  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
+_ALONE = 1.2  # a block without another one beside it to hide its latencies, against two
+_START, _WRITTEN = 3.4, 1e5  # of a block: until its pipeline is filled; values of its tile that it writes
+_SECOND, _SUMMED = 3.4, 4.1e5  # the second kernel; values of partial sums that it adds
+
+
 def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
-    tile = TILES[0]
+    """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
+    best = min(_candidates(conv), key=lambda candidate: _microseconds(conv, candidate))
+    return best.tile, best.division
+
+
+def _candidates(conv: Convolution) -> Iterator[_Candidate]:
+    """Every tile, its sum divided so that the blocks fill all multiprocessors once or twice, or not at all."""
     spans = ceil_div(conv.channels, SPAN)
-    tiles = ceil_div(conv.out_channels, tile.rows) * ceil_div(
-        conv.kernel[0] * conv.kernel[1] * spans * SPAN, tile.columns
-    )
-    return tile, Division(max(1, WORKERS * tile.resident // tiles), 1)
+    blocks = conv.kernel[0] * conv.kernel[1] * spans
+    for tile in TILES:
+        tiles = ceil_div(conv.out_channels, tile.rows) * ceil_div(blocks, tile.columns // SPAN)
+        area = tile.rows * tile.columns
+        copied, product = ITEMSIZE * SPAN * (tile.rows + tile.columns), SPAN * area / _PRODUCTS
+        steps = ceil_div(conv.pixels, SPAN)
+        for division in _divisions(tiles, steps, tile.resident):
+            rate = _COPIED * (_COPIED_CLUSTERED if division.cluster > 1 else 1.0)
+            # Where a second kernel is needed anyway, clusters save too little for what they cost.
+            if division.cluster == 1 or division.parts == 1:
+                yield _Candidate(tile, division, steps, tiles, area, copied, max(product, copied / rate))
+    grid = halo(conv)
+    if grid is not None:
+        steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
+        tiles = ceil_div(conv.out_channels, SPAN) * spans
+        for division in _divisions(tiles, steps, 1):
+            yield _Candidate(HALO, division, steps, tiles, area, 2 * _HALO_BYTES, SPAN * area / _HALO_PRODUCTS)
+
+
+def _divisions(tiles: int, steps: int, resident: int) -> set[Division]:
+    counts = {1, *(fill * resident * WORKERS // tiles for fill in (1, 2))}
+    divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
+    return {division for division in divisions if 0 < division.chunks <= steps}
+
+
+def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
+    """Roughly the time that it takes."""
+    tile, division, steps, tiles, area, copied, step = candidate
+    resident = tile.resident if isinstance(tile, WeightTile) else 1
+    share = ceil_div(tiles * division.chunks, WORKERS)
+    alone = _ALONE if share < resident else 1.0
+    around = _START + area / _WRITTEN
+    busy = share * ceil_div(steps, division.chunks) * step * alone + ceil_div(share, resident) * around
+    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
+    memory = ITEMSIZE * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
+    time = max(busy, memory / _MEMORY + _START)
+    if division.parts > 1:
+        gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels
+        time += _SECOND + division.parts * gradient / _SUMMED
+    return time
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,7 +249,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
         return False
     if any((taps - 1) * step > 254 for taps, step in zip(conv.kernel, conv.dilation, strict=True)):
         return False
-    return _views(conv, code, (conv.channels, conv.out_channels), TILES[0]).legal
+    return _views(conv, code, (conv.channels, conv.out_channels)).legal
 
 
 def readable(x: Any) -> Any:
@@ -211,13 +283,13 @@ def plan(
     tile, division = forced or choose(conv)
     if isinstance(tile, HaloTile):
         return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, division)
-    views = _views(conv, code, pitches, tile)
+    views = _views(conv, code, pitches)
     assert views.legal, (conv, pitches)
     taps, spans = conv.kernel[0] * conv.kernel[1], ceil_div(conv.channels, SPAN)
-    steps = ceil_div(conv.pixels, tile.pixels)
+    steps = ceil_div(conv.pixels, SPAN)
     division = division.of(steps)
     tiles_m, tiles_n = ceil_div(conv.out_channels, tile.rows), ceil_div(taps * spans, tile.columns // SPAN)
-    lines, further_w = divmod(tile.pixels, conv.out_width)
+    lines, further_w = divmod(SPAN, conv.out_width)
     further_n, further_h = divmod(lines, conv.out_height)
     problem = argument(
         _PROBLEM,
@@ -335,19 +407,19 @@ def _flat(conv: Convolution) -> bool:
     return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
 
 
-def _views(conv: Convolution, code: int, pitches: tuple[int, int], tile: WeightTile) -> Views:
-    return Views((_gradient(conv, code, pitches[1], tile), 0), (_source(conv, code, pitches[0], tile), 1))
+def _views(conv: Convolution, code: int, pitches: tuple[int, int]) -> Views:
+    return Views((_gradient(conv, code, pitches[1]), 0), (_source(conv, code, pitches[0]), 1))
 
 
-def _gradient(conv: Convolution, code: int, pitch: int, tile: WeightTile) -> View:
-    return View(code, (conv.out_channels, conv.pixels), (pitch * ITEMSIZE,), (SPAN, tile.pixels))
+def _gradient(conv: Convolution, code: int, pitch: int) -> View:
+    return View(code, (conv.out_channels, conv.pixels), (pitch * ITEMSIZE,), (SPAN, SPAN))
 
 
-def _source(conv: Convolution, code: int, pitch: int, tile: WeightTile) -> View:
+def _source(conv: Convolution, code: int, pitch: int) -> View:
     """x as the engine walks it: in steps of the stride from the padding on, as many pixels as dy has."""
     pixel = pitch * ITEMSIZE
     if _flat(conv):
-        return View(code, (conv.channels, conv.pixels), (pixel,), (SPAN, tile.pixels))
+        return View(code, (conv.channels, conv.pixels), (pixel,), (SPAN, SPAN))
     first = tuple(-padding for padding in reversed(conv.padding))
     counts, steps = (conv.out_width, conv.out_height), tuple(reversed(conv.stride))
     sizes = (conv.width, conv.height)
@@ -355,4 +427,4 @@ def _source(conv: Convolution, code: int, pitch: int, tile: WeightTile) -> View:
         at + (count - 1) * step - (size - 1) for at, count, step, size in zip(first, counts, steps, sizes, strict=True)
     )
     pitches = (pixel, conv.width * pixel, conv.height * conv.width * pixel)
-    return View(code, (conv.channels, *sizes, conv.images), pitches, (SPAN, tile.pixels), (first, last), steps)
+    return View(code, (conv.channels, *sizes, conv.images), pitches, (SPAN, SPAN), (first, last), steps)
