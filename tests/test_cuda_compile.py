@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import ceiling, nvrtc
+from minidl.cuda import ceiling, conv2d_hopper, nvrtc
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_halo import HALO_TILES
+from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.cuda.spin import spin
@@ -137,6 +141,8 @@ def call_conv2d() -> None:
     for dtype, tf32 in ((float32, False), (float32, True), (bfloat16, False), (float16, False)):
         for shape, *rest in CONVOLUTIONS:
             _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
+            with family("generic"):
+                _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
         wide = ops.empty((2, 8, 8, 96), dtype)
         for start in (0, 4, 2, 1):
             _convolve(wide[..., start : start + 32], 48, (3, 3), (1, 1), (1, 1), (1, 1), 1, tf32=tf32)
@@ -228,8 +234,11 @@ def _nvrtc_reason() -> str | None:
     return None
 
 
+_SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
+
+
 def _problems(launch, kernel, device) -> Iterator[str]:
-    """What would keep this launch from running on this device."""
+    """What would keep this launch from running on this device, or from running as it is meant to."""
     threads = int(np.prod(launch.block))
     if kernel.spill_bytes and (launch.stem, launch.name) not in ACCEPTED_SPILLS:
         yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
@@ -249,12 +258,31 @@ def test_every_variant_compiles_and_fits(stem, name):
         CALLS[stem]()
     variants = log.variants
     compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch)), strict=True))
-    problems = set()
+    problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
     for launch in log.launches:
         kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
         for problem in _problems(launch, kernels[launch.name], device):
             problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
     assert not problems, "\n".join(sorted(problems))
+
+
+@pytest.mark.parametrize("tile", (*conv2d_hopper.TILES, *HALO_TILES), ids=str)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_every_tile_of_hopper_compiles_and_fits(tile):
+    """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""
+    device, variants = BUILT_IN["H200"], set()
+    for code, backward, (kernel, stride) in itertools.product((1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
+        shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
+        conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
+        if tile in conv2d_hopper.candidates(conv, backward, device):
+            for launch in conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1)):
+                variants.add((launch.stem, tuple(launch.defines.items())))
+                assert launch.shared <= device.shared_per_block and launch.block == tile.threads
+    assert len(variants) >= 4
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch)):
+        (kernel,) = report.kernels
+        assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
+        assert kernel.registers * tile.threads * tile.resident <= REGISTERS
 
 
 @pytest.mark.parametrize("stem", CALLS)

@@ -2,8 +2,10 @@
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
-without it they are exact float32 multiply-adds. Every result has the same bits on every run and on every device
-that takes the same family of kernels (conv2d_family.py).
+without it they are exact float32 multiply-adds.
+
+Three families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py).
+Every result has the same bits on every run, and on every device that runs the same family.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import conv2d_weight_hopper, depthwise
+from minidl.cuda import conv2d_hopper, conv2d_weight_hopper, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_family import forced
@@ -171,16 +173,20 @@ def conv2d_backward_weight(
     sum_partials(partials, chunks, out, accumulate)
 
 
+def _weight_family(who: str, conv: Convolution, code: int) -> str:
+    """The forced family, or the first that applies and pays."""
+    applies = conv2d_weight_hopper.applies(conv, code, current_device())
+    family = forced() or ("hopper" if applies and conv2d_weight_hopper.pays(conv) else "generic")
+    if not {"hopper": applies, "generic": True}.get(family):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", family)
+    return family
+
+
 def _hopper_weight(who: str, conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> bool:
     """The weight gradient by conv2d_weight_hopper.cu; False, and nothing done, where another family has to do it."""
-    family, device = forced(), current_device()
-    if family not in (None, "hopper"):
+    if _weight_family(who, conv, code) != "hopper":
         return False
-    if not conv2d_weight_hopper.applies(conv, code, device):
-        if family is not None:
-            raise ValueError(f"{who}: the hopper family does not fit {conv} on {device.name}")
-        return False
-    dy, x = conv2d_weight_hopper.readable(dy), conv2d_weight_hopper.readable(x)
+    dy, x = conv2d_hopper.aligned(as_rows(dy)), conv2d_hopper.aligned(as_rows(x))
     vec_y = gcd(address(out) // out.itemsize, 2)
     planned = conv2d_weight_hopper.plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate)
     partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
@@ -227,16 +233,46 @@ def _gather(
     source, w = as_rows(source), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     add = None if add is None else as_rows(add)
-    vec_y = vector_width(output) if add is None else vector_width(output, add)
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     if conv.depthwise and depthwise.fits(conv, backward):
-        vectors = vector_width(source), vec_y
+        vectors = vector_width(source), vector_width(*_present(output, add))
         planned = [depthwise.plan(conv, code, backward, pitches, vectors, source.itemsize)]
+    elif _family(who, conv, code, backward) == "hopper":
+        _gather_hopper(conv, code, backward, source, w, bias, add, output)
+        return
     else:
-        vectors = vector_width(source), vector_width(w), vec_y
+        vectors = vector_width(source), vector_width(w), vector_width(*_present(output, add))
         planned = _plan_gather(conv, code, tf32, backward, pitches, vectors, source.itemsize, current_device())
     for one in planned:
         _start(one, source, w, bias, add, output)
+
+
+def _present(*arrays: Any) -> list[Any]:
+    return [array for array in arrays if array is not None]
+
+
+def _family(who: str, conv: Convolution, code: int, backward: bool) -> str:
+    """The forced family, or the first that applies."""
+    fits = {"hopper": conv2d_hopper.applies(conv, code, backward, current_device()), "generic": True}
+    family = forced() or next(name for name, fit in fits.items() if fit)
+    if not fits.get(family):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", family)
+    return family
+
+
+def _gather_hopper(
+    conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any
+) -> None:
+    source, w, bias, add = (None if x is None else conv2d_hopper.aligned(x) for x in (source, w, bias, add))
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    step = conv2d_hopper.images_at_once(conv)
+    for i in range(0, conv.images, step):
+        images = slice(i, min(i + step, conv.images))
+        arrays = w, source[images], output[images], None if add is None else add[images]
+        part = conv._replace(images=images.stop - i)
+        for one in conv2d_hopper.plan(part, code, backward, pitches, add is not None, current_device()):
+            maps, options = TensorMaps(one.views, arrays), {"defines": one.defines, "shared": one.shared}
+            launch(one.stem, f"{one.stem}_kernel", one.grid, one.block, maps, bias, one.problem, **options)
 
 
 def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:

@@ -16,8 +16,9 @@
 //
 // Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS,
 // output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
-// Grid: a block works on `share` tiles, one after the other; column tiles are counted first, so that blocks which share
-// source pixels run together. Short blocks, not persistent ones: they leave room to whatever runs beside them.
+// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks of
+// a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted first,
+// so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
 // Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and tap
@@ -55,7 +56,7 @@ struct Class {
 };
 
 struct Problem {
-    int tiles, share, tiles_n;
+    int tiles, share, group, tiles_n;
     int columns, depth;
     int step_h, step_w;
     int delta_h, delta_w;
@@ -89,17 +90,6 @@ struct Pixel {
     }
 };
 
-// Where in a ring of COUNT the pipeline stands.
-template <int COUNT>
-struct Ring {
-    int index = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == COUNT) index = 0, parity ^= 1;
-    }
-};
-
 // Shared memory: stages, slabs of output per warpgroup, barriers.
 struct Layout {
     u32 base;
@@ -119,7 +109,7 @@ struct Layout {
 // One thread: fills stage after stage.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
     Ring<STAGES> ring;
-    for (int i = first; i < last; ++i) {
+    for (int i = first; i < last; i += p.group) {
         const Tile tile(p, i);
         const Class& c = p.classes[tile.index];
         const TensorMap& source = maps.source[tile.index];
@@ -128,8 +118,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         // A class without taps gets one stage of zeros, from behind the last channel.
         const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
         for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH)
-            for (int a = 0; a < c.taps_h + empty; ++a)
-                for (int b = 0; b < c.taps_w + empty; ++b) {
+            for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
+                for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                     barrier_expect(barrier, STAGE_BYTES);
@@ -301,7 +291,8 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     }
     __syncthreads();
 
-    const int first = blockIdx.x * p.share, last = min(first + p.share, p.tiles);
+    const int group = blockIdx.x / p.group, turn = p.group * p.share;
+    const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
@@ -312,7 +303,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         Ring<STAGES> ring;
         Output output{at, maps, p, bias, warpgroup};
         const int chunks = ceil_div(p.depth, DEPTH);
-        for (int i = first; i < last; ++i) {
+        for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
             Sum sum;

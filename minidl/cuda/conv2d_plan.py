@@ -92,6 +92,10 @@ class Convolution(NamedTuple):
     groups: int
 
     @property
+    def x_shape(self) -> tuple[int, int, int, int]:
+        return self.images, self.height, self.width, self.channels
+
+    @property
     def y_shape(self) -> tuple[int, int, int, int]:
         return self.images, self.out_height, self.out_width, self.out_channels
 

@@ -1,4 +1,4 @@
-// What the weight gradients of Hopper share: the ring of a pipeline, and how sums leave the registers.
+// What the weight gradients of Hopper share: clusters, and how sums leave the registers.
 // Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 2), values per access to the
 // output.
 #pragma once
@@ -11,17 +11,6 @@
 #else
 #define CLUSTERED
 #endif
-
-// Where in a ring of COUNT stages the pipeline stands.
-template <int COUNT>
-struct Ring {
-    int index = 0;
-    u32 parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++index == COUNT) index = 0, parity ^= 1;
-    }
-};
 
 // Neighbouring columns of one row.
 DEVICE void put(float* to, float first, float second, bool add) {

@@ -43,6 +43,18 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Where in a ring of COUNT buffers a thread stands, and the parity of its round.
+template <int COUNT>
+struct Ring {
+    int index = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance(int steps = 1) {
+        index += steps;
+        if (index >= COUNT) index -= COUNT, parity ^= 1;
+    }
+};
+
 // A barrier of one warpgroup's 128 threads; ids from 1, as 0 is __syncthreads.
 DEVICE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
@@ -64,6 +76,14 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, 
         : "memory");
 }
 
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
 // A column of pixels of an image (C, W, H, N) from (c, w, h, n) on, walking the map's bounding box, each pixel moved by
 // an offset (at most 254).
 DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w, int h, int n, int offset_w,
@@ -79,6 +99,12 @@ DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w,
 DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(from),
                  "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
 }
 
@@ -105,19 +131,33 @@ DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;
 // Orders this thread's own writes to shared memory before what the engine does after the next barrier.
 DEVICE void fence_for_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- matrix loads and stores: four 8x8 matrices of 16-bit values, lane i gives the address of row i % 8 of matrix i / 8
+// ---- matrix loads and stores: four 8x8 matrices of 16-bit values, lane i gives the address of row i % 8 of matrix i / 8.
+// ACROSS: what lies in memory as rows are the columns of the matrices in registers.
 
+template <bool ACROSS = false>
 DEVICE void load_matrices(u32 (&words)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(row)
-                 : "memory");
+    if constexpr (ACROSS)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(row)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(row)
+                     : "memory");
 }
 
+template <bool ACROSS = false>
 DEVICE void store_matrices(u32 row, const u32 (&words)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]),
-                 "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
+    if constexpr (ACROSS)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
 }
 
 // ---- products
@@ -135,11 +175,12 @@ DEVICE void settle(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Describes an operand of atoms. With the depth along the rows (K-major) rows of atoms follow each other; 16 values
-// further in depth are 32 bytes further. With the depth across the rows (MN-major) atoms follow each other along the
-// depth, and blocks of 64 rows or columns are `block` bytes apart; 16 values further are 2048 bytes further.
-DEVICE u64 operand(u32 address, int block = 16) {
-    return u64((address & 0x3ffff) >> 4) | u64(block >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
+// Describes an operand. With the depth along the rows (K-major) groups of eight rows are `group` bytes apart, 1024 where
+// atoms follow each other; it may start at any row of an atom, and 16 values further in depth are 32 bytes further. With
+// the depth across the rows (MN-major) atoms follow each other along the depth, and blocks of 64 rows or columns are
+// `block` bytes apart; 16 values further are 2048 bytes further.
+DEVICE u64 operand(u32 address, int block = 16, int group = 1024) {
+    return u64((address & 0x3ffff) >> 4) | u64(block >> 4) << 16 | u64(group >> 4) << 32 | 1ull << 62;
 }
 
 // What an operand's description grows by when its address does.
@@ -150,56 +191,62 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #else
 #define WGMMA_TYPES "f32.bf16.bf16"
 #endif
-#define WGMMA(N, REGISTERS, A, B, PREDICATE, COLUMNS, ROWS)                                                       \
-    "{\n .reg .pred keep;\n setp.ne.b32 keep, %" PREDICATE ", 0;\n"                                               \
-    " wgmma.mma_async.sync.aligned.m64n" N "k16." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B ", keep, 1, 1, %" ROWS \
-    ", %" COLUMNS ";\n}"
+#define WGMMA(N, REGISTERS, A, B, KEEP, A_ACROSS, B_ACROSS)                                                    \
+    "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
+    " wgmma.mma_async.sync.aligned.m64n" N "k16." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B                  \
+    ", keep, 1, 1, %" A_ACROSS ", %" B_ACROSS ";\n}"
 #define WGMMA_0_31                                                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WGMMA_32_63                                                                                              \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_64_95                                                                                               \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WGMMA_64_127                                                                                              \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "  \
-    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "  \
-    "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, "     \
-    "%122, %123, %124, %125, %126, %127"
+#define WGMMA_64_95                                                                                              \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_96_111                                                                                                \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_112_127                                                                                        \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
+#define WGMMA_INPUTS "l"(a), "l"(b), "r"(keep), "n"(int(A_ACROSS)), "n"(int(B_ACROSS))
 
-// d = a b, added to d when `keep`: 64 x 16 times 16 x N. COLUMNS_INNER: b is MN-major; ROWS_INNER: a is. The accumulators
-// are the engine's until the wait for the group; call product_fence() before the first.
-template <bool COLUMNS_INNER, bool ROWS_INNER = false>
+// d = a b, added to d when `keep`: 64 x 16 times 16 x N. ACROSS: that operand is MN-major. The accumulators are the unit's
+// until the wait for the group; call product_fence() before the first.
+template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[32], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35", "36")
-                 : WGMMA_16(0), WGMMA_16(16)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
+    asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35", "36") : WGMMA_16(0), WGMMA_16(16) : WGMMA_INPUTS);
 }
 
-template <bool COLUMNS_INNER, bool ROWS_INNER = false>
+template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[64], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
+                 : WGMMA_INPUTS);
 }
 
-template <bool COLUMNS_INNER, bool ROWS_INNER = false>
+template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[96], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
+                 : WGMMA_INPUTS);
 }
 
-template <bool COLUMNS_INNER, bool ROWS_INNER = false>
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[112], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("224", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111, "112", "113", "114", "115", "116")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_127, "128", "129", "130", "131", "132")
+    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127, "128", "129", "130",
+                       "131", "132")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
                    WGMMA_16(112)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(COLUMNS_INNER)), "n"(int(ROWS_INNER)));
+                 : WGMMA_INPUTS);
 }
 
 #undef WGMMA
@@ -207,9 +254,11 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
 #undef WGMMA_0_31
 #undef WGMMA_32_63
 #undef WGMMA_64_95
-#undef WGMMA_64_127
+#undef WGMMA_96_111
+#undef WGMMA_112_127
 #undef WGMMA_4
 #undef WGMMA_16
+#undef WGMMA_INPUTS
 
 // ---- clusters: blocks that run together and read each other's shared memory
 

@@ -32,8 +32,8 @@ class View(NamedTuple):
         sizes: elements along each dimension.
         pitches: bytes from one element to the next along each dimension but the first.
         box: elements along each dimension, at most 256; of a column of pixels (channels, pixels).
-        corners: None, or of a column of pixels the first pixel's (w, h) and, counted from the last pixel of the image, the
-            last one's: the pixels that a column walks through.
+        corners: None, or of a column of pixels the first pixel's (w, h) and, counted from the last pixel of the image,
+            the last one's: the pixels that a column walks through.
         steps: between the pixels of a column, (w, h).
         offset: bytes from the array's address.
     """
