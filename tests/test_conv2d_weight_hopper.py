@@ -6,12 +6,14 @@ The first half needs no GPU: it walks the tensor maps as the engine does and sum
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 
 import numpy as np
 import pytest
 
 from minidl.cuda import conv2d_weight_hopper as hopper
+from minidl.cuda import nvrtc
 from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
@@ -50,6 +52,7 @@ CASES = [
 STORAGE = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 TILES = [*hopper.TILES, hopper.HALO]
 H200 = BUILT_IN["H200"]
+CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
 
 
 def sizes(case: Case):
@@ -137,6 +140,46 @@ def test_every_block_has_a_step():
         assert planned.grid == chunks * int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0])
 
 
+def test_large_products_keep_the_multiprocessors_busy():
+    """From a quarter of a wave, where sums are short, to a few waves; and no block has next to nothing to do."""
+    for size, channels, filters, kernel in itertools.product((7, 14, 28, 56), (64, 96, 512), (64, 136, 1024), (1, 3)):
+        pad = (kernel // 2,) * 2
+        w = filters, kernel, kernel, channels
+        conv = convolution("test", (128, size, size, channels), w, (1, 1), pad, (1, 1), 1)
+        planned = hopper.plan(conv, 1, (channels, filters), 2, False)
+        steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
+        assert steps // chunks >= 2 or chunks == 1
+        assert planned.grid >= hopper.WORKERS // 4
+
+
+def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
+    def pays(channels, kernel):
+        return hopper.pays(convolution("test", (2, 9, 9, channels), (64, *kernel, channels), (1, 1), (4, 4), (1, 1), 1))
+
+    assert all(pays(channels, (1, 1)) for channels in (8, 24, 64)) and pays(32, (3, 3)) and pays(72, (7, 7))
+    assert not pays(8, (3, 3)) and not pays(16, (7, 7))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=[str(tuple(tile)) for tile in TILES])
+def test_every_tile_compiles_and_fits(tile):
+    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters."""
+    pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
+    variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
+    for code, stride, parts, cluster, vec_y in ((1, 1, 1, 1, 1), (2, 1, 2, 2, 2), (1, 2, 2, 1, 2), (2, 2, 1, 2, 2)):
+        strides = (1, 1) if tile is hopper.HALO else (stride, stride)
+        conv = convolution("test", (4, 16, 16, 64), (64, *kernel, 64), strides, (0, 0), (1, 1), 1)
+        forced = tile, hopper.Division(parts, cluster)
+        planned = hopper.plan(conv, code, (64, 64), vec_y, False, forced)
+        variants.add((planned.stem, tuple(planned.defines.items())))
+    assert len(variants) >= 3
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch)):
+        (kernel,) = report.kernels
+        # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
+        assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log
+        resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
+        assert -(-kernel.registers // 8) * 8 * planned.block * resident <= 65536
+
+
 def _gradient_of(x, dy, shape):
     from minidl import cuda as ops
 
@@ -209,10 +252,10 @@ def test_equals_definition_and_accumulates(hopper_ops, case, storage, name, rng)
     placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
     with family(name):
         gradient = weight_gradient(hopper_ops, *placed, case)
-        assert_close(gradient, expected, terms=case.terms[2], scale=4)
+        assert_close(gradient, expected, terms=case.terms[2], scale=CUT)
         assert np.array_equal(gradient, weight_gradient(hopper_ops, *placed, case)), "another run, other bits"
         added = weight_gradient(hopper_ops, *placed, case, start=start)
-    assert_close(added, start + expected, terms=case.terms[2] + 1, scale=4)
+    assert_close(added, start + expected, terms=case.terms[2] + 1, scale=CUT)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=[str(tuple(tile)) for tile in TILES])
@@ -228,7 +271,7 @@ def test_every_tile_equals_definition(hopper_ops, tile, parts, cluster, rng, tak
         with family("hopper"):
             placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
             gradient = weight_gradient(hopper_ops, *placed, case, start=start)
-        assert_close(gradient, start + expected, terms=case.terms[2] + 1, scale=4)
+        assert_close(gradient, start + expected, terms=case.terms[2] + 1, scale=CUT)
 
 
 @cases(CASES)
@@ -267,7 +310,7 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
             patch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
             hopper_ops.conv2d_backward_weight(*placed, **case.options, out=out)
         expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-        assert_close(hopper_ops.to_host(out), expected, terms=case.terms[2], scale=4)
+        assert_close(hopper_ops.to_host(out), expected, terms=case.terms[2], scale=CUT)
         around = hopper_ops.to_host(arena)
         assert np.isnan(around[: 128 + offset]).all() and np.isnan(around[128 + offset + size :]).all()
     assert bool(guards) == (parts > 1)
@@ -291,5 +334,4 @@ def test_large_sums_equal_those_of_exact_float32(hopper_ops, storage, rng):
         case = Case("large", x_shape, filters, stride=(stride, stride), padding=(padding, padding))
         placed = [hopper_ops.from_host(draw(rng, shape, storage)) for shape in (case.y, case.x)]
         exact = weight_gradient(hopper_ops, *[hopper_ops.cast(a, float32) for a in placed], case)
-        # Tensor cores cut the sums of a step off instead of rounding them.
-        assert_close(weight_gradient(hopper_ops, *placed, case), exact, terms=case.terms[2], scale=32)
+        assert_close(weight_gradient(hopper_ops, *placed, case), exact, terms=case.terms[2], scale=CUT)

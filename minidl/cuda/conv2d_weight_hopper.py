@@ -14,7 +14,7 @@ import numpy as np
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import View, Views
-from minidl.shapes import Pair, ceil_div
+from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["TILES", "Planned", "WeightTile", "applies", "choose", "halo", "pays", "plan"]
 
@@ -71,8 +71,8 @@ TILES = (
     WeightTile(256, 128, (2, 1), 4, 1),
     WeightTile(128, 192, (2, 1), 5, 1),
     WeightTile(256, 192, (2, 1), 4, 1),
-    WeightTile(256, 64, (2, 1), 5, 1),
     WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
     WeightTile(128, 64, (2, 1), 4, 2),
     WeightTile(64, 128, (1, 2), 4, 2),
     WeightTile(64, 64, (1, 1), 6, 2),
@@ -181,6 +181,7 @@ _COPIED_CLUSTERED = 0.8  # times as many where blocks that copy the same are dea
 _MEMORY, _MISSED = 4.28e6, 0.03  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
 _ALONE = 1.2  # a block without another one beside it to hide its latencies, against two
 _START, _WRITTEN = 3.4, 1e5  # of a block: until its pipeline is filled; values of its tile that it writes
+SHORT = 16  # steps of a block whose start weighs as much as its work
 _SECOND, _SUMMED = 3.4, 4.1e5  # the second kernel; values of partial sums that it adds
 
 
@@ -191,10 +192,14 @@ def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
 
 
 def _candidates(conv: Convolution) -> Iterator[_Candidate]:
-    """Every tile, its sum divided so that the blocks fill all multiprocessors once or twice, or not at all."""
+    """Every tile that is not half empty, its sum divided so that the blocks fill all multiprocessors once or twice, or
+    not at all.
+    """
     spans = ceil_div(conv.channels, SPAN)
     blocks = conv.kernel[0] * conv.kernel[1] * spans
     for tile in TILES:
+        if 2 * round_up(conv.out_channels, SPAN) <= tile.rows or 2 * SPAN * blocks <= tile.columns:
+            continue
         tiles = ceil_div(conv.out_channels, tile.rows) * ceil_div(blocks, tile.columns // SPAN)
         area = tile.rows * tile.columns
         copied, product = ITEMSIZE * SPAN * (tile.rows + tile.columns), SPAN * area / _PRODUCTS
@@ -213,7 +218,11 @@ def _candidates(conv: Convolution) -> Iterator[_Candidate]:
 
 
 def _divisions(tiles: int, steps: int, resident: int) -> set[Division]:
-    counts = {1, *(fill * resident * WORKERS // tiles for fill in (1, 2))}
+    full = resident * WORKERS // tiles
+    counts = {1, full, 2 * full}
+    while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
+        full //= 2
+        counts.add(full)
     divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
     return {division for division in divisions if 0 < division.chunks <= steps}
 
