@@ -176,13 +176,15 @@ class _Candidate(NamedTuple):
 # Fitted to times measured on an H200 (bf16; ResNet-50, VGG-16, U-Net). Microseconds, and what goes through in one.
 _PRODUCTS = 3.22e6  # multiply-adds of a multiprocessor
 _HALO_PRODUCTS = 3.36e6
-_COPIED = 1.18e5  # bytes that a multiprocessor copies into stages
-_COPIED_CLUSTERED = 0.8  # times as many where blocks that copy the same are dealt out over the device
-_MEMORY, _MISSED = 4.28e6, 0.03  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
-_ALONE = 1.2  # a block without another one beside it to hide its latencies, against two
-_START, _WRITTEN = 3.4, 1e5  # of a block: until its pipeline is filled; values of its tile that it writes
+_COPIED = 1.19e5  # bytes that a multiprocessor copies into stages
+_FETCHED = 8.9e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
+_MEMBERS = 16  # multiprocessors in each
+_DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
+_MEMORY, _MISSED = 4.26e6, 0.03  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
+_ALONE = 1.13  # a block without another one beside it to hide its latencies, against two
+_START, _WRITTEN = 5.0, 1.27e6  # of a block: until its pipeline is filled; values of its tile that it writes
 SHORT = 16  # steps of a block whose start weighs as much as its work
-_SECOND, _SUMMED = 3.4, 4.1e5  # the second kernel; values of partial sums that it adds
+_SECOND, _SUMMED = 2.0, 4.3e5  # the second kernel; values of partial sums that it adds
 
 
 def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
@@ -192,39 +194,58 @@ def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
 
 
 def _candidates(conv: Convolution) -> Iterator[_Candidate]:
-    """Every tile that is not half empty, its sum divided so that the blocks fill all multiprocessors once or twice, or
-    not at all.
+    """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
+    or not at all.
     """
     spans = ceil_div(conv.channels, SPAN)
-    blocks = conv.kernel[0] * conv.kernel[1] * spans
+    blocks, steps = conv.kernel[0] * conv.kernel[1] * spans, ceil_div(conv.pixels, SPAN)
+    least = round_up(conv.out_channels, SPAN) * blocks * SPAN  # by the smallest tile
     for tile in TILES:
-        if 2 * round_up(conv.out_channels, SPAN) <= tile.rows or 2 * SPAN * blocks <= tile.columns:
-            continue
-        tiles = ceil_div(conv.out_channels, tile.rows) * ceil_div(blocks, tile.columns // SPAN)
+        tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
         area = tile.rows * tile.columns
-        copied, product = ITEMSIZE * SPAN * (tile.rows + tile.columns), SPAN * area / _PRODUCTS
-        steps = ceil_div(conv.pixels, SPAN)
-        for division in _divisions(tiles, steps, tile.resident):
-            rate = _COPIED * (_COPIED_CLUSTERED if division.cluster > 1 else 1.0)
+        if tiles[0] * tiles[1] * area > 1.3 * least:
+            continue
+        for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                yield _Candidate(tile, division, steps, tiles, area, copied, max(product, copied / rate))
+                copied, copy = _copy(tiles, spans, division, tile.resident, tile.rows, tile.columns)
+                step = max(SPAN * area / _PRODUCTS, copy)
+                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], area, copied, step)
     grid = halo(conv)
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
-        tiles = ceil_div(conv.out_channels, SPAN) * spans
-        for division in _divisions(tiles, steps, 1):
-            yield _Candidate(HALO, division, steps, tiles, area, 2 * _HALO_BYTES, SPAN * area / _HALO_PRODUCTS)
+        tiles = ceil_div(conv.out_channels, SPAN), spans
+        for division in _divisions(tiles[0] * tiles[1], steps, 1):
+            copied, copy = _copy(tiles, spans, division, 1, SPAN, SPAN)
+            step = max(SPAN * area / _HALO_PRODUCTS, copy)
+            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], area, copied, step)
 
 
-def _divisions(tiles: int, steps: int, resident: int) -> set[Division]:
+def _copy(tiles: Pair, spans: int, division: Division, resident: int, rows: int, columns: int) -> tuple[int, float]:
+    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor."""
+    # The hardware fills one group after the other with blocks, but deals out clusters among the groups.
+    members, count = range(resident * _MEMBERS), tiles[0] * tiles[1]
+    if division.cluster > 1:
+        members = [turn * WORKERS // 2 + index for turn in range(resident) for index in _DEALT]
+    fetched, width = set(), columns // SPAN
+    for part, tile in (divmod(index, count) for index in members if index < count * division.parts):
+        m, n = divmod(tile, tiles[1])
+        fetched |= {(part, "dy", block) for block in range(m * rows // SPAN, (m + 1) * rows // SPAN)}
+        # Taps of the same channels are a few pixels apart.
+        fetched |= {(part, "x", block % spans) for block in range(n * width, (n + 1) * width)}
+    line = ITEMSIZE * SPAN
+    copied = line * (rows + columns)
+    return copied, max(copied / _COPIED, line * SPAN * len(fetched) * division.cluster / _FETCHED / resident)
+
+
+def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
     full = resident * WORKERS // tiles
     counts = {1, full, 2 * full}
     while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
         full //= 2
         counts.add(full)
     divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
-    return {division for division in divisions if 0 < division.chunks <= steps}
+    return sorted(division for division in divisions if 0 < division.chunks <= steps)
 
 
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
