@@ -4,27 +4,28 @@
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p - ph + r*dh, q - pw + s*dw, c]
 //
 // The sum runs over a grid of GRID_H x GRID_W points per image, in which both arrays lie with zeros around them: point
-// (n, i, j) is output pixel (p, q) = (i, j) of dy and pixel (i - ph, j - pw) of x. GRID_W is so large that behind a row of x
-// there is as much padding as before it, which then is the padding between two rows. So tap (r, s) of point u reads
-// x at point u + r*dh*GRID_W + s*dw, whatever its row: one offset for all points. In shared memory points are rows of 128
-// bytes, and a tap is the same operand at another address. (wgmma swizzles by address, so it may start at any row, and
-// its blocks of 64 columns may overlap: three taps of a filter row are one operand whose blocks are dw points apart.)
+// (n, i, j) is output pixel (p, q) = (i, j) of dy and pixel (i - ph, j - pw) of x. GRID_W is so large that behind a row
+// of x there is as much padding as before it, which then is the padding between two rows. So tap (r, s) of point u
+// reads x at point u + r*dh*GRID_W + s*dw, whatever its row: one offset for all points. In shared memory points are
+// rows of 128 bytes, and a tap is the same operand at another address. (wgmma swizzles by address, so it may start at
+// any row, and its blocks of 64 columns may overlap: three taps of a filter row are one operand whose blocks are dw
+// points apart.)
 //
-// A block has 64 filters x 9 taps x 64 channels; each of three warpgroups has the taps of one filter row. The points are
-// summed in chunks, each in order by one block; the blocks of a cluster add theirs up into one float32 partial, and
+// A block has 64 filters x 9 taps x 64 channels; each of three warpgroups has the taps of one filter row. The points
+// are summed in chunks, each in order by one block; the blocks of a cluster add theirs up into one float32 partial, and
 // sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
-//   output  (partials, K, 3, 3, C) dense; with one partial the gradient itself, set or added to                     float32
+//   output  (partials, K, 3, 3, C) dense; with one partial the gradient itself, set or added to           float32
 //
-// Macros: DTYPE (1, 2); STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2),
-// values per access to the output.
-// Grid: one block per chunk of a partial, 64 channels, 64 filters and partial, the first fastest, so that blocks which share
-// pixels run together.
+// Macros: DTYPE (1, 2); STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
+// VEC_Y (1, 2), values per access to the output.
+// Grid: one block per chunk of a partial, 64 channels, 64 filters and partial, the first fastest, so that blocks which
+// share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
-// Dynamic shared memory: STAGES stages of dy, a ring of `held` stages of x and a repetition of its first, so that 16 points
-// and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
+// Dynamic shared memory: STAGES stages of dy, a ring of `held` stages of x and a repetition of its first, so that 16
+// points and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
 // FLOP: 2 * K * 9 * C * points; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
 // filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
@@ -119,7 +120,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
             announced = 0;
         } else {
             barrier_expect(barrier, STAGE_BYTES);
-            load_pixels(at.dy + ring.index * STAGE_BYTES, maps.dy, barrier, work.row, place.x, place.y, place.image, 0, 0);
+            const u32 to = at.dy + ring.index * STAGE_BYTES;
+            load_pixels(to, maps.dy, barrier, work.row, place.x, place.y, place.image, 0, 0);
             place.advance(p);
         }
         ring.advance();

@@ -4,8 +4,9 @@
 #pragma once
 #include "hopper.cuh"
 
-// Without clusters the hardware fills one group of multiprocessors (GPC) with blocks before it goes on to the next; clusters,
-// even of one block, it deals out over the groups. Blocks in a row share pixels, and are served faster within one group.
+// Without clusters the hardware fills one group of multiprocessors (GPC) with blocks before it goes on to the next;
+// clusters, even of one block, it deals out over the groups (seen on an H200). Blocks in a row share pixels, and are
+// served faster within one group.
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER)
 #else
@@ -34,8 +35,8 @@ DEVICE void put_quad(float* output, float4 quad, int row, int rows, int columns,
 }
 
 // Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's
-// accumulators, and writes it. write(i, j, quad): accumulators 4 * j to 4 * j + 3 of product i.
-// space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying warpgroups.
+// accumulators, and writes it. write(i, j, quad): accumulators 4 * j to 4 * j + 3 of product i. space: shared memory
+// for all sums of the block, which the copy engine has done with; THREADS: of the multiplying warpgroups.
 template <int THREADS, int BLOCKS, int N, class Write>
 DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, Write write) {
     constexpr int QUADS = N / 4;
