@@ -6,19 +6,21 @@ Small shapes at every edge of the families' limits; the definition is the float6
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from itertools import product
 
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper
+from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_walk, nvrtc
 from minidl.cuda.conv2d_family import family, forced
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.conv2d_walk import walks_of
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
+from minidl.shapes import ceil_div
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
@@ -176,6 +178,51 @@ def test_the_walk_of_the_copy_engine_meets_every_tap(case, backward):
                 if 0 <= at < walk.source:
                     found.add((at, tap, here) if backward else (here, tap, at))
         assert found == meetings
+
+
+@pytest.mark.parametrize(
+    ("stem", "name", "twin"),
+    [
+        ("conv2d_hopper", "Class", conv2d_hopper._CLASS),
+        ("conv2d_hopper", "Problem", conv2d_hopper._PROBLEM),
+        ("conv2d_halo", "Problem", conv2d_halo._PROBLEM),
+    ],
+)
+def test_structures_are_those_of_the_kernels(stem, name, twin):
+    text = re.sub(r"//[^\n]*", "", (nvrtc.FOLDER / f"{stem}.cu").read_text())
+    body = re.search(rf"struct {name} {{(.*?)}};", text, re.DOTALL)[1]
+    fields = re.findall(r"(\w+)(?=[,;\[])", re.sub(r"\[\d+\]", "", body))
+    assert tuple(fields) == twin.names
+
+
+SIZES = list(product((1, 3, 32, 256), (1, 7, 28, 56, 113), (8, 64, 200), (8, 64, 256, 2048), ((1, 1), (3, 1), (3, 2))))
+
+
+def test_blocks_share_out_all_tiles():
+    """As the kernels count: each tile has one block, no block is idle, and blocks of a group walk side by side."""
+    for tiles, share, group in product((1, 7, 132, 133, 400, 1000), (1, 2, 5), (1, 132, 264)):
+        turns = [
+            range(b // group * group * share + b % group, min((b // group + 1) * group * share, tiles), group)
+            for b in range(conv2d_walk.blocks(tiles, share, group))
+        ]
+        assert all(turns) and max(map(len, turns)) <= share
+        assert sorted(tile for turn in turns for tile in turn) == list(range(tiles))
+
+
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_chosen_tiles_apply_and_blocks_are_short(name):
+    device, chosen = BUILT_IN[name], set()
+    for images, size, channels, filters, (kernel, stride) in SIZES:
+        shape, pad = (images, size, size, channels), (kernel // 2,) * 2
+        conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride, stride), pad, (1, 1), 1)
+        for backward in (False, True):
+            tile, share = conv2d_hopper.choose(conv, backward, device)
+            assert tile in conv2d_hopper.candidates(conv, backward, device)
+            chosen.add(tile)
+            rounds = ceil_div(conv2d_hopper.work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+            length = conv2d_hopper.microseconds(conv, backward, tile, device)[0] / rounds * share
+            assert share == 1 or length <= 2 * conv2d_hopper.LONGEST
+    assert len(chosen) >= 6, "all but one have their uses"
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU

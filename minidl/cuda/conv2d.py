@@ -40,7 +40,6 @@ from minidl.cuda.conv2d_plan import (
     struct,
 )
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
 from minidl.cuda.widen import narrow, wide_channels, widen
@@ -268,11 +267,10 @@ def _gather_hopper(
     step = conv2d_hopper.images_at_once(conv)
     for i in range(0, conv.images, step):
         images = slice(i, min(i + step, conv.images))
-        arrays = w, source[images], output[images], None if add is None else add[images]
         part = conv._replace(images=images.stop - i)
+        arrays = w, source[images], output[images], None if add is None else add[images], bias
         for one in conv2d_hopper.plan(part, code, backward, pitches, add is not None, current_device()):
-            maps, options = TensorMaps(one.views, arrays), {"defines": one.defines, "shared": one.shared}
-            launch(one.stem, f"{one.stem}_kernel", one.grid, one.block, maps, bias, one.problem, **options)
+            conv2d_hopper.start(one, *arrays)
 
 
 def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:

@@ -1,14 +1,17 @@
-// Convolution without stride, forward and data gradient, on Hopper (sm_90a), for images that are wide enough: like
+// Convolution without stride, forward and data gradient, on Hopper (sm_90a), for few output channels and wide images: like
 // conv2d_hopper.cu, but the source pixels of a window of outputs, with the halo around them, are loaded once for all taps
 // and not once per tap. 16-bit types, one group.
 //
-//   forward (BACKWARD = 0):        y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n,p-ph+r*dh,q-pw+s*dw,c] w[k,r,s,c]
-//   data gradient (BACKWARD = 1):  dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,h+ph-r*dh,w+pw-s*dw,k] w[k,r,s,c]
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p - ph + r*dh, q - pw + s*dw, c] w[k,r,s,c]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n, h + ph - r*dh, w + pw - s*dw, k] w[k,r,s,c]
 //
 // One product of rows (output channels) x columns (the pixels of a window), summed over depth in the order of
-// conv2d_hopper.cu: chunks of 64 source channels, over the taps within a chunk. A window is 8 pixels wide and WINDOW high.
+// conv2d_hopper.cu: chunks of 64 source channels, over the taps within a chunk. A window is 8 pixels wide, WINDOW high.
 // In shared memory a patch, the window and its halo of 64 channels, has rows of 128 bytes, one for each pixel; so the
-// operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the patch apart.
+// operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the patch
+// apart: the swizzle goes by addresses, not by rows of an operand, and fits wherever one starts.
 //
 // All arrays are seen through tensor maps (conv2d_halo.py makes them):
 //   source       (C, W, H, N), tiled: 64 channels x patch
@@ -18,12 +21,12 @@
 // Macros: DTYPE (1, 2), BACKWARD, WINDOW; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
 // warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
-// Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline filled,
-// also across tiles.
+// Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
+// filled, also across tiles.
 // Dynamic shared memory: PATCHES * patch + STAGES * 8192 + 2 * SLABS * 4096 + 1024 bytes.
-// FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once per
-// 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
-#include "hopper.cuh"
+// FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
+// per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
+#include "conv2d_output.cuh"
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
 constexpr int WARPGROUPS = 2;
@@ -38,8 +41,8 @@ static_assert(WINDOW % SLAB_LINES == 0 && PATCHES % WINDOWS == 0, "whole slabs, 
 
 struct Maps { TensorMap filter, source, output, add; };
 
-// Output pixel (y, x), tap (a, b) is pixel (y + offset_h + a*delta_h, x + offset_w + b*delta_w) of the patch, whose first
-// pixel is (first_h, first_w) from the window's. A patch has lines of `line` pixels and `patch` bytes.
+// Output pixel (y, x), tap (a, b) is pixel (y + offset_h + a*delta_h, x + offset_w + b*delta_w) of the patch, whose
+// first pixel is (first_h, first_w) from the window's. A patch has lines of `line` pixels and takes `patch` bytes.
 struct Problem {
     int tiles, share, group, tiles_n;
     int windows, down, across;  // all of them; along the height and the width of an image
@@ -176,105 +179,59 @@ struct Input {
     }
 };
 
-// What is done to the 16 channels x 16 pixels of a warp between sum and store. d: accumulators of two lines of 8 pixels;
-// place: where the lane's row of the four 8x8 matrices is, in a slab that holds the addend if there is any.
-DEVICE void finish(float (&d)[8], u32 (&words)[4], u32 place, const float (&bias)[2], bool added) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) d[i] += bias[i / 2 % 2];
-    if (added) {
-        load_matrices<true>(words, place);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            Raw<T, 2> raw;
-            raw.pairs[0] = words[i];
-            float other[2];
-            unpack(raw, other);
-            d[2 * i] += other[0], d[2 * i + 1] += other[1];
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
-}
-
-// The output of a warpgroup leaves in slabs of 32 pixels x 64 channels, each through one of SLABS buffers.
-struct Output {
-    static constexpr int COUNT = WINDOW / SLAB_LINES;
-    static constexpr int AHEAD = SLABS > 1;  // addends are fetched while the slab before them is worked on
+// Where a warpgroup's slabs of 32 pixels x 64 channels lie.
+struct Place {
+    static constexpr int COUNT = WINDOW / SLAB_LINES, BYTES = SLAB_BYTES;
 
     const Layout& at;
     const Maps& maps;
     const Problem& p;
-    const float* bias;
     int warpgroup;
-    Ring<SLABS> next, fetched;  // the buffer of the next slab, and of the next addend
 
-    __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
-    __device__ __forceinline__ int window(const Tile& tile) const { return tile.window + warpgroup; }
+    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
+    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
 
-    // One thread: fetches the addend of slab s as soon as its buffer is free.
-    __device__ __forceinline__ void fetch(const Tile& tile, int s) {
-        const Window from(p, window(tile));
-        const u32 barrier = at.added(warpgroup, fetched.index);
-        await_stores_read<0>();
-        barrier_expect(barrier, SLAB_BYTES);
-        load_box(at.slab(warpgroup, fetched.index), maps.add, barrier, tile.column, from.x, from.y + s * SLAB_LINES,
-                 from.image);
-        fetched.advance();
+    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
+        const Window from(p, tile.window + warpgroup);
+        load_box(to, maps.add, barrier, tile.column, from.x, from.y + s * SLAB_LINES, from.image);
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (window(tile) < p.windows && tile.column < p.columns) {
-            const Window to(p, window(tile));
-            store_box(maps.output, from, tile.column, to.x, to.y + s * SLAB_LINES, to.image);
-        }
-        commit_stores();
-    }
-
-    // Before the sum of a tile is known.
-    __device__ __forceinline__ void prepare(const Tile& tile) {
-        if (p.added && speaks()) fetch(tile, 0);
-    }
-
-    __device__ __forceinline__ void write(const Tile& tile, Sum& sum) {
-        // Lane i holds the address of row i % 8, a pixel, of matrix i / 8: lower and upper 8 channels, then the next line.
-        const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-        const int offset = (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-        const int channel = tile.column + 16 * warp + lane / 4;
-        float shift[2] = {0, 0};
-        if (bias) {
-            if (channel < p.columns) shift[0] = bias[channel];
-            if (channel + 8 < p.columns) shift[1] = bias[channel + 8];
-        }
-#pragma unroll
-        for (int s = 0; s < COUNT; ++s) {
-            const u32 slab = at.slab(warpgroup, next.index);
-            if (p.added) {
-                if (speaks() && s + AHEAD < COUNT && s + AHEAD > 0) fetch(tile, s + AHEAD);
-                barrier_wait(at.added(warpgroup, next.index), next.parity);
-            } else {
-                if (speaks()) await_stores_read<SLABS - 1>();
-                warpgroup_sync(1 + warpgroup);
-            }
-#pragma unroll
-            for (int j = 0; j < SLAB_LINES; j += 2) {
-                float d[8];
-                u32 words[4];
-#pragma unroll
-                for (int e = 0; e < 8; ++e) d[e] = sum[(s * SLAB_LINES + j) * 4 + e];
-                const u32 place = slab + j * WIDTH * 128 + offset;
-                finish(d, words, place, shift, p.added);
-                store_matrices<true>(place, words);
-            }
-            fence_for_engine();
-            warpgroup_sync(1 + warpgroup);
-            if (speaks()) store(tile, s, slab);
-            next.advance();
-        }
+        if (tile.window + warpgroup >= p.windows) return;
+        const Window to(p, tile.window + warpgroup);
+        store_box(maps.output, from, tile.column, to.x, to.y + s * SLAB_LINES, to.image);
     }
 };
 
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
+    // Lane i holds the address of row i % 8, a pixel, of matrix i / 8: lower and upper 8 channels, then the next line.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int offset = (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+    float shift[2] = {0, 0};
+    if (bias) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int channel = tile.column + 16 * warp + 8 * i + lane / 4;
+            if (channel < output.place.p.columns) shift[i] = bias[channel];
+        }
+    }
+#pragma unroll
+    for (int s = 0; s < Place::COUNT; ++s) {
+        const u32 slab = output.open(tile, s);
+#pragma unroll
+        for (int j = 0; j < SLAB_LINES; j += 2) {
+            float d[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) d[e] = sum[(s * SLAB_LINES + j) * 4 + e] + shift[e / 2 % 2];
+            finish<true>(d, slab + j * WIDTH * 128 + offset, output.added());
+        }
+        output.close(tile, s);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, const __grid_constant__ Problem p) {
+conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+                   const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared), p.patch};
     if (threadIdx.x == 0) {
@@ -296,14 +253,14 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     } else {
         take_registers<232>();
         Input input(at, p, warpgroup);
-        Output output{at, maps, p, bias, warpgroup};
+        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             Sum sum;
             output.prepare(tile);
             input.accumulate(sum);
-            output.write(tile, sum);
+            write(output, tile, sum, bias);
         }
-        if (output.speaks()) await_stores_read<0>();
+        output.drain();
     }
 }

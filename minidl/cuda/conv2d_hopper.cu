@@ -1,9 +1,11 @@
 // Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
 // gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
 //
-//   forward (BACKWARD = 0):        y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n,p*sh-ph+r*dh,q*sw-pw+s*dw,c] w[k,r,s,c]
-//   data gradient (BACKWARD = 1):  dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
-//                                  over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
+//                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
 //
 // One product of rows (output pixels) x columns (output channels), summed over depth: chunks of 64 source channels, over
 // the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes of output
@@ -12,18 +14,19 @@
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
 //   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
 //   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
-//   output, add  (columns, pixels), tiled; SPREAD: (columns, W, H, N) of the class's pixels, im2col; 64 channels x 64 pixels
+//   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
 //
-// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS,
-// output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
-// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks of
-// a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted first,
-// so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
-// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across tiles.
+// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
+// of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
+// first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
+// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
+// tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
-// FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and tap
-// as far as the L2 cache does not keep it.
-#include "hopper.cuh"
+// FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
+// tap as far as the L2 cache does not keep it.
+#include "conv2d_output.cuh"
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
 constexpr int WARPGROUPS = 2;
@@ -172,116 +175,78 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-// What is done to the 16 rows x 16 columns of a warp between sum and store. d: accumulators of two blocks of 8 columns from
-// `column` on; place: where the lane's row of the four 8x8 matrices is, in a slab that holds the addend if there is any.
-DEVICE void finish(float (&d)[8], u32 (&words)[4], u32 place, const float* bias, int column, const Problem& p) {
-    if (bias) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int at = column + 8 * j + threadIdx.x % 4 * 2;
-            if (at < p.columns) {
-                const float2 shift = *reinterpret_cast<const float2*>(bias + at);
-                d[4 * j] += shift.x, d[4 * j + 1] += shift.y, d[4 * j + 2] += shift.x, d[4 * j + 3] += shift.y;
-            }
-        }
-    }
-    if (p.added) {
-        load_matrices(words, place);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            Raw<T, 2> raw;
-            raw.pairs[0] = words[i];
-            float other[2];
-            unpack(raw, other);
-            d[2 * i] += other[0], d[2 * i + 1] += other[1];
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
-}
-
-// The output of a warpgroup leaves in slabs of 64 x 64, each through one of SLABS buffers.
-struct Output {
-    static constexpr int PER_BLOCK = TILE_N / SLAB_COLUMNS, COUNT = BLOCKS * PER_BLOCK;
-    static constexpr int AHEAD = SLABS > 1;  // addends are fetched while the slab before them is worked on
+// Where a warpgroup's slabs of 64 x 64 lie.
+struct Place {
+    static constexpr int PER_BLOCK = TILE_N / SLAB_COLUMNS, COUNT = BLOCKS * PER_BLOCK, BYTES = SLAB_BYTES;
 
     const Layout& at;
     const Maps& maps;
     const Problem& p;
-    const float* bias;
     int warpgroup;
-    Ring<SLABS> next, fetched;  // the buffer of the next slab, and of the next addend
 
-    __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
+    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
+    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
+    __device__ __forceinline__ int row(const Tile& tile, int s) const {
+        return tile.row + warpgroup * ROWS + s / PER_BLOCK * 64;
+    }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s % PER_BLOCK * 64; }
 
-    // One thread: fetches the addend of slab s as soon as its buffer is free.
-    __device__ __forceinline__ void fetch(const Tile& tile, int s) {
-        const u32 to = at.slab(warpgroup, fetched.index), barrier = at.added(warpgroup, fetched.index);
+    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
         const TensorMap& add = maps.add[tile.index];
-        const int row = tile.row + warpgroup * ROWS + s / PER_BLOCK * 64, column = tile.column + s % PER_BLOCK * 64;
-        await_stores_read<0>();
-        barrier_expect(barrier, SLAB_BYTES);
         if constexpr (SPREAD) {
-            const Pixel from(p.classes[tile.index], row);
-            load_pixels(to, add, barrier, column, from.x, from.y, from.image, 0, 0);
+            const Pixel from(p.classes[tile.index], row(tile, s));
+            load_pixels(to, add, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
         } else {
-            load_box(to, add, barrier, column, row);
+            load_box(to, add, barrier, column(tile, s), row(tile, s));
         }
-        fetched.advance();
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
+        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
         const TensorMap& output = maps.output[tile.index];
-        const int row = tile.row + warpgroup * ROWS + s / PER_BLOCK * 64, column = tile.column + s % PER_BLOCK * 64;
-        if (row < p.classes[tile.index].rows && column < p.columns) {
-            if constexpr (SPREAD) {
-                const Pixel to(p.classes[tile.index], row);
-                store_pixels(output, from, column, to.x, to.y, to.image);
-            } else {
-                store_box(output, from, column, row);
-            }
-        }
-        commit_stores();
-    }
-
-    // Before the sum of a tile is known.
-    __device__ __forceinline__ void prepare(const Tile& tile) {
-        if (p.added && speaks()) fetch(tile, 0);
-    }
-
-    __device__ __forceinline__ void write(const Tile& tile, Sum& sum) {
-        // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
-#pragma unroll
-        for (int s = 0; s < COUNT; ++s) {
-            const u32 slab = at.slab(warpgroup, next.index);
-            if (p.added) {
-                if (speaks() && s + AHEAD < COUNT && s + AHEAD > 0) fetch(tile, s + AHEAD);
-                barrier_wait(at.added(warpgroup, next.index), next.parity);
-            } else {
-                if (speaks()) await_stores_read<SLABS - 1>();
-                warpgroup_sync(1 + warpgroup);
-            }
-#pragma unroll
-            for (int j = 0; j < SLAB_COLUMNS; j += 16) {
-                float d[8];
-                u32 words[4];
-#pragma unroll
-                for (int e = 0; e < 8; ++e) d[e] = sum[s / PER_BLOCK][(s % PER_BLOCK * SLAB_COLUMNS + j) / 2 + e];
-                const u32 place = slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16;
-                finish(d, words, place, bias, tile.column + s % PER_BLOCK * SLAB_COLUMNS + j, p);
-                store_matrices(place, words);
-            }
-            fence_for_engine();
-            warpgroup_sync(1 + warpgroup);
-            if (speaks()) store(tile, s, slab);
-            next.advance();
+        if constexpr (SPREAD) {
+            const Pixel to(p.classes[tile.index], row(tile, s));
+            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
+        } else {
+            store_box(output, from, column(tile, s), row(tile, s));
         }
     }
 };
 
+// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
+DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int at = column + 8 * j + threadIdx.x % 4 * 2;
+        if (at < columns) {
+            const float2 shift = *reinterpret_cast<const float2*>(bias + at);
+            d[4 * j] += shift.x, d[4 * j + 1] += shift.y, d[4 * j + 2] += shift.x, d[4 * j + 3] += shift.y;
+        }
+    }
+}
+
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
+    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+#pragma unroll
+    for (int s = 0; s < Place::COUNT; ++s) {
+        const u32 slab = output.open(tile, s);
+        const int first = s % Place::PER_BLOCK * SLAB_COLUMNS;
+#pragma unroll
+        for (int j = 0; j < SLAB_COLUMNS; j += 16) {
+            float d[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) d[e] = sum[s / Place::PER_BLOCK][(first + j) / 2 + e];
+            if (bias) add_bias(d, bias, tile.column + first + j, output.place.p.columns);
+            finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
+        }
+        output.close(tile, s);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, const __grid_constant__ Problem p) {
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+                     const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
@@ -301,7 +266,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     } else {
         if constexpr (SHIFT) take_registers<232>();
         Ring<STAGES> ring;
-        Output output{at, maps, p, bias, warpgroup};
+        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         const int chunks = ceil_div(p.depth, DEPTH);
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
@@ -309,8 +274,8 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             Sum sum;
             output.prepare(tile);
             accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
-            output.write(tile, sum);
+            write(output, tile, sum, bias);
         }
-        if (output.speaks()) await_stores_read<0>();
+        output.drain();
     }
 }

@@ -1,7 +1,8 @@
-"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types; the kernel is in conv2d_hopper.cu.
+"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types.
 
-Everything here is worked out from sizes and the device record: `applies` says in one place which convolutions the
-family takes, `plan` what is launched for them.
+Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
+sizes and the device record: `applies` says in one place which convolutions the family takes, `choose` with which tile,
+`plan` what is launched for them.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from minidl.cuda.conv2d_walk import (
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.hopper import View, Views
+from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, rows
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["TILES", "HopperTile", "aligned", "applies", "candidates", "choose", "images_at_once", "plan"]
+__all__ = ["TILES", "HopperTile", "aligned", "applies", "candidates", "choose", "images_at_once", "plan", "start"]
 
 ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
@@ -205,6 +207,15 @@ def plan(
         grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
         launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines | tile.defines, shared))
     return launches
+
+
+def start(planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None) -> None:
+    """Start a planned launch on `aligned` arrays."""
+    maps, options = TensorMaps(planned.views, (w, source, output, add)), {"defines": planned.defines}
+    name = f"{planned.stem}_kernel"
+    launch(
+        planned.stem, name, planned.grid, planned.block, maps, bias, planned.problem, **options, shared=planned.shared
+    )
 
 
 def _spread(walks: list[tuple[Walk, Walk]]) -> bool:

@@ -105,10 +105,12 @@ def blocks(tiles: int, share: int, group: int) -> int:
 
 
 def depth_of(conv: Convolution, backward: bool) -> int:
+    """Channels of the source, which are summed over."""
     return conv.out_channels if backward else conv.channels
 
 
 def columns_of(conv: Convolution, backward: bool) -> int:
+    """Channels of the output."""
     return conv.channels if backward else conv.out_channels
 
 
