@@ -40,6 +40,7 @@ from minidl.cuda.conv2d_plan import (
     struct,
 )
 from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
 from minidl.cuda.widen import narrow, wide_channels, widen
