@@ -216,7 +216,9 @@ def _nchw(tensor: Any) -> Any:
     return tensor.permute(0, 3, 1, 2)
 
 
-def _measure(layer: Layer, name: str, bandwidth: float, cache: int, samples: int) -> list[dict[str, Any]]:
+def _measure(
+    layer: Layer, name: str, passes: list[str], bandwidth: float, cache: int, samples: int
+) -> list[dict[str, Any]]:
     import cupy
 
     from minidl.bench.torch_calls import time_calls
@@ -225,7 +227,7 @@ def _measure(layer: Layer, name: str, bandwidth: float, cache: int, samples: int
     sets = min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
     arrays = _Arrays(layer, precision, sets)
     rows = []
-    for which in PASSES:
+    for which in passes:
         if which == "backward_data" and layer.channels == 3:
             continue  # no network asks for the gradient of its images
         ours, peer = arrays.ours(which), arrays.peer(which)
@@ -279,6 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16"])
     parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=list(PASSES))
     parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
     parser.add_argument("--json", metavar="PATH", help="write the result file here")
     options = parser.parse_args()
@@ -290,7 +293,7 @@ def main() -> None:
         torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
         for network in options.network:
             for layer in NETWORKS[network]():
-                rows += _measure(layer, name, bandwidth, machine["l2_bytes"], options.samples)
+                rows += _measure(layer, name, options.passes, bandwidth, machine["l2_bytes"], options.samples)
     rows.sort(key=_lost, reverse=True)
     columns = ["layer and pass", "type", "ms", "spread", "TFLOP/s", "floor ms", "cudnn ms", "speed", "count", "lost ms"]
     show("convolutions, worst first", columns, map(_cells, rows))

@@ -1,4 +1,4 @@
-"""Convolution and its two gradients on the GPU; the kernels are in conv2d.cu, conv2d_weight.cu and depthwise.cu.
+"""Convolution and its two gradients on the GPU; the kernels are in conv2d.cu, conv2d_weight*.cu and depthwise.cu.
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import conv2d_hopper, conv2d_textbook, depthwise
+from minidl.cuda import conv2d_hopper, conv2d_textbook, conv2d_weight_hopper, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_family import forced, textbook
@@ -40,6 +40,7 @@ from minidl.cuda.conv2d_plan import (
     struct,
 )
 from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
 from minidl.cuda.widen import narrow, wide_channels, widen
@@ -157,6 +158,8 @@ def conv2d_backward_weight(
         conv2d_backward_weight(dy, x, **options, out=gradient)
         narrow(gradient, out, accumulate)
         return
+    if not conv.depthwise and _hopper_weight(who, conv, code, dy, x, out, accumulate):
+        return
     dy, x = as_rows(dy), as_rows(x)
     pitches, vectors = (rows(x)[2], rows(dy)[2]), (vector_width(x), vector_width(dy))
     if conv.depthwise:
@@ -183,6 +186,32 @@ def _textbook(conv: Convolution, x: Any, w: Any, bias: Any, y: Any) -> None:
         raise ValueError(f"conv2d: the {name} family does not apply to {conv} of {x.dtype}")
     if y.size:
         _start(planned, x, contiguous(w), bias, y)
+
+
+def _weight_family(who: str, conv: Convolution, code: int) -> str:
+    """The forced family, or the first that applies and pays."""
+    applies = conv2d_weight_hopper.applies(conv, code, current_device())
+    family = forced() or ("hopper" if applies and conv2d_weight_hopper.pays(conv) else "generic")
+    if not {"hopper": applies, "generic": True}.get(family):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", family)
+    return family
+
+
+def _hopper_weight(who: str, conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> bool:
+    """The weight gradient by conv2d_weight_hopper.cu; False, and nothing done, where another family has to do it."""
+    if _weight_family(who, conv, code) != "hopper":
+        return False
+    dy, x = conv2d_hopper.aligned(as_rows(dy)), conv2d_hopper.aligned(as_rows(x))
+    vec_y = gcd(address(out) // out.itemsize, 2)
+    planned = conv2d_weight_hopper.plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate)
+    partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
+    launch(
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        TensorMaps(planned.views, (dy, x)), partials, planned.problem, defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+    if planned.parts > 1:
+        sum_partials(partials, planned.parts, out, accumulate)
+    return True
 
 
 def _wide_channels(conv: Convolution, itemsize: int) -> int:

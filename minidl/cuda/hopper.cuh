@@ -201,10 +201,11 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #define WGMMA_32_63                                                                                              \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_64_111                                                                                              \
-    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, "  \
-    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, "  \
-    "%105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_64_95                                                                                              \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_96_111                                                                                                \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define WGMMA_112_127                                                                                        \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WGMMA_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -226,15 +227,22 @@ DEVICE void multiply(float (&d)[64], u64 a, u64 b, int keep) {
 }
 
 template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[96], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[112], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("224", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_111, "112", "113", "114", "115", "116")
+    asm volatile(WGMMA("224", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111, "112", "113", "114", "115", "116")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96)
                  : WGMMA_INPUTS);
 }
 
 template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_111 ", " WGMMA_112_127, "128", "129", "130",
+    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127, "128", "129", "130",
                        "131", "132")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
                    WGMMA_16(112)
@@ -245,8 +253,44 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
 #undef WGMMA_TYPES
 #undef WGMMA_0_31
 #undef WGMMA_32_63
-#undef WGMMA_64_111
+#undef WGMMA_64_95
+#undef WGMMA_96_111
 #undef WGMMA_112_127
 #undef WGMMA_4
 #undef WGMMA_16
 #undef WGMMA_INPUTS
+
+// ---- clusters: blocks that run together and read each other's shared memory
+
+DEVICE int cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+
+// All threads of the cluster that have not exited; what they wrote to shared memory before is seen by all after.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What another block has at the same address.
+DEVICE float4 load_from_block(u32 address, int rank) {
+    float4 value;
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n"
+        " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return value;
+}
+
+DEVICE void store_shared(u32 address, float4 value) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
+                 "f"(value.w)
+                 : "memory");
+}
+
+// A barrier of several warpgroups.
+template <int THREADS>
+DEVICE void warpgroups_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }
