@@ -1,8 +1,10 @@
-"""Convolution and its two gradients on the GPU; the kernels are in conv2d.cu, conv2d_weight.cu and depthwise.cu.
+"""Convolution and its two gradients on the GPU; the kernels are in conv2d.cu, conv2d_weight.cu, depthwise.cu
+and, for few input channels, conv2d_stem.cu (see conv2d_family.py for which runs when).
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
-without it they are exact float32 multiply-adds. Every result has the same bits on every run and every device.
+without it they are exact float32 multiply-adds. Every result has the same bits on every run, and on every device that
+runs the same family of kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import depthwise
+from minidl.cuda import conv2d_stem, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_plan import (
@@ -82,6 +84,11 @@ def conv2d(
     """
     conv = convolution("conv2d", x.shape, w.shape, stride, padding, dilation, groups)
     y = empty(conv.y_shape, x.dtype)
+    if conv2d_stem.chosen(conv, x.dtype):
+        _check_types("conv2d", x, w, "w", tf32)
+        _check_bias("conv2d", bias, w.shape[0])
+        conv2d_stem.forward(conv, x, w, bias, y)
+        return y
     wide = _wide_channels(conv, x.itemsize)
     if wide > conv.channels:
         x, w, conv = widen(x, wide), widen(w, wide), conv._replace(channels=wide)
@@ -143,6 +150,9 @@ def conv2d_backward_weight(
     if conv.images == 0:
         sum_partials(None, 0, out, accumulate)
         return
+    if conv2d_stem.chosen(conv, x.dtype):
+        conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
+        return
     wide = _wide_channels(conv, x.itemsize)
     if wide > conv.channels:
         gradient, x = empty((*out.shape[:-1], wide), float32), widen(x, wide)
@@ -180,6 +190,11 @@ def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> in
     return code
 
 
+def _check_bias(who: str, bias: Any, channels: int) -> None:
+    if bias is not None and (bias.dtype != float32 or bias.shape != (channels,)):
+        raise checks.bad_shape(who, "bias", f"({channels},) in float32", bias.shape)
+
+
 def _start(planned: Launched, *arrays: Any) -> None:
     stem, name, grid, block, problem, defines, shared = planned
     launch(stem, name, grid, block, *arrays, problem, defines=defines, shared=shared)
@@ -191,8 +206,7 @@ def _gather(
     """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``."""
     code = _check_types(who, source, w, "w", tf32)
     channels = output.shape[-1]
-    if bias is not None and (bias.dtype != float32 or bias.shape != (channels,)):
-        raise checks.bad_shape(who, "bias", f"({channels},) in float32", bias.shape)
+    _check_bias(who, bias, channels)
     if add is not None and (add.dtype != output.dtype or add.shape != output.shape):
         raise checks.bad_shape(who, "add", f"{output.shape} in {output.dtype}", add.shape)
     if output.size == 0:
