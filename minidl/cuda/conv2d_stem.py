@@ -37,6 +37,7 @@ WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
 WEIGHT_BLOCKS = 528  # two rounds of two blocks on each of 132 multiprocessors
+SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 
 _FORWARD = struct(
@@ -223,8 +224,8 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
         _FORWARD, **tile.sizes, columns=conv.out_channels, strips=strips, strip_tiles=strip, tiles_n=tiles_n
     )
     defines = tile.defines(code, vectors[0]) | {
-        "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident), "FRAGMENTS": 1 if resident else min(4, fragments), "BLOCKS": blocks,
-        "VEC_Y": vectors[1],
+        "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
+        "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
     }  # fmt: skip
     return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
 
