@@ -102,36 +102,38 @@ def test_a_forced_family_refuses_what_it_cannot_do(case):
     assert not conv2d_stem.chosen(_conv(case), bfloat16)
 
 
-def _geometry(defines):
-    """(values of a window, of a step, values of a row, rows): as stem.cuh works them out."""
+def _length(defines):
+    """Values of a row in shared memory, as stem.cuh works them out."""
     window, step = defines["KERNEL_W"] * defines["CHANNELS"], defines["STRIDE_W"] * defines["CHANNELS"]
     lead = 0 if "TILE_M" in defines else max(step % 2, defines["LEAD"])
-    groups = -(-(window + lead) // 8)
-    length = -(-(7 + (defines["TILE_Q"] - 1) * step + groups * 8) // 8) * 8
-    return window, step, length, (defines["TILE_P"] - 1) * defines["STRIDE_H"] + defines["KERNEL_H"]
+    return -(-(7 + (defines["TILE_Q"] - 1) * step + -(-(window + lead) // 8) * 8) // 8) * 8
 
 
 @DEVICES
 @cases(PLANNED)
-def test_tiles_cover_the_output_and_their_rows_hold_every_window(case, device):
+def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
     conv = _conv(case)
-    plans = (
-        conv2d_stem.plan_forward(conv, 1, (1, 1), device),
-        conv2d_stem.plan_weight(conv, 1, conv.out_channels, (1, 1), device),
-    )
-    for plan in plans:
+    forward = conv2d_stem.plan_forward(conv, 1, (1, 1), device)
+    weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (1, 1), device)
+    for plan in (forward, weight):
         problem, defines = plan.problem[0], plan.defines
-        _, step, length, rows = _geometry(defines)
         assert problem["segments"] * defines["TILE_Q"] >= conv.out_width
         assert problem["first"] % 8 == 0 and 0 <= problem["shift"] < 8
         assert problem["first"] + problem["shift"] == -conv.padding[1] * conv.channels
-        assert defines["TILE_Q"] * step % 8 == 0, "rows of every segment start at a multiple of eight, too"
-        assert plan.shared >= 2 * length * rows * 2 and plan.shared <= conv2d_stem.SHARED
-    forward, weight = (plan.problem[0] for plan in plans)
-    assert forward["strips"] * forward["strip_tiles"] * plans[0].defines["TILE_P"] >= conv.out_height
-    assert weight["tiles"] == conv.images * weight["segments"] * weight["tiles_p"]
-    assert plans[1].size * weight["chunk"] >= weight["tiles"] > (plans[1].size - 1) * weight["chunk"]
-    assert plans[1].defines["STAGES"] - 1 <= plans[1].defines["TILE_P"], "rows of x must arrive before their tile"
+        step = defines["TILE_Q"] * defines["STRIDE_W"] * defines["CHANNELS"]
+        assert step % 8 == 0, "rows of every segment start at a multiple of eight, too"
+        assert plan.shared + 1024 <= device.shared_per_block
+    problem, defines = forward.problem[0], forward.defines
+    rows = (defines["TILE_P"] - 1) * conv.stride[0] + conv.kernel[0]
+    assert problem["strips"] * problem["strip_tiles"] * defines["TILE_P"] >= conv.out_height
+    assert forward.shared >= 2 * rows * _length(defines) * 2
+    problem, defines = weight.problem[0], weight.defines
+    assert problem["strips_p"] * problem["strip_rows"] >= conv.out_height
+    assert problem["strips"] == conv.images * problem["segments"] * problem["strips_p"]
+    assert weight.size * problem["chunk"] >= problem["strips"] > (weight.size - 1) * problem["chunk"]
+    new = min(conv.stride[0], conv.kernel[0])
+    stage = defines["TILE_Q"] * defines["TILE_M"] + new * _length(defines)
+    assert weight.shared >= defines["STAGES"] * stage * 2 + (conv.kernel[0] + new) * _length(defines) * 4
 
 
 @cases(PLANNED)

@@ -21,7 +21,7 @@
 // Columns are dealt out to fragments such that a thread's sums are eight neighbouring channels: it writes 16 bytes, and
 // four threads 64, without a detour over shared memory.
 //
-// Macros: those of stem.cuh; TILE_N, the columns of a block, 32 or 64; LEAD: 1 when windows start at odd values;
+// Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64; LEAD: 1 when windows start at odd values;
 // RESIDENT: 1 when the filter stays in registers, else it lies in shared memory and FRAGMENTS fragments of pixels share
 // each of its loads; BLOCKS per multiprocessor that the registers must leave room for; VEC_Y, channels per store.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
@@ -47,6 +47,7 @@ constexpr int GROUPS = KERNEL_H * GROUPS_W;
 constexpr int STEPS = (GROUPS + 1) / 2;  // products of depth 16; the last may have depth 8
 constexpr int COLUMNS = TILE_N / 8;      // fragments of columns
 constexpr int LENGTH = row_length(GROUPS_W);
+constexpr int ROWS = (TILE_P - 1) * STRIDE_H + KERNEL_H;
 constexpr int ROW_PIXELS = 16 * KINDS;                 // between two fragments of a kind
 constexpr int ROW_FRAGMENTS = TILE_Q / ROW_PIXELS;     // of a kind, in a row of a tile
 constexpr int TILE_FRAGMENTS = TILE_P * ROW_FRAGMENTS;
@@ -141,28 +142,70 @@ DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, cons
     }
 }
 
-// This thread's eight channels, of each 32 columns, of one pixel.
-DEVICE void write_pixel(T* output, const float (&sum)[COLUMNS][4], int half, const float* bias, bool biased,
-                        int columns) {
+DEVICE void store_vector(T* to, const u32 (&v)[4]) {
+    // Left to itself, the compiler cuts some of these stores into words.
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// One row of the output from this block's first channel.
+struct OutputRow {
+    T* to;
+    int pixels, pitch, columns;  // columns: from the block's first to the last
+
+    // Row `half` of this thread's sums, the pixel q: eight channels of each 32. `bias`: of the block's channels, or null.
+    __device__ __forceinline__ void write(const float (&sum)[COLUMNS][4], int half, int q, const float* bias) const {
+        constexpr int PARTS = COLUMNS / 4;
+        const int first = threadIdx.x % 4 * 8;
+        u32 part[PARTS][4];
 #pragma unroll
-    for (int part = 0; part < COLUMNS / 4; ++part) {
-        const int first = part * 32 + threadIdx.x % 4 * 8;
-        float value[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) value[e] = sum[part * 4 + e / 2][2 * half + e % 2];
-        if (biased) {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) value[e] += bias[first + e];
+        for (int j = 0; j < COLUMNS; ++j) {
+            float low = sum[j][2 * half], high = sum[j][2 * half + 1];
+            if (bias) {
+                const float* shift = bias + first + j / 4 * 32 + j % 4 * 2;
+                low += shift[0], high += shift[1];
+            }
+            part[j / 4][j % 4] = Rounding<T>::round_pair(low, high);
         }
+        if constexpr (VEC_Y == 8 && PARTS == 2) {
+            // Neighbouring pixels' threads swap a part, so that a store of the warp is made of whole lines.
+            const bool odd = threadIdx.x / 4 % 2;
+            u32 even_pixel[4], odd_pixel[4];
 #pragma unroll
-        for (int e = 0; e < 8; e += VEC_Y) {
-            float piece[VEC_Y];
+            for (int i = 0; i < 4; ++i) {
+                const u32 other = __shfl_xor_sync(0xffffffffu, odd ? part[0][i] : part[1][i], 4);
+                even_pixel[i] = odd ? other : part[0][i];
+                odd_pixel[i] = odd ? part[1][i] : other;
+            }
+            const int pixel = odd ? q - KINDS : q, channel = first + (odd ? 32 : 0);
+            if (channel >= columns) return;
+            if (pixel < pixels) store_vector(to + i64(pixel) * pitch + channel, even_pixel);
+            if (pixel + KINDS < pixels) store_vector(to + i64(pixel + KINDS) * pitch + channel, odd_pixel);
+        } else if (q < pixels) {
+            T* pixel = to + i64(q) * pitch + first;
 #pragma unroll
-            for (int i = 0; i < VEC_Y; ++i) piece[i] = value[e + i];
-            if (first + e < columns) store<T, VEC_Y>(output + first + e, piece);
+            for (int i = 0; i < PARTS; ++i) write_part(pixel + i * 32, part[i], columns - first - i * 32);
         }
     }
-}
+
+    // Eight channels, of which the first `left` exist.
+    static __device__ __forceinline__ void write_part(T* to, const u32 (&part)[4], int left) {
+        if constexpr (VEC_Y == 8) {
+            if (left > 0) store_vector(to, part);
+        } else {
+            Raw<T, 8> all;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) all.pairs[i] = part[i];
+#pragma unroll
+            for (int e = 0; e < 8; e += VEC_Y) {
+                Raw<T, VEC_Y> piece;
+#pragma unroll
+                for (int i = 0; i < VEC_Y; ++i) piece.items[i] = all.items[e + i];
+                if (e < left) store_raw(to + e, piece);
+            }
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, const float* __restrict__ bias,
@@ -185,7 +228,7 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
     const Image rows{p.height, p.values};
     const T* from = x + image * p.height * p.values;
     const auto copy = [&](int tile) {
-        rows.copy<LENGTH>(shared_address(shared) + tile % 2 * BUFFER, from,
+        rows.copy<ROWS, LENGTH>(shared_address(shared) + tile % 2 * BUFFER, from,
                           (first_p + tile * TILE_P) * STRIDE_H - p.padding_h, first_q * STEP + p.first);
         commit_copies();
     };
@@ -197,8 +240,10 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
             copy_async<16>(shared_address(filter + i), packed + i, true);
     }
     copy(0);
-    for (int i = threadIdx.x; i < TILE_N; i += THREADS)
-        shifts[i] = bias && first_column + i < p.columns ? bias[first_column + i] : 0.0f;
+    if (threadIdx.x < TILE_N && bias) {
+        const int column = first_column + threadIdx.x;
+        shifts[threadIdx.x] = column < p.columns ? bias[column] : 0.0f;
+    }
 
     const int kind = SPLIT ? warp % 2 : 0;
     const int shift = p.shift + kind * STEP, lead = shift % 2;
@@ -239,13 +284,13 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                 const int index = fragment + i * TEAM;
                 const int row = tile_p + index / ROW_FRAGMENTS;
                 if (index >= TILE_FRAGMENTS || row >= p.out_height) break;
+                const OutputRow to{
+                    output + (image * p.out_height + row) * p.out_width * p.columns + first_column, p.out_width,
+                    p.columns, p.columns - first_column};
+                const int q = first_q + index % ROW_FRAGMENTS * ROW_PIXELS + lane / 4 * KINDS + kind;
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int q = first_q + index % ROW_FRAGMENTS * ROW_PIXELS + (lane / 4 + 8 * half) * KINDS + kind;
-                    if (q >= p.out_width) continue;
-                    T* pixel = output + ((image * p.out_height + row) * p.out_width + q) * p.columns + first_column;
-                    write_pixel(pixel, sum[i], half, shifts, bias != nullptr, p.columns - first_column);
-                }
+                for (int half = 0; half < 2; ++half)
+                    to.write(sum[i], half, q + half * 8 * KINDS, bias ? shifts : nullptr);
             }
         }
     }

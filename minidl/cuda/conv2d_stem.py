@@ -36,7 +36,8 @@ GROUP = 8  # values of a filter's row that a fragment takes at a time
 WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
-WEIGHT_BLOCKS = 528  # two rounds of two blocks on each of 132 multiprocessors
+STAGES = 3  # of rows under way
+ROUNDS = 2 * 132  # of a weight gradient's blocks: constants, so that sums are cut alike on every device
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 
@@ -45,8 +46,9 @@ _FORWARD = struct(
     "height values out_height out_width columns padding_h first shift strips strip_tiles segments tiles_n",
 )
 _WEIGHT = struct(
-    "dy_pitch tiles chunk",
-    "height values out_height out_width rows padding_h first shift tiles_p segments tiles_m tiles_n",
+    "dy_pitch",
+    "strips chunk height values out_height out_width rows padding_h first shift strips_p strip_rows segments tiles_m "
+    "tiles_n",
 )
 
 
@@ -179,16 +181,17 @@ class _Geometry(NamedTuple):
         conv = self.conv
         return {
             "DTYPE": code, "CHANNELS": conv.channels, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1],
-            "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1], "TILE_P": self.rows, "TILE_Q": self.columns,
-            "VEC_X": vector,
+            "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1], "TILE_Q": self.columns, "VEC_X": vector,
         }  # fmt: skip
 
 
-def _tile(conv: Convolution, groups: int, multiple: int, widest: int, shared: Any) -> _Geometry:
-    """The largest tile, at most four rows of ``widest`` pixels, whose ``shared`` memory is there; wide ones first."""
+def _tile(
+    conv: Convolution, groups: int, multiple: int, widest: int, shared: Any, heights: tuple[int, ...] = (4, 2, 1)
+) -> _Geometry:
+    """The widest tile, at most ``widest`` pixels, whose ``shared`` memory is there, and of such the highest."""
     for segments in itertools.count(ceil_div(conv.out_width, widest)):
         columns = round_up(ceil_div(conv.out_width, segments), multiple)
-        for count in (4, 2, 1):
+        for count in heights:
             tile = _Geometry(conv, groups, min(count, conv.out_height), columns)
             if shared(tile) <= SHARED or (columns == multiple and tile.rows == 1):
                 return tile
@@ -216,18 +219,26 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     tiles_n = ceil_div(conv.out_channels, tile_n)
     blocks = _blocks(tile_n // 2 + registers + 40) if resident else 2
     columns = conv.images * tile.segments * tiles_n
-    # Long strips save starts, short ones leave no multiprocessor waiting for the last.
-    wanted = ceil_div(8 * blocks * device.multiprocessors, columns)
-    strip = max(1, tile.tiles // min(wanted, tile.tiles))
+    strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
     problem = argument(
         _FORWARD, **tile.sizes, columns=conv.out_channels, strips=strips, strip_tiles=strip, tiles_n=tiles_n
     )
     defines = tile.defines(code, vectors[0]) | {
-        "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
+        "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
         "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
     }  # fmt: skip
     return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
+
+
+def _strip(tiles: int, columns: int, resident: int) -> int:
+    """How many of the ``tiles`` of each column a block should take when ``resident`` blocks run at a time.
+
+    Long strips save starts, worth half a tile each; short ones leave few multiprocessors waiting for the last.
+    """
+    return min(
+        range(1, tiles + 1), key=lambda strip: ceil_div(columns * ceil_div(tiles, strip), resident) * (strip + 0.5)
+    )
 
 
 def _blocks(registers: int) -> int:
@@ -247,32 +258,37 @@ def plan_weight(
     tiles_n = ceil_div(fragments, warps_n * WEIGHT_COLUMNS)
     columns = ceil_div(fragments, tiles_n * warps_n)
 
-    def stages(tile: _Geometry) -> int:
-        return min(3, tile.rows + 1)  # a tile's rows of x are on their way for as long as its dy, less one stage
-
     def shared(tile: _Geometry) -> int:
+        new = min(conv.stride[0], conv.kernel[0])
+        rows = STAGES * (tile.columns * tile_m + new * tile.length) * ITEMSIZE
         sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
-        return max(3 * ITEMSIZE * tile.values + stages(tile) * tile.columns * tile_m * ITEMSIZE, sums)
+        return max(rows + (conv.kernel[0] + new) * tile.length * 4, sums)
 
-    tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared)
+    tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
     tiles_m = ceil_div(conv.out_channels, tile_m)
-    tiles = conv.images * tile.segments * tile.tiles
-    chunk = ceil_div(tiles, max(1, WEIGHT_BLOCKS // (tiles_m * tiles_n)))
-    chunks = ceil_div(tiles, chunk)
+    blocks = _blocks(tile_m // 16 * columns * 4 + columns + 60)
+    wanted = max(1, ROUNDS * blocks // (tiles_m * tiles_n))
+    stripes = conv.images * tile.segments
+    strip_rows = ceil_div(conv.out_height, max(1, min(wanted // stripes, ceil_div(conv.out_height, 8))))
+    strips_p = ceil_div(conv.out_height, strip_rows)
+    strips = stripes * strips_p
+    chunk = ceil_div(strips, wanted)
+    chunks = ceil_div(strips, chunk)
+    assert strips < 2**31
     problem = argument(
         _WEIGHT,
         **tile.sizes,
         dy_pitch=dy_pitch,
-        tiles=tiles,
+        strips=strips,
         chunk=chunk,
         rows=conv.out_channels,
-        tiles_p=tile.tiles,
+        strips_p=strips_p,
+        strip_rows=strip_rows,
         tiles_m=tiles_m,
         tiles_n=tiles_n,
     )
     defines = tile.defines(code, vectors[0]) | {
-        "TILE_M": tile_m, "COLUMNS": columns, "WARPS_N": warps_n, "STAGES": stages(tile),
-        "RAGGED": int(conv.out_width % tile.columns != 0), "BLOCKS": _blocks(tile_m // 16 * columns * 4 + columns + 60),
-        "VEC_DY": vectors[1],
+        "TILE_M": tile_m, "COLUMNS": columns, "WARPS_N": warps_n, "STAGES": STAGES,
+        "RAGGED": int(conv.out_width % tile.columns != 0), "BLOCKS": blocks, "VEC_DY": vectors[1],
     }  # fmt: skip
     return StemPlan(chunks * tiles_m * tiles_n, problem, defines, shared(tile), chunks)

@@ -6,8 +6,8 @@
 // neighbouring output pixels start STRIDE_W * CHANNELS values apart. A row in shared memory starts at a value whose
 // index is a multiple of eight (16 bytes), before the image perhaps; values outside of the image are zeros.
 //
-// Macros: DTYPE; CHANNELS, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W; TILE_P x TILE_Q, the rows and columns of a tile of
-// output pixels, TILE_Q a multiple of 16; VEC_X, the values of x per access, at most 16 bytes.
+// Macros: DTYPE; CHANNELS, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W; TILE_Q, the columns of a tile of output pixels, a
+// multiple of 16; VEC_X, the values of x per access, at most 16 bytes.
 #pragma once
 #include "common.cuh"
 #include "mma.cuh"
@@ -17,7 +17,6 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = 8;                         // values of a window that a fragment takes at a time
 constexpr int WINDOW = KERNEL_W * CHANNELS;      // values
 constexpr int STEP = STRIDE_W * CHANNELS;        // values from one window to the next
-constexpr int ROWS = (TILE_P - 1) * STRIDE_H + KERNEL_H;
 
 // Values of a row in shared memory: the last window of a tile, padded to `groups`, wherever in an aligned eight the
 // first begins.
@@ -41,7 +40,7 @@ struct Image {
     int height, values;  // rows, and values of a row: width * CHANNELS
 
     // Starts the copy of ROWS rows of LENGTH values from (row, value), where `value` is a multiple of eight.
-    template <int LENGTH>
+    template <int ROWS, int LENGTH>
     __device__ __forceinline__ void copy(u32 to, const T* image, int row, int value) const {
         constexpr int VECTORS = LENGTH / VEC_X;
 #pragma unroll 4
