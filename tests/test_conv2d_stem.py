@@ -53,6 +53,7 @@ EDGES = [
     Case("7x7-c3", (1, 10, 35, 3), (64, 7, 7), padding=(3, 3)),
     Case("11x11-c3-stride-4", (1, 43, 75, 3), (96, 11, 11), stride=(4, 4), padding=(2, 2)),
     Case("11x11-c4-held-in-memory", (1, 15, 20, 4), (64, 11, 11), padding=(5, 5)),
+    Case("11x11-c3-both-parities", (1, 14, 30, 3), (40, 11, 11), padding=(5, 5)),
     Case("5x5-c1-valid", (3, 28, 28, 1), (20, 5, 5)),
     Case("windows-of-eight", (2, 6, 40, 1), (8, 3, 8), padding=(0, 3)),
     Case("image-within-filter", (2, 2, 3, 3), (9, 7, 7), padding=(3, 3)),
@@ -134,6 +135,20 @@ def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
     new = min(conv.stride[0], conv.kernel[0])
     stage = defines["TILE_Q"] * defines["TILE_M"] + new * _length(defines)
     assert weight.shared >= defines["STAGES"] * stage * 2 + (conv.kernel[0] + new) * _length(defines) * 4
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_every_size_fits_the_smallest_device(channels):
+    device = min(BUILT_IN.values(), key=lambda device: device.shared_per_block)
+    kernels = [kernel for kernel in itertools.product((1, 2, 7, 11), (1, 3, 8, 11)) if kernel != (1, 1)]
+    for kernel, stride, width, filters in itertools.product(kernels, [(1, 1), (4, 2), (3, 4)], (12, 700), (32, 130)):
+        x, padding = (2, 40, width, channels), tuple(size // 2 for size in kernel)
+        conv = convolution("test", x, (filters, *kernel, channels), stride, padding, (1, 1), 1)
+        for plan in (
+            conv2d_stem.plan_forward(conv, 1, (1, 1), device),
+            conv2d_stem.plan_weight(conv, 1, filters, (1, 1), device),
+        ):
+            assert plan.shared + 1024 <= device.shared_per_block
 
 
 @cases(PLANNED)

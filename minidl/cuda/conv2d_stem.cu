@@ -18,12 +18,13 @@
 // Where STRIDE_W * CHANNELS is odd, every other window does; even and odd pixels then go to different fragments, and
 // each warp has fragments of one kind only. What a pair holds beyond a window is cut off, for it may be infinite.
 //
-// Columns are dealt out to fragments such that a thread's sums are eight neighbouring channels: it writes 16 bytes, and
-// four threads 64, without a detour over shared memory.
+// Columns are dealt out to fragments such that a thread's sums are eight neighbouring channels, written at once. Where
+// a block has 64, the threads of neighbouring pixels swap halves first, for stores of whole lines.
 //
-// Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64; LEAD: 1 when windows start at odd values;
-// RESIDENT: 1 when the filter stays in registers, else it lies in shared memory and FRAGMENTS fragments of pixels share
-// each of its loads; BLOCKS per multiprocessor that the registers must leave room for; VEC_Y, channels per store.
+// Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
+// LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
+// memory and FRAGMENTS fragments of pixels share each of its loads; BLOCKS per multiprocessor that the registers must
+// leave room for; VEC_Y, channels per store.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
 // Dynamic shared memory: 2 * ROWS * LENGTH * 2 bytes, and unless RESIDENT the packed filter of a block.
@@ -153,7 +154,7 @@ struct OutputRow {
     T* to;
     int pixels, pitch, columns;  // columns: from the block's first to the last
 
-    // Row `half` of this thread's sums, the pixel q: eight channels of each 32. `bias`: of the block's channels, or null.
+    // Row `half` of this thread's sums, the pixel q: eight channels of each 32. `bias`: the block's channels', or null.
     __device__ __forceinline__ void write(const float (&sum)[COLUMNS][4], int half, int q, const float* bias) const {
         constexpr int PARTS = COLUMNS / 4;
         const int first = threadIdx.x % 4 * 8;

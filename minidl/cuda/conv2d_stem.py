@@ -37,7 +37,7 @@ WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
 STAGES = 3  # of rows under way
-ROUNDS = 2 * 132  # of a weight gradient's blocks: constants, so that sums are cut alike on every device
+PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 
@@ -189,13 +189,12 @@ def _tile(
     conv: Convolution, groups: int, multiple: int, widest: int, shared: Any, heights: tuple[int, ...] = (4, 2, 1)
 ) -> _Geometry:
     """The widest tile, at most ``widest`` pixels, whose ``shared`` memory is there, and of such the highest."""
-    for segments in itertools.count(ceil_div(conv.out_width, widest)):
-        columns = round_up(ceil_div(conv.out_width, segments), multiple)
-        for count in heights:
-            tile = _Geometry(conv, groups, min(count, conv.out_height), columns)
-            if shared(tile) <= SHARED or (columns == multiple and tile.rows == 1):
-                return tile
-    raise AssertionError
+    tiles = (
+        _Geometry(conv, groups, min(height, conv.out_height), round_up(ceil_div(conv.out_width, segments), multiple))
+        for segments in itertools.count(ceil_div(conv.out_width, widest))
+        for height in heights
+    )
+    return next(tile for tile in tiles if shared(tile) <= SHARED or tile[2:] == (1, multiple))
 
 
 @functools.lru_cache(maxsize=256)
@@ -206,8 +205,8 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     lead = 0 if split else conv.padding[1] * conv.channels % 2
     groups = ceil_div(window + (split | lead), GROUP)
     steps = ceil_div(conv.kernel[0] * groups, 2)
-    tile_n = 32 if conv.out_channels <= 32 or (16 * steps > HELD and 0 < conv.out_channels % 64 <= 32) else 64
-    registers = steps * tile_n // 8 * 2  # that hold the filter
+    tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
+    registers = steps * tile_n // 4  # that hold the filter
     resident = registers <= HELD
     words = 32 * (1 + split) * registers  # of the packed filter, per column tile
 
@@ -229,6 +228,13 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
         "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
     }  # fmt: skip
     return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
+
+
+def _filter_columns(columns: int, steps: int, kinds: int) -> int:
+    """Columns of a block: 64 unless 32 are enough, or a filter in shared memory is too large or wastes half of it."""
+    held = steps * 64 // 4 <= HELD
+    large = 32 * kinds * steps * 64 // 4 * 4 > SHARED * 2 // 3
+    return 32 if columns <= 32 or (not held and (large or 0 < columns % 64 <= 32)) else 64
 
 
 def _strip(tiles: int, columns: int, resident: int) -> int:
@@ -267,7 +273,7 @@ def plan_weight(
     tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
     tiles_m = ceil_div(conv.out_channels, tile_m)
     blocks = _blocks(tile_m // 16 * columns * 4 + columns + 60)
-    wanted = max(1, ROUNDS * blocks // (tiles_m * tiles_n))
+    wanted = max(1, PLACES * blocks // (tiles_m * tiles_n))
     stripes = conv.images * tile.segments
     strip_rows = ceil_div(conv.out_height, max(1, min(wanted // stripes, ceil_div(conv.out_height, 8))))
     strips_p = ceil_div(conv.out_height, strip_rows)

@@ -3,9 +3,9 @@
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r, q*sw - pw + s, c]
 //
 // Rows of the product are output channels, columns the positions (r, s, c) of a filter, each filter row padded to whole
-// groups of eight, and the sum runs over the output pixels. A block sums a chunk of tiles in order and leaves a float32
-// partial; sum_partials_kernel (channel_sum.cu) adds the partials in order. What chunks and tiles there are depends on
-// the sizes alone.
+// groups of eight, and the sum runs over the output pixels. A block sums a chunk of strips in order and leaves a
+// float32 partial; sum_partials_kernel (channel_sum.cu) adds the partials in order. What chunks and strips there are
+// depends on the sizes alone.
 //
 //   dy        pixels * dy_pitch + k                                          T
 //   x         ((n*height + h)*width + w)*CHANNELS + c, dense                 T
@@ -39,7 +39,7 @@ struct Problem {
     int height, values;  // of x: rows, values of a row
     int out_height, out_width, rows;
     int padding_h;
-    int first, shift;    // first value of the leftmost tile's rows, and where the first window starts from there
+    int first, shift;    // first value of the leftmost strip's rows, and where the first window starts from there
     int strips_p, strip_rows, segments;  // strips of an image one below the other, their rows, and side by side
     int tiles_m, tiles_n;
 };
@@ -143,7 +143,7 @@ struct Product {
     }
 
     // Sixteen pixels. `gradient`: of this thread's first row of dy; `windows`: this thread's pair of the first window;
-    // `column`: of this warp's fragments, in bytes from there; `left`: pixels from this thread's first to the row's end.
+    // `column`: of this warp's fragments, in bytes from there; `left`: pixels from this thread's first to the end.
     __device__ __forceinline__ void add(u32 gradient, const unsigned char* windows, const int (&column)[COLUMNS],
                                         int left) {
         u32 a[FRAGMENTS][4];
