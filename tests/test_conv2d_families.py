@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_walk, nvrtc
-from minidl.cuda.conv2d_family import family, forced
+from minidl.cuda.conv2d_family import choose_family, family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.conv2d_walk import walks_of
 from minidl.cuda.device import BUILT_IN, current_device
@@ -146,7 +146,7 @@ def test_a_family_that_cannot_do_it_is_refused():
             both(ops, case, x, w, dy)
     with pytest.raises(ValueError, match="family"), family("fastest"):
         pass
-    assert forced() is None
+    assert choose_family("test", {"hopper": True, "generic": True}) == "hopper", "nothing is forced any more"
 
 
 @cases(CASES)

@@ -156,6 +156,32 @@ def call_conv2d() -> None:
             _convolve(ops.empty((2, 9, 11, 12), float32), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1, tf32=False)
 
 
+# (N, H, W, C), K, kernel, stride, padding of images with few channels
+STEMS = [
+    ((256, 224, 224, 3), 64, (7, 7), (2, 2), (3, 3)),
+    ((64, 224, 224, 3), 64, (3, 3), (1, 1), (1, 1)),
+    ((64, 224, 224, 3), 32, (3, 3), (2, 2), (1, 1)),
+    ((64, 227, 227, 3), 96, (11, 11), (4, 4), (0, 0)),
+    ((16, 128, 191, 3), 40, (5, 5), (1, 1), (2, 2)),
+    ((4, 64, 64, 4), 64, (11, 11), (1, 1), (5, 5)),
+    ((4, 64, 64, 4), 130, (7, 7), (2, 2), (3, 3)),
+    ((512, 28, 28, 1), 20, (5, 5), (1, 1), (0, 0)),
+    ((2, 15, 31, 2), 9, (2, 3), (3, 4), (1, 0)),
+]
+
+
+def call_conv2d_stem() -> None:
+    for dtype, (shape, filters, kernel, stride, padding) in zip(itertools.cycle((bfloat16, float16)), STEMS):
+        where = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1}
+        x, w = ops.empty(shape, dtype), ops.empty((filters, *kernel, shape[-1]), dtype)
+        y = ops.conv2d(x, w, *_parameters(filters), **where)
+        ops.conv2d_backward_weight(y, x, out=ops.empty(w.shape, np.float32), **where)
+        moved = ops.empty(x.size + 1, dtype)[1:].reshape(shape)
+        pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
+        ops.conv2d(moved, w, **where)
+        ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+
+
 def call_channel_sum() -> None:
     for dtype in STORAGE:
         for x in _activations(dtype):

@@ -179,7 +179,11 @@ def test_the_order_of_every_sum_is_the_same_for_misaligned_slices(dtype, channel
         ordering = []
         for launch in _launches(None, run):
             defines = dict(launch.defines)
-            if launch.name == "conv2d_kernel":
+            if launch.stem == "array":
+                continue  # a copy, where a family wants its operands dense
+            if launch.stem.startswith("conv2d_stem"):
+                ordering.append((launch.name, launch.grid, {k: v for k, v in defines.items() if "VEC" not in k}))
+            elif launch.name == "conv2d_kernel":
                 ordering.append((launch.name, defines["PACKED"]))
             elif launch.name == "conv2d_weight_kernel":
                 columns = 9 * wide_channels(channels, dtype.itemsize)

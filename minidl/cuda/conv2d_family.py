@@ -7,13 +7,13 @@ sum, and with it every bit, is the same wherever an array happens to lie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from minidl import checks
 
-__all__ = ["FAMILIES", "TEXTBOOK", "family", "forced", "textbook"]
+__all__ = ["FAMILIES", "TEXTBOOK", "choose_family", "family", "textbook"]
 
 TEXTBOOK = ("direct", "tiled")
 FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
@@ -21,10 +21,23 @@ FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
 
 
-def forced() -> str | None:
-    """The family that must be taken; None leaves the choice to the sizes."""
+def choose_family(who: str, fits: Mapping[str, bool], unwanted: tuple[str, ...] = ()) -> str:
+    """The forced family; else the first that fits and is wanted.
+
+    Args:
+        who: the operation, for the error.
+        fits: whether each family can do it, the fastest first.
+        unwanted: those that can but would be slower; forced, they are taken all the same.
+
+    Raises:
+        ValueError: when the forced family cannot do it.
+    """
     name = _forced.get()
-    return None if name in TEXTBOOK else name
+    if name is None or name in TEXTBOOK:
+        return next(family for family, fit in fits.items() if fit and family not in unwanted)
+    if not fits.get(name):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", name)
+    return name
 
 
 def textbook() -> str | None:

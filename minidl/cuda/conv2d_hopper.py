@@ -28,13 +28,24 @@ from minidl.cuda.conv2d_walk import (
     is_flat,
     walks_of,
 )
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, rows
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["TILES", "HopperTile", "aligned", "applies", "candidates", "choose", "images_at_once", "plan", "start"]
+__all__ = [
+    "TILES",
+    "HopperTile",
+    "aligned",
+    "applies",
+    "candidates",
+    "choose",
+    "gather",
+    "images_at_once",
+    "plan",
+    "start",
+]
 
 ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
@@ -207,6 +218,19 @@ def plan(
         grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
         launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines | tile.defines, shared))
     return launches
+
+
+def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+    """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
+    source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    step = images_at_once(conv)
+    for i in range(0, conv.images, step):
+        images = slice(i, min(i + step, conv.images))
+        part = conv._replace(images=images.stop - i)
+        arrays = w, source[images], output[images], None if add is None else add[images], bias
+        for one in plan(part, code, backward, pitches, add is not None, current_device()):
+            start(one, *arrays)
 
 
 def start(planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None) -> None:

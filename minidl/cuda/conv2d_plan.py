@@ -16,6 +16,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda.device import DeviceRecord
+from minidl.cuda.launch import launch
 from minidl.shapes import Pair, ceil_div, conv_output_size, round_up
 
 __all__ = [
@@ -57,6 +58,11 @@ class Launched(NamedTuple):
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
+
+    def start(self, *arrays: Any) -> None:
+        """Start it: the arrays, then the problem."""
+        options = {"defines": self.defines, "shared": self.shared}
+        launch(self.stem, self.name, self.grid, self.block, *arrays, self.problem, **options)
 
 
 def struct(wide: str, narrow: str, *last: tuple) -> np.dtype:

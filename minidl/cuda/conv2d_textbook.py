@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from math import prod
+from typing import Any
 
+from minidl.cuda.array import as_rows, contiguous
 from minidl.cuda.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.rows import rows
+from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["plan"]
+__all__ = ["forward", "plan"]
 
 # constants of conv2d_textbook.cu
 TILE, FILTERS, CHUNK = 16, 16, 8
@@ -21,6 +25,19 @@ _PROBLEM = struct(
     "images height width channels out_height out_width filters kernel_h kernel_w stride_h stride_w padding_h padding_w "
     "dilation_h dilation_w tiles_h tiles_w",
 )
+
+
+def forward(name: str, conv: Convolution, x: Any, w: Any, bias: Any, y: Any) -> None:
+    """``y`` = the convolution of x with w, plus bias, by the kernel called ``name``.
+
+    Raises:
+        ValueError: where it cannot do that.
+    """
+    x = as_rows(x)
+    planned = plan(conv, name, rows(x)[2], current_device()) if x.dtype == float32 else None
+    if planned is None:
+        raise ValueError(f"conv2d: the {name} family does not apply to {conv} of {x.dtype}")
+    planned.start(x, contiguous(w), bias, y)
 
 
 @functools.lru_cache(maxsize=1024)

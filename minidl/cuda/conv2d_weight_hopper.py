@@ -6,10 +6,14 @@ Everything here is worked out from sizes and the device record; `plan` says in o
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from math import gcd
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.channel_sum import sum_partials
+from minidl.cuda.conv2d_hopper import aligned
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_weight_tiles import (
     HALO,
@@ -24,7 +28,10 @@ from minidl.cuda.conv2d_weight_tiles import (
     halo_views,
 )
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.hopper import View, Views
+from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import address, rows
+from minidl.precision import float32
 from minidl.shapes import ceil_div
 
 __all__ = [
@@ -35,6 +42,7 @@ __all__ = [
     "Planned",
     "WeightTile",
     "applies",
+    "backward_weight",
     "choose",
     "halo",
     "pays",
@@ -62,6 +70,20 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     parts: int
+
+
+def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+    """Weight gradient into ``out``."""
+    dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
+    vec_y = gcd(address(out) // out.itemsize, 2)
+    planned = plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate)
+    partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
+    launch(
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        TensorMaps(planned.views, (dy, x)), partials, planned.problem, defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+    if planned.parts > 1:
+        sum_partials(partials, planned.parts, out, accumulate)
 
 
 @functools.lru_cache(maxsize=4096)
