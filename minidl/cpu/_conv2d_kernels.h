@@ -80,21 +80,33 @@ typedef struct {
     int64_t x_image, x_row, grad_image, grad_row, images, rows, cols;
 } FN(Pixels);
 
+/* What the outputs of one row sum up: taps [begin, end) of `taps`, of `channels` source channels, whose blocks of 16
+ * lie `plane` apart; weights[block of 16 channels][tap][channel][width].
+ */
+typedef struct {
+    const int64_t *offsets;
+    int64_t begin, end, taps, channels, plane;
+} FN(Sum);
+
 /* sums[m][k] (+)= sum over taps and channels of x[m][tap][c] * weights[tap][c][k], for m pixels and v vectors of k */
 #define DEFINE_TILE(m, v)                                                                                             \
     TARGET static void FN(tile_##v##_##m)(                                                                            \
-        const float *x, const int64_t *offsets, int64_t taps, int64_t channels, const float *weights, float *sums,    \
-        int first)                                                                                                    \
+        const FN(Sum) *p, const float *x, const float *weights, float *sums, int first)                               \
     {                                                                                                                 \
         vec sum[m][v] = {{{0}}};                                                                                      \
-        for (int64_t t = 0; t < taps; t++) {                                                                          \
-            const float *tap = x + offsets[t];                                                                        \
-            for (int64_t c = 0; c < channels; c++, weights += v * VECTOR) {                                           \
-                vec weight[v];                                                                                        \
-                UNROLL for (int i = 0; i < v; i++) weight[i] = FN(load)(weights + i * VECTOR);                        \
-                UNROLL for (int j = 0; j < m; j++)                                                                    \
-                    UNROLL for (int i = 0; i < v; i++) sum[j][i] += tap[j * LANES + c] * weight[i];                   \
+        for (int64_t left = p->channels; left > 0; left -= LANES, x += p->plane) {                                    \
+            const int64_t channels = FN(least)(LANES, left);                                                          \
+            const float *from = weights + p->begin * channels * v * VECTOR;                                           \
+            for (int64_t t = p->begin; t < p->end; t++) {                                                             \
+                const float *tap = x + p->offsets[t];                                                                 \
+                for (int64_t c = 0; c < channels; c++, from += v * VECTOR) {                                          \
+                    vec weight[v];                                                                                    \
+                    UNROLL for (int i = 0; i < v; i++) weight[i] = FN(load)(from + i * VECTOR);                       \
+                    UNROLL for (int j = 0; j < m; j++)                                                                \
+                        UNROLL for (int i = 0; i < v; i++) sum[j][i] += tap[j * LANES + c] * weight[i];               \
+                }                                                                                                     \
             }                                                                                                         \
+            weights += p->taps * channels * v * VECTOR;                                                               \
         }                                                                                                             \
         UNROLL for (int j = 0; j < m; j++)                                                                            \
             UNROLL for (int i = 0; i < v; i++) {                                                                      \
@@ -106,13 +118,12 @@ typedef struct {
 
 /* The same where channel k of the output reads channel k of the source: weights[tap][k] */
 #define DEFINE_DEPTHWISE(m, v)                                                                                        \
-    TARGET static void FN(depthwise_##m)(                                                                             \
-        const float *x, const int64_t *offsets, int64_t taps, const float *weights, float *sums)                      \
+    TARGET static void FN(depthwise_##m)(const FN(Sum) *p, const float *x, const float *weights, float *sums)         \
     {                                                                                                                 \
         for (int64_t c = 0; c < LANES; c += VECTOR) {                                                                 \
             vec sum[m] = {{0}};                                                                                       \
-            for (int64_t t = 0; t < taps; t++) {                                                                      \
-                const float *tap = x + offsets[t] + c;                                                                \
+            for (int64_t t = p->begin; t < p->end; t++) {                                                             \
+                const float *tap = x + p->offsets[t] + c;                                                             \
                 const vec weight = FN(load)(weights + t * LANES + c);                                                 \
                 UNROLL for (int j = 0; j < m; j++) sum[j] += FN(load)(tap + j * LANES) * weight;                      \
             }                                                                                                         \
@@ -149,9 +160,9 @@ TILES1(DEFINE_OUTER, 1)
 TILES2(DEFINE_OUTER, 2)
 TILES1(DEFINE_DEPTHWISE, 1)
 
-typedef void (*FN(Tile))(const float *, const int64_t *, int64_t, int64_t, const float *, float *, int);
+typedef void (*FN(Tile))(const FN(Sum) *, const float *, const float *, float *, int);
 typedef void (*FN(Outer))(const FN(Pixels) *, int64_t, float *);
-typedef void (*FN(Depthwise))(const float *, const int64_t *, int64_t, const float *, float *);
+typedef void (*FN(Depthwise))(const FN(Sum) *, const float *, const float *, float *);
 #define NAME_TILE(m, v) FN(tile_##v##_##m),
 #define NAME_OUTER(m, v) FN(outer_##v##_##m),
 #define NAME_DEPTHWISE(m, v) FN(depthwise_##m),
@@ -167,27 +178,25 @@ INLINE int64_t FN(cut)(int64_t left, int64_t most)
     return (left + tiles - 1) / tiles;
 }
 
-/* Row `row` of the outputs of one block: sums[cols][width] (+)= the products with one block of source channels. */
+/* Row `row` of the outputs of one block: sums[cols][width] (+)= the products with `channels` source channels. */
 INLINE void FN(row)(
-    const Conv2dApply *p, const Conv2dClass *class, int64_t row, const float *x, int64_t channels,
+    const Conv2dApply *p, const Conv2dClass *class, int64_t row, const float *x, int64_t plane, int64_t channels,
     const float *weights, int64_t width, float *sums, int first)
 {
     const int64_t most = width == WIDTH && !p->depthwise ? FN(MOST2) : FN(MOST1);
     const int64_t y = row * p->window.step_y;
-    int64_t begin = 0, end = class->taps;
+    FN(Sum) sum = {class->offsets, 0, class->taps, class->taps, channels, plane};
     /* Taps are sorted by source row: those in the padding above and below come first and last. */
-    while (begin < end && y + class->tap_rows[begin] < 0) begin++;
-    while (begin < end && y + class->tap_rows[end - 1] >= p->window.height) end--;
-    weights += begin * channels * width;
+    while (sum.begin < sum.end && y + class->tap_rows[sum.begin] < 0) sum.begin++;
+    while (sum.begin < sum.end && y + class->tap_rows[sum.end - 1] >= p->window.height) sum.end--;
     for (int64_t done = 0; done < class->cols;) {
         const int64_t m = FN(cut)(class->cols - done, most);
         const float *from = x + done * LANES;
         float *to = sums + done * width;
         if (p->depthwise)
-            FN(depthwises)[m - 1](from, class->offsets + begin, end - begin, weights, to);
+            FN(depthwises)[m - 1](&sum, from, weights, to);
         else
-            (width == WIDTH ? FN(tiles2) : FN(tiles1))[m - 1](
-                from, class->offsets + begin, end - begin, channels, weights, to, first);
+            (width == WIDTH ? FN(tiles2) : FN(tiles1))[m - 1](&sum, from, weights, to, first);
         done += m;
     }
 }
@@ -242,15 +251,17 @@ TARGET static void FN(apply_block)(
     const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
     const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
     const float *weights = class->weights + block * class->taps * inputs * most;
-    for (int64_t c = 0; c < inputs; c += LANES, packed += plane) {
-        const int64_t channels = FN(least)(LANES, inputs - c);
+    const int64_t fit = class->taps ? TERMS_AT_ONCE / (class->taps * LANES) * LANES : inputs;
+    const int64_t step = fit < LANES ? LANES : fit;  /* source channels at a time */
+    for (int64_t c = 0; c < inputs; c += step, packed += step / LANES * plane) {
+        const int64_t channels = FN(least)(step, inputs - c);
         for (int64_t line = 0; line < images * rows; line++) {
             const int64_t b = line / rows, u = line % rows;
-            /* With a single block of source channels a row is finished at once and its sums stay in the L1 cache. */
-            float *to = sums + (inputs > LANES ? line * class->cols * width : 0);
+            /* With all source channels at a time a row is finished at once and its sums stay in the L1 cache. */
+            float *to = sums + (inputs > step ? line * class->cols * width : 0);
             const float *x = packed + (b * tall + u * w->step_y) * wide * LANES;
-            FN(row)(p, class, row + u, x, p->depthwise ? 1 : channels, weights, width, to, c == 0);
-            if (c + LANES < inputs) continue;
+            FN(row)(p, class, row + u, x, plane, channels, weights, width, to, c == 0);
+            if (c + step < inputs) continue;
             const int64_t y = class->row + (row + u) * p->out_step_y;
             const int64_t out = (image + b) * p->out.image + y * p->out.row + class->col * p->out.pixel + channel;
             const int64_t add = (image + b) * p->add.image + y * p->add.row + class->col * p->add.pixel + channel;

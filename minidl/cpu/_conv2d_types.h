@@ -16,6 +16,10 @@
 #endif
 
 enum { LANES = 16 };  /* channels of a source block: 64 bytes, so that pixels lie at constant displacements */
+/* Products that an output sums up in a register where a block of 16 channels has fewer: short sums round less, and their
+ * filters stay in the L1 cache from one row to the next. Part of the order of summation.
+ */
+enum { TERMS_AT_ONCE = 128 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 /* An activation with unit channel stride; strides in elements. */
