@@ -224,13 +224,25 @@ def _blocking(plan: _Plan, images: int, pixels: int) -> tuple[int, int, int]:
 def _apply_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
     """Nothing here changes a bit of the result: every output is summed within one task, in the order of its taps."""
     wanted = 4 * available
-    together, block, row_blocks = _blocking(plan, images, _TASK_PIXELS)
-    together = min(together, ceil_div(images, wanted))
+    most, block, row_blocks = _blocking(plan, images, _TASK_PIXELS)
+
+    def splits_of(together: int) -> int:
+        places = ceil_div(images, together) * row_blocks
+        splits = ceil_div(wanted, places) if places < wanted else 1
+        if plan.groups > 1:
+            splits = max(splits, plan.groups * plan.packed_floats(together, block) // _TASK_FLOATS)
+        return min(splits, plan.all_blocks)
+
+    def cost(together: int) -> tuple[int, int]:
+        """Tasks that are missing; then floats moved: source packed by every split, filters read at every place."""
+        places, splits = ceil_div(images, together) * row_blocks, splits_of(together)
+        copies = splits if plan.groups == 1 else 1
+        packed = 2 * places * copies * plan.groups * plan.packed_floats(together, block)
+        return max(0, wanted - places * splits), packed + places * plan.filter_floats
+
+    together = min(range(most, 0, -1), key=cost)
+    splits = splits_of(together)
     places = ceil_div(images, together) * row_blocks
-    splits = ceil_div(wanted, places) if places < wanted else 1
-    if plan.groups > 1:
-        splits = max(splits, plan.groups * plan.packed_floats(together, block) // _TASK_FLOATS)
-    splits = min(splits, plan.all_blocks)
     # A split of b blocks that starts inside a group touches one group more than its size tells.
     groups = min(plan.groups, (ceil_div(plan.all_blocks, splits) + plan.out_blocks - 2) // plan.out_blocks + 1)
     sums = plan.cols * plan.width * (together * block if plan.blocks > 1 else 1)
