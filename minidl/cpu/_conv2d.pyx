@@ -22,6 +22,7 @@ cdef extern from "_conv2d.h" nogil:
     ctypedef struct Conv2dWindow:
         Conv2dTensor source
         int64_t height, width, top, left, step_y, step_x, span_y, phase, total, channels, blocks
+        int64_t fold, fold_step, line
     ctypedef struct Conv2dClass:
         int64_t row, col, rows, cols, taps
         const int64_t *offsets
@@ -116,6 +117,7 @@ cdef Conv2dWindow window(plan, cnp.ndarray source) except *:
     w.top, w.left, w.step_y, w.step_x = plan.top, plan.left, plan.step_y, plan.step_x
     w.span_y, w.phase = plan.span_y, plan.phase
     w.total, w.channels, w.blocks = source.shape[3], plan.channels, plan.blocks
+    w.fold, w.fold_step, w.line = plan.fold, plan.fold_step, plan.line_floats
     return w
 
 

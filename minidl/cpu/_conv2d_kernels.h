@@ -3,7 +3,9 @@
  * A task copies the source pixels it needs once, as float32 with the padding written out, into
  *     packed[block of 16 channels][image][row][phase][pixel][16],
  * where the phases are the residues of the column modulo the stride. Whatever stride, dilation and dtype, neighbouring
- * outputs of a tap then read pixels 64 bytes apart, and a tap is one offset. The inner loops hold a tile of outputs in
+ * outputs of a tap then read pixels 64 bytes apart, and a tap is one offset. A source of a few channels would leave most
+ * of the 16 empty: it is folded, which makes a row of the filter one tap and its pixels' channels those of one pixel,
+ * packed anew for every output. The inner loops hold a tile of outputs in
  * registers, broadcast one number of the source and multiply it by one or two vectors: there is no im2col matrix.
  * Sums run in an order given by the shapes alone. Blocking after Georganas et al., "Anatomy of High-Performance Deep
  * Learning Convolutions on SIMD Architectures", SC 2018.
@@ -51,10 +53,32 @@ INLINE void FN(pack_line)(
     memset(to + stop * LANES, 0, (w->phase - stop) * LANES * sizeof(float));
 }
 
+/* One line of a folded source, all blocks of it: to[pixel q] = the pixels left + q*fold_step + (0..fold), one after
+ * another. `whole` gets the line with its padding written out.
+ */
+INLINE void FN(pack_folded)(const Conv2dWindow *w, float *to, int64_t plane, int64_t line, int inside, float *whole)
+{
+    const int64_t channels = w->channels / w->fold, wide = (w->phase - 1) * w->fold_step + w->fold;
+    const int64_t start = w->left < 0 ? FN(least)(-w->left, wide) : 0;
+    const int64_t stop = inside && w->width - w->left > start ? FN(least)(w->width - w->left, wide) : start;
+    const int64_t from = line + (w->left + start) * w->source.pixel, pixel = w->source.pixel;
+    memset(whole, 0, start * channels * sizeof(float));
+    if (pixel == channels)
+        load_floats(whole + start * channels, w->source.data, from, (stop - start) * channels, w->source.dtype);
+    else
+        for (int64_t i = start; i < stop; i++)
+            load_floats(whole + i * channels, w->source.data, from + (i - start) * pixel, channels, w->source.dtype);
+    memset(whole + stop * channels, 0, ((wide - stop) * channels + LANES) * sizeof(float));
+    for (int64_t c = 0; c < w->channels; c += LANES, to += plane)
+        for (int64_t q = 0; q < w->phase; q++)
+            UNROLL for (int k = 0; k < LANES; k += VECTOR)
+                FN(store)(to + q * LANES + k, FN(load)(whole + q * w->fold_step * channels + c + k));
+}
+
 /* Copies what `rows` output rows of `images` images read, for `groups` groups from `group`. Returns the plane size. */
 TARGET static int64_t FN(pack)(
     const Conv2dWindow *w, float *to, int64_t group, int64_t groups, int64_t image, int64_t images, int64_t row,
-    int64_t rows)
+    int64_t rows, float *whole)
 {
     const int64_t tall = (rows - 1) * w->step_y + w->span_y + 1, wide = w->step_x * w->phase;
     const int64_t plane = images * tall * wide * LANES;
@@ -63,6 +87,10 @@ TARGET static int64_t FN(pack)(
         const int64_t from = (image + line / tall) * w->source.image + y * w->source.row;
         const int inside = y >= 0 && y < w->height;
         float *block = to + line * wide * LANES;
+        if (w->fold) {
+            FN(pack_folded)(w, block, plane, from, inside, whole);
+            continue;
+        }
         for (int64_t g = group; g < group + groups; g++)
             for (int64_t c = 0; c < w->channels; c += LANES, block += plane) {
                 const int64_t channel = g * w->channels + c;
@@ -286,7 +314,9 @@ TARGET static void FN(apply)(const Conv2dApply *p, int64_t task, float *scratch)
     const int64_t images = FN(least)(p->images_per_task, p->images - image);
     const int64_t begin = split * p->all_blocks / p->splits, end = (split + 1) * p->all_blocks / p->splits;
     const int64_t group = begin / p->out_blocks, groups = (end - 1) / p->out_blocks + 1 - group;
-    const int64_t plane = FN(pack)(&p->window, scratch, group, groups, image, images, row, rows);
+    float *whole = scratch;
+    scratch += p->window.line;
+    const int64_t plane = FN(pack)(&p->window, scratch, group, groups, image, images, row, rows, whole);
     float *sums = scratch + groups * p->window.blocks * plane;
     for (int64_t block = begin; block < end; block++) {
         const float *packed = scratch + (block / p->out_blocks - group) * p->window.blocks * plane;
@@ -362,9 +392,9 @@ INLINE void FN(reduce_block)(
     pixels.x_image = ((rows - 1) * w->step_y + w->span_y + 1) * wide * LANES;
     pixels.grad_image = rows * pixels.grad_row;
     for (int64_t t = 0; t < p->taps; t++) {
-        int64_t u, q, u_end, q_end;
+        int64_t u, q = 0, u_end, q_end = p->cols;
         FN(clip)(row, rows, w->step_y, p->tap_rows[t], w->height, &u, &u_end);
-        FN(clip)(0, p->cols, w->step_x, p->tap_cols[t], w->width, &q, &q_end);
+        if (!w->fold) FN(clip)(0, p->cols, w->step_x, p->tap_cols[t], w->width, &q, &q_end);
         pixels.x = packed + p->offsets[t] + u * pixels.x_row + q * LANES;
         pixels.grad = grad + u * pixels.grad_row + q * width;
         pixels.rows = u_end - u, pixels.cols = q_end - q;
@@ -390,14 +420,15 @@ TARGET static void FN(reduce)(const Conv2dReduce *p, int64_t task, float *scratc
     const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
     const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
     const int64_t size = p->taps * inputs * most;
-    float *sums = p->partial + (chunk * p->all_blocks + block) * size;
+    float *sums = p->partial + (chunk * p->all_blocks + block) * size, *whole = scratch;
+    scratch += w->line;
     memset(sums, 0, size * sizeof(float));
     for (int64_t unit = chunk * p->units / p->chunks; unit < (chunk + 1) * p->units / p->chunks; unit++) {
         const int64_t row = unit % p->row_blocks * p->rows_per_unit;
         const int64_t image = unit / p->row_blocks * p->images_per_unit;
         const int64_t rows = FN(least)(p->rows_per_unit, p->rows - row);
         const int64_t images = FN(least)(p->images_per_unit, p->images - image);
-        const int64_t plane = FN(pack)(w, scratch, group, 1, image, images, row, rows);
+        const int64_t plane = FN(pack)(w, scratch, group, 1, image, images, row, rows, whole);
         float *grad = scratch + w->blocks * plane, *to = sums;
         FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
         for (int64_t c = 0; c < inputs; c += LANES) {

@@ -40,6 +40,8 @@ typedef struct {
     int64_t span_y;                     /* largest i of all taps */
     int64_t phase;                      /* packed pixels per phase; a packed row has step_x phases */
     int64_t total, channels, blocks;    /* channels in all; channels and blocks of 16 channels per group */
+    int64_t fold, fold_step;            /* pixels that count as one, 0 or step_x = 1; columns from one to the next */
+    int64_t line;                       /* work space for a line of a folded source, a multiple of 16 */
 } Conv2dWindow;
 
 /* Outputs that share one list of taps: all of a forward pass, one residue class of a strided data gradient. */

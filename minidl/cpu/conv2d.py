@@ -26,6 +26,7 @@ _TASK_PIXELS = 512  # outputs of a task: many enough to reuse a block of filters
 _TASK_FLOATS = 1 << 17  # packed source of a task when groups allow to choose: half of a usual L2 cache
 _UNIT_PIXELS = 256  # outputs summed up before a partial filter gradient is touched; part of the order of summation
 _PARTIALS = 16  # tasks of a filter gradient, as far as its size allows; part of the order of summation
+_FOLDED = 4  # a source of so few channels is folded: a quarter of a block
 _THREAD_FLOPS = 1 << 20  # less than this is not worth waking a thread
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
@@ -51,7 +52,8 @@ class _Class:
 class _Plan:
     """Geometry of one pass; the names are those of the records in `_conv2d_types.h`.
 
-    ``groups`` counts groups as the kernels see them: a depthwise convolution has groups of 16 channels.
+    ``groups`` counts groups as the kernels see them: a depthwise convolution has groups of 16 channels. Of a folded source
+    ``channels`` are those of ``fold`` pixels, and a tap is a row of the filter.
     """
 
     groups: int
@@ -69,6 +71,8 @@ class _Plan:
     step_x: int
     span_y: int
     phase: int
+    fold: int
+    fold_step: int
     out_step_y: int
     out_step_x: int
     rows: int
@@ -100,6 +104,12 @@ class _Plan:
         """Of one image."""
         products = sum(c.rows * c.cols * c.taps.shape[1] for c in self.classes)
         return 2 * products * self.groups * self.out_channels * (1 if self.depthwise else self.channels)
+
+    @property
+    def line_floats(self) -> int:
+        """A line of a folded source with its padding."""
+        columns = (self.phase - 1) * self.fold_step + self.fold
+        return shapes.round_up(columns * self.channels // self.fold + _LANES, _LANES) if self.fold else 0
 
     def packed_floats(self, images: int, rows: int) -> int:
         """Packed source of one group for so many images and output rows."""
@@ -165,11 +175,15 @@ def _plan(
     width: output channels that a kernel computes at a time.
     """
     K, R, S, C = filters
+    depthwise = C == 1 and groups == K > 1
     sizes = zip(image, (R, S), stride, padding, dilation, strict=True)
     make = _backward_axis if backward else _forward_axis
     ys, xs = (make(*axis, shapes.conv_output_size(*axis)) for axis in sizes)
+    fold = S if not backward and groups == 1 and C <= _FOLDED and S > 1 == dilation[1] else 0
+    if fold:
+        xs, S, C = [(0, xs[0][1], [(0, 0)])], 1, S * C
     (top, span_y), (left, span_x) = _span(ys), _span(xs)
-    step_y, step_x = (1, 1) if backward else stride
+    step_y, step_x = (1, 1) if backward else (stride[0], 1 if fold else stride[1])
     phase = ceil_div((xs[0][1] - 1) * step_x + span_x + 1, step_x)
 
     def place(y: int, x: int) -> int:
@@ -184,7 +198,6 @@ def _plan(
         for row, count_y, taps_y in ys
         for col, count_x, taps_x in xs
     )  # fmt: skip
-    depthwise = C == 1 and groups == K > 1
     inner, outer = (K // groups, C) if backward else (C, K // groups)
     out_stride, in_stride = (1, R * S * C) if backward else (R * S * C, 1)
     if depthwise:
@@ -200,7 +213,8 @@ def _plan(
         filter_out_stride=out_stride,
         filter_in_stride=in_stride,
         filter_group_stride=(_LANES if depthwise else K // groups) * R * S * C,
-        top=top, left=left, step_y=step_y, step_x=step_x, span_y=span_y, phase=phase,
+        top=top, left=-padding[1] if fold else left, step_y=step_y, step_x=step_x, span_y=span_y, phase=phase,
+        fold=fold, fold_step=stride[1],
         out_step_y=stride[0] if backward else 1,
         out_step_x=stride[1] if backward else 1,
         rows=ys[0][1], cols=xs[0][1],
@@ -247,7 +261,7 @@ def _apply_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
     groups = min(plan.groups, (ceil_div(plan.all_blocks, splits) + plan.out_blocks - 2) // plan.out_blocks + 1)
     sums = plan.cols * plan.width * (together * block if plan.blocks > 1 else 1)
     threads = _threads(available, places * splits, images * plan.flops)
-    scratch = groups * plan.packed_floats(together, block) + sums
+    scratch = plan.line_floats + groups * plan.packed_floats(together, block) + sums
     return _Tasks(together, block, row_blocks, splits, 0, places * splits, threads, scratch)
 
 
@@ -258,7 +272,7 @@ def _reduce_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
     units = ceil_div(images, together) * row_blocks
     chunks = min(units, max(1, _PARTIALS // plan.all_blocks))
     threads = _threads(available, chunks * plan.all_blocks, images * plan.flops)
-    scratch = plan.packed_floats(together, block) + together * block * plan.cols * plan.width
+    scratch = plan.line_floats + plan.packed_floats(together, block) + together * block * plan.cols * plan.width
     return _Tasks(together, block, row_blocks, 0, chunks, units, threads, scratch)
 
 
@@ -385,7 +399,7 @@ def conv2d_backward_weight(
     x, stride = _skip_pixels(x, out.shape, stride, padding)
     plan = _plan(x.shape[1:3], out.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
     # A tap that meets nothing but padding is not computed.
-    complete = dy.size and plan.classes[0].taps.shape[1] == out.shape[1] * out.shape[2]
+    complete = dy.size and plan.classes[0].taps.shape[1] * max(1, plan.fold) == out.shape[1] * out.shape[2]
     if not complete and not accumulate:
         out.fill(0)
     if not dy.size:
