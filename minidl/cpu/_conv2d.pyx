@@ -39,7 +39,7 @@ cdef extern from "_conv2d.h" nogil:
         Conv2dWindow window
         Conv2dTensor grad
         int64_t depthwise, out_total, out_channels, out_blocks, all_blocks
-        int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, taps
+        int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, splits, taps
         const int64_t *offsets
         const int64_t *tap_rows
         const int64_t *tap_cols
@@ -242,12 +242,12 @@ def reduce(
     p.images, p.images_per_unit = grad.shape[0], units.images
     p.rows, p.cols = grad.shape[1], grad.shape[2]
     p.rows_per_unit, p.row_blocks = units.rows, units.row_blocks
-    p.units, p.chunks = units.count, units.chunks
+    p.units, p.chunks, p.splits = units.count, units.chunks, units.splits
     p.taps = f.record.taps
     if p.taps:
         p.offsets, p.tap_rows, p.tap_cols = &taps[1, 0], &taps[2, 0], &taps[3, 0]
     p.partial = aligned(partial)
-    for task in prange(p.chunks * p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
+    for task in prange(p.chunks * p.splits, nogil=True, schedule="dynamic", num_threads=threads):
         kernels.reduce(&p, task, work + threadid() * pitch)
     for task in prange(p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
         f.unpack(p.partial, p.chunks, p.all_blocks, task, target, accumulate)

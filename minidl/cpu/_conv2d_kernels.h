@@ -410,31 +410,44 @@ INLINE void FN(reduce_block)(
     }
 }
 
-/* Task: (chunk of units, one block of output channels); a unit is images_per_unit images by rows_per_unit rows. */
+/* One unit of one block of output channels: sums[block of 16 inputs][tap][input][width] */
+INLINE void FN(reduce_unit)(
+    const Conv2dReduce *p, int64_t block, const float *packed, int64_t plane, int64_t image, int64_t images, int64_t row,
+    int64_t rows, float *sums)
+{
+    const Conv2dWindow *w = &p->window;
+    const int64_t most = p->depthwise ? LANES : WIDTH, inputs = p->depthwise ? 1 : w->channels;
+    const int64_t inside = block % p->out_blocks * most, channel = block / p->out_blocks * p->out_channels + inside;
+    const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
+    const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
+    float *grad = (float *)packed + w->blocks * plane;
+    FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
+    for (int64_t c = 0; c < inputs; c += LANES, packed += plane) {
+        const int64_t channels = FN(least)(LANES, inputs - c);
+        FN(reduce_block)(p, packed, channels, width, grad, images, row, rows, sums);
+        sums += p->taps * channels * width;
+    }
+}
+
+/* Task: (chunk of units, one split of the output blocks); a unit is images_per_unit images by rows_per_unit rows. */
 TARGET static void FN(reduce)(const Conv2dReduce *p, int64_t task, float *scratch)
 {
     const Conv2dWindow *w = &p->window;
-    const int64_t block = task % p->all_blocks, chunk = task / p->all_blocks, group = block / p->out_blocks;
-    const int64_t most = p->depthwise ? LANES : WIDTH, inputs = p->depthwise ? 1 : w->channels;
-    const int64_t inside = block % p->out_blocks * most, channel = group * p->out_channels + inside;
-    const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
-    const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
-    const int64_t size = p->taps * inputs * most;
-    float *sums = p->partial + (chunk * p->all_blocks + block) * size, *whole = scratch;
-    scratch += w->line;
-    memset(sums, 0, size * sizeof(float));
+    const int64_t split = task % p->splits, chunk = task / p->splits;
+    const int64_t begin = split * p->all_blocks / p->splits, end = (split + 1) * p->all_blocks / p->splits;
+    const int64_t size = p->taps * (p->depthwise ? LANES : w->channels * WIDTH);
+    float *sums = p->partial + chunk * p->all_blocks * size, *packed = scratch + w->line;
+    memset(sums + begin * size, 0, (end - begin) * size * sizeof(float));
     for (int64_t unit = chunk * p->units / p->chunks; unit < (chunk + 1) * p->units / p->chunks; unit++) {
         const int64_t row = unit % p->row_blocks * p->rows_per_unit;
         const int64_t image = unit / p->row_blocks * p->images_per_unit;
         const int64_t rows = FN(least)(p->rows_per_unit, p->rows - row);
         const int64_t images = FN(least)(p->images_per_unit, p->images - image);
-        const int64_t plane = FN(pack)(w, scratch, group, 1, image, images, row, rows, whole);
-        float *grad = scratch + w->blocks * plane, *to = sums;
-        FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
-        for (int64_t c = 0; c < inputs; c += LANES) {
-            const int64_t channels = FN(least)(LANES, inputs - c);
-            FN(reduce_block)(p, scratch + c / LANES * plane, channels, width, grad, images, row, rows, to);
-            to += p->taps * channels * width;
+        int64_t plane = 0;
+        for (int64_t block = begin; block < end; block++) {
+            if (block == begin || block % p->out_blocks == 0)
+                plane = FN(pack)(w, packed, block / p->out_blocks, 1, image, images, row, rows, scratch);
+            FN(reduce_unit)(p, block, packed, plane, image, images, row, rows, sums + block * size);
         }
     }
 }

@@ -72,7 +72,7 @@ typedef struct {
     Conv2dTensor grad;
     int64_t depthwise;
     int64_t out_total, out_channels, out_blocks, all_blocks;
-    int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks;
+    int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, splits;
     int64_t taps;
     const int64_t *offsets, *tap_rows, *tap_cols;  /* (taps,) as above; and the columns */
     float *partial;                     /* (chunks, output blocks, source channels * taps * width) */

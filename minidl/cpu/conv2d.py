@@ -119,8 +119,8 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Tasks:
-    """``images`` images by ``rows`` rows of outputs at a time; in a forward pass or data gradient with the output
-    blocks cut into ``splits`` parts, in a filter gradient gathered into ``chunks`` partial sums.
+    """``images`` images by ``rows`` rows of outputs at a time, the output blocks cut into ``splits`` parts; in a filter
+    gradient gathered into ``chunks`` partial sums.
     """
 
     images: int
@@ -267,13 +267,14 @@ def _apply_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
 
 @lru_cache(maxsize=1024)
 def _reduce_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
-    """Units and chunks are part of the order of summation, so they follow from the shapes alone."""
+    """Units and chunks are part of the order of summation, so they follow from the shapes alone; splits are not."""
     together, block, row_blocks = _blocking(plan, images, _UNIT_PIXELS)
     units = ceil_div(images, together) * row_blocks
     chunks = min(units, max(1, _PARTIALS // plan.all_blocks))
-    threads = _threads(available, chunks * plan.all_blocks, images * plan.flops)
+    splits = min(plan.all_blocks, ceil_div(4 * available, chunks))
+    threads = _threads(available, chunks * splits, images * plan.flops)
     scratch = plan.line_floats + plan.packed_floats(together, block) + together * block * plan.cols * plan.width
-    return _Tasks(together, block, row_blocks, 0, chunks, units, threads, scratch)
+    return _Tasks(together, block, row_blocks, splits, chunks, units, threads, scratch)
 
 
 def _apply(plan: _Plan, source: Array, filters: Array, out: Array, bias: Array | None, add: Array | None) -> Array:
