@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Runs the convolution kernels of `_conv2d.h`: fills their records and spreads their tasks over threads.
 
-Arrays come as NumPy arrays with unit channel stride; what goes into the records is planned in `conv2d.py`.
+Arrays come as NumPy arrays with unit channel stride; what goes into the records is planned in `conv2d_plan.py`.
 """
 
 cimport numpy as cnp
