@@ -271,7 +271,8 @@ def _measure_on_cpu(layer: Layer, name: str, samples: int) -> list[dict[str, Any
         error = _checked(arrays, name, which, ours(), last())
         calls = {"minidl": ours, "onednn-channels-last": last, "onednn-contiguous": contiguous}
         times = _by_turns(calls, samples)
-        rows.append(_row(layer, name, which, error, times.pop("minidl"), times) | _work_space(ours))
+        row = _row(layer, name, which, error, times.pop("minidl"), times)
+        rows.append(row | _work_space(ours))
     return rows
 
 
@@ -325,8 +326,10 @@ def _row(layer: Layer, name: str, which: str, error: float, ours: Timing, peers:
     best = min(peers.values(), key=lambda timing: timing.ms)
     return {
         "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": ours.ms, "spread": ours.spread,
-        "floor_ms": None, "tflops": layer.flop / ours.ms * 1e-9, "count": layer.count, "batch": layer.batch,
+        "min_ms": ours.min_ms, "floor_ms": None, "tflops": layer.flop / ours.ms * 1e-9,
+        "count": layer.count, "batch": layer.batch,
         "error": error, "peers": {peer: timing.ms for peer, timing in peers.items()}, "peer_spread": best.spread,
+        "peer_min_ms": min(timing.min_ms for timing in peers.values()),
     }  # fmt: skip
 
 
@@ -349,7 +352,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         figures = [f"{row['tflops']:.0f} T", f"{row['floor_ms']:.3f}"]
     return [
         f"{row['case']} {row['pass']}", row["dtype"], f"{row['ms']:.3f}", f"{row['spread']:.1%}", *figures, *peers,
-        f"{row['peer_spread']:.1%}", f"{_best(row) / row['ms']:.2f}", str(row["count"]), f"{_lost(row):+.3f}",
+        f"{row['peer_spread']:.1%}", f"{_best(row) / row['ms']:.2f}", f"{row['peer_min_ms'] / row['min_ms']:.2f}",
+        str(row["count"]), f"{_lost(row):+.3f}",
     ]  # fmt: skip
 
 
@@ -367,8 +371,8 @@ def _show(rows: list[dict[str, Any]], device: str) -> None:
     rows.sort(key=_lost, reverse=True)
     middle = ["work MB/thread", "shared MB"] if device == "cpu" else ["floor ms"]
     peers = [f"{name} ms" for name in rows[0]["peers"]]
-    columns = ["layer and pass", "type", "ms", "spread", "FLOP/s", *middle, *peers, "its spread", "speed", "count"]
-    show("convolutions, worst first", [*columns, "lost ms"], [_cells(row) for row in rows])
+    columns = ["layer and pass", "type", "ms", "spread", "FLOP/s", *middle, *peers, "its spread", "speed"]
+    show("convolutions, worst first", [*columns, "of minima", "count", "lost ms"], [_cells(row) for row in rows])
     columns = ["network, type, pass", "ms", "best peers ms", "speed against the best peers"]
     show("all layers, weighted by count", columns, _totals(rows))
 
