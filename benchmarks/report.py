@@ -32,10 +32,16 @@ def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / machine).glob(f"{benchmark}*.json"))]
 
 
+def _machine(file: dict[str, Any]) -> str:
+    """In a word: the GPU, or how many cores."""
+    machine = file["machine"]
+    return machine.get("gpu") or f"CPU, {machine.get('cores', 2)} cores"
+
+
 def training() -> str:
     """Whole steps beside PyTorch, worst ratio first."""
     found = [
-        (row["ratio_to_best_peer"], file["machine"].get("gpu") or "CPU, 2 cores", row)
+        (row["ratio_to_best_peer"], _machine(file), row)
         for machine in sorted(path.name for path in RESULTS.iterdir())
         for file in load(machine, "bench_train")
         for row in file["rows"]
@@ -69,20 +75,19 @@ def operations() -> str:
 
 
 def convolutions() -> str:
-    """Geometric mean over layers of cuDNN's time over ours."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for file in load("h200", "bench_conv"):
-        for row in file["rows"]:
-            key = row["case"].split()[0], row["dtype"], row["pass"]
-            groups.setdefault(key, []).append(row["peers"]["cudnn"] / row["ms"])
-    lines = sorted(
-        (statistics.geometric_mean(ratios), network, dtype, passed, min(ratios))
-        for (network, dtype, passed), ratios in groups.items()
-    )
-    rows = [[network, dtype, passed, f"{mean:.2f}", f"{worst:.2f}"] for mean, network, dtype, passed, worst in lines]
+    """Geometric mean over layers of the library's time (cuDNN, oneDNN) over ours."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for machine in sorted(path.name for path in RESULTS.iterdir()):
+        for file in load(machine, "bench_conv"):
+            for row in file["rows"]:
+                key = row["case"].split()[0], _machine(file), row["dtype"], row["pass"]
+                groups.setdefault(key, []).append(min(row["peers"].values()) / row["ms"])
+    lines = sorted((statistics.geometric_mean(ratios), *key, min(ratios)) for key, ratios in groups.items())
+    rows = [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines]
     if not rows:
         return ""
-    return markdown(["convolutions of, H200", "dtype", "pass", "speed against cuDNN, mean", "worst layer"], rows)
+    head = ["convolutions of", "machine", "dtype", "pass", "speed against cuDNN or oneDNN, mean", "worst layer"]
+    return markdown(head, rows)
 
 
 def learning() -> str:
