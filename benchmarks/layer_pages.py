@@ -37,7 +37,7 @@ _WORDS = {
 def measured(results: Path) -> tuple[Run, ...]:
     """Every run of a network by us; of the same measurement twice that of `bench model`, the newest."""
     files = []
-    for path in sorted([*results.glob("*/bench_layers*.json"), *results.glob("*/bench_model*.json")]):
+    for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
         content = load(path)
         files.append((content["benchmark"] == "model", content["date"], content, path.relative_to(results).as_posix()))
     found: dict[tuple, Run] = {}
@@ -206,7 +206,7 @@ def _of_the_network(found: Sequence[Run]) -> Iterator[Picture]:
 
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
     """What each file of `minidl bench layers` allows by itself."""
-    for path in sorted(results.glob("*/bench_layers*.json")):
+    for path in sorted(results.glob("*/bench_layers*.json*")):
         (run,) = runs(load(path), path.relative_to(results).as_posix())
         if run.network != network or run.step is None:
             continue

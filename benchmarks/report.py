@@ -1,4 +1,4 @@
-"""The tables and pictures of README.md and docs/ that are made from benchmarks/results/<machine>/*.json.
+"""The tables and pictures of README.md and docs/ that are made from benchmarks/results/<machine>/*.json, .json.gz.
 
 python benchmarks/report.py             rewrite the tables
 python benchmarks/report.py --pictures  draw the pictures anew, too
@@ -8,7 +8,6 @@ python benchmarks/report.py --check     exit 1 when a page does not show what th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import layer_pages
 
 from minidl.bench import command
 from minidl.profile.plots import save
+from minidl.profile.results import load as results_of
 from minidl.profile.tables import markdown
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
     """The result files of a machine whose names begin with ``benchmark``."""
-    return [json.loads(path.read_text()) for path in sorted((RESULTS / machine).glob(f"{benchmark}*.json"))]
+    return [results_of(path) for path in sorted((RESULTS / machine).glob(f"{benchmark}*.json*"))]
 
 
 def _machine(file: dict[str, Any]) -> str:
@@ -119,11 +119,11 @@ def results() -> str:
 def commands() -> str:
     """What made each file of results that a table of README.md shows."""
     lines = []
-    for path in sorted(RESULTS.glob("*/*.json")):
+    for path in sorted(RESULTS.glob("*/*.json*")):
         name = next((name for name in README_TABLES if path.stem.startswith(name)), None)
         if name is not None:
             head = README_TABLES[name]().splitlines()[0].split("|")[1].strip()
-            lines.append([f"`{path.relative_to(RESULTS)}`", head, f"`{json.loads(path.read_text())['command']}`"])
+            lines.append([f"`{path.relative_to(RESULTS)}`", head, f"`{results_of(path)['command']}`"])
     return markdown(["file of results", "table of README.md", "command"], lines)
 
 

@@ -129,3 +129,21 @@ def test_a_view_that_does_not_apply_loses_no_measurement(capsys, known_ceilings,
     status, out, _ = run_cli(capsys, "layers", "--device", "cpu", "--layer", "ReLU()", "--input", "2x4x4x4",
                              "--view", "kernels", "--json", path)  # fmt: skip
     assert status == 0 and "this run: no kernels: none were noted" in out and path.exists()
+
+
+def test_result_files_may_be_compressed(tmp_path):
+    """Same content, a fifth of the size, the same bytes whenever it is written; what is broken is no result file."""
+    rows = [{name: None for name in results.REQUIRED} | {"case": f"layer {i}", "peers": {}} for i in range(200)]
+    content = results.result("bench_conv", rows, {"gpu": None})
+    plain, packed = tmp_path / "a.json", tmp_path / "a.json.gz"
+    for path in (plain, packed):
+        results.write(path, content)
+    assert results.load(packed) == results.load(plain)
+    assert packed.stat().st_size < plain.stat().st_size / 5
+    data = packed.read_bytes()
+    results.write(packed, content)
+    assert packed.read_bytes() == data
+    for broken in (data[:-20], data[:3] + b"x" * 40):
+        packed.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"a\.json\.gz: not a result file"):
+            results.load(packed)

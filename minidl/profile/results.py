@@ -11,6 +11,7 @@ batch included; bytes are the fewest that a pass must move through device memory
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
+_GZIP = b"\x1f\x8b"
 REQUIRED = ("case", "pass", "dtype", "arm", "ms", "spread", "floor_ms", "peers")
 
 Row = dict[str, Any]
@@ -75,13 +78,14 @@ def result(
 
 
 def write(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a result file, whole or not at all; folders are made."""
+    """Write a result file, whole or not at all; folders are made. A path that ends in ``.gz`` is compressed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_text(content))
+        data = _text(content).encode()
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -112,7 +116,7 @@ def rounded(value: Any) -> Any:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read a result file.
+    """Read a result file, compressed or not.
 
     Raises:
         OSError: when it cannot be read.
@@ -120,8 +124,9 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == _GZIP else data)
+    except (UnicodeDecodeError, json.JSONDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a result file, for it is not JSON ({error})") from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or "schema" not in content:
         raise ValueError(f"{path}: JSON, but not a result file of minidl: it has no schema and rows")
