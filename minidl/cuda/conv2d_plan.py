@@ -71,8 +71,13 @@ def struct(wide: str, narrow: str, *last: tuple) -> np.dtype:
     return np.dtype([*fields, *last], align=True)
 
 
-def argument(dtype: np.dtype, **fields: Any) -> np.ndarray:
-    """One structure with all of its fields, to be passed to a kernel by value."""
+def argument(dtype: np.dtype, conv: Convolution | None = None, **fields: Any) -> np.ndarray:
+    """One structure with all of its fields, to be passed to a kernel by value.
+
+    Fields that are named like one of the `Convolution.sizes` of ``conv`` need not be given.
+    """
+    if conv is not None:
+        fields = {name: size for name, size in conv.sizes.items() if name in dtype.names} | fields
     assert set(fields) == set(dtype.names), set(fields) ^ set(dtype.names)
     value = np.zeros(1, dtype)
     for name, field in fields.items():
@@ -104,6 +109,14 @@ class Convolution(NamedTuple):
     @property
     def y_shape(self) -> tuple[int, int, int, int]:
         return self.images, self.out_height, self.out_width, self.out_channels
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the names that the kernels' structures give them; pairs as ``..._h`` and ``..._w``."""
+        pairs = {name: getattr(self, name) for name in ("kernel", "stride", "padding", "dilation")}
+        flat = {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
+        names = ("images", "height", "width", "channels", "out_height", "out_width", "pixels", "groups")
+        return flat | {name: getattr(self, name) for name in names}
 
     @property
     def pixels(self) -> int:

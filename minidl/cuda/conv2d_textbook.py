@@ -57,22 +57,9 @@ def plan(conv: Convolution, name: str, pitch: int, device: DeviceRecord) -> Laun
     ]
     problem = argument(
         _PROBLEM,
+        conv,
         pitch=pitch,
-        images=conv.images,
-        height=conv.height,
-        width=conv.width,
-        channels=conv.channels,
-        out_height=conv.out_height,
-        out_width=conv.out_width,
         filters=conv.out_channels,
-        kernel_h=conv.kernel[0],
-        kernel_w=conv.kernel[1],
-        stride_h=conv.stride[0],
-        stride_w=conv.stride[1],
-        padding_h=conv.padding[0],
-        padding_w=conv.padding[1],
-        dilation_h=conv.dilation[0],
-        dilation_w=conv.dilation[1],
         tiles_h=tiles[0],
         tiles_w=tiles[1],
     )

@@ -130,6 +130,7 @@ def _problem(
 ):
     return argument(
         _PROBLEM,
+        conv,
         source_pitch=pitches[0],
         other_pitch=pitches[1],
         pixels=pixels,
@@ -139,10 +140,5 @@ def _problem(
         out_height=out_image[0],
         out_width=out_image[1],
         channels=channels,
-        kernel_h=conv.kernel[0],
-        padding_h=conv.padding[0],
-        padding_w=conv.padding[1],
-        dilation_h=conv.dilation[0],
-        dilation_w=conv.dilation[1],
         slabs=slabs,
     )
