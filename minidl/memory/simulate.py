@@ -15,7 +15,7 @@ from minidl import checks
 from minidl.memory.plan import CHOICES, Decision, Plan, human
 from minidl.memory.trace import Trace
 
-__all__ = ["Entry", "Link", "Timeline", "Usage", "Violation", "check", "timeline"]
+__all__ = ["Entry", "Link", "Timeline", "Usage", "Violation", "check", "measure", "timeline"]
 
 
 class Violation(ValueError):
@@ -79,9 +79,20 @@ def check(trace: Trace, plan: Plan) -> Usage:
     """
     if plan.trace != trace.digest:
         raise Violation(f"plan for trace {plan.trace}, but this is trace {trace.digest}: plan again")
+    usage = measure(trace, plan.decisions, plan.capacity)
+    _check_totals(trace, plan, usage)
+    return usage
+
+
+def measure(trace: Trace, decisions: Sequence[Decision], capacity: int) -> Usage:
+    """What ``decisions`` use, step by step.
+
+    Raises:
+        Violation: as `check`, but for totals.
+    """
     ledger = _Ledger(trace)
     at: dict[str, dict[int, list[Decision]]] = {name: defaultdict(list) for name in ("gone", "fetch", "back")}
-    for d in plan.decisions:
+    for d in decisions:
         _check_decision(trace, d)
         if d.choice != "keep":
             for name, steps in at.items():
@@ -99,15 +110,13 @@ def check(trace: Trace, plan: Plan) -> Usage:
             if not ledger.here.get(i, False):
                 raise Violation(f"step {t} ({trace.steps[t].title}) touches {trace.tensors[i].name}, which is away", t)
         now = ledger.device + trace.steps[t].workspace + extra
-        if now > plan.capacity:
-            over = f"{human(now)} on the device, over the limit of {human(plan.capacity)}"
-            raise Violation(f"step {t} ({trace.steps[t].title}): {over} by {now - plan.capacity} bytes", t)
+        if now > capacity:
+            over = f"{human(now)} on the device, over the limit of {human(capacity)}"
+            raise Violation(f"step {t} ({trace.steps[t].title}): {over} by {now - capacity} bytes", t)
         device.append(now)
         for i in ledger.dying[t]:
             ledger.drop(i)
-    usage = Usage(tuple(device), ledger.host_peak, ledger.out, ledger.into)
-    _check_totals(trace, plan, usage)
-    return usage
+    return Usage(tuple(device), ledger.host_peak, ledger.out, ledger.into)
 
 
 def _check_decision(trace: Trace, d: Decision) -> None:
