@@ -23,6 +23,7 @@ LEVELS = [
     {"models", "data"},
     {"model"},
     {"loss", "optim"},
+    {"memory"},
     {"train"},
     {"bench"},
     {"launch", "cli"},
@@ -72,7 +73,7 @@ def test_imports_go_one_way():
 
 
 def test_optional_packages_are_imported_only_inside_functions():
-    optional = {"cupy", "mpi4py", "rich", "sklearn", "matplotlib", "torch", "cuda", "threadpoolctl", "pynvml", "nvtx"}
+    optional = {"scipy", "cupy", "mpi4py", "rich", "sklearn", "matplotlib", "torch", "cuda", "threadpoolctl", "pynvml", "nvtx"}
     eager = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources()

@@ -92,15 +92,18 @@ class Joint:
     def _table(self, run: Sequence[int], steps: np.ndarray) -> tuple[np.ndarray, ...]:
         """(units at each step, units kept, bytes moved, milliseconds, choices) of every combination in a block."""
         own = self.usable(run)
-        shift = int(steps[0]), int(steps[-1])
-        key = tuple(
-            (g.bytes, g.start - shift[0], g.stop - shift[1], g.back - shift[1], r and (r.sources, r.beside, r.ms))
-            for g, r in zip((self.gaps[i] for i in run), own, strict=True)
-        )
-        if not any(own):  # the same block at another place: sources are numbers, so only blocks without any are alike
-            key = (*key, len(steps))
-            if key in self._cache:
-                return self._cache[key]
+        place = {i: p for p, i in enumerate(run)}
+        begin, end = int(steps[0]), int(steps[-1])
+        key: list = [len(steps), int(np.argmax(np.diff(steps, append=end + 2) > 1))]  # blocks of one shape are alike
+        for i, recipe in zip(run, own, strict=True):
+            gap = self.gaps[i]
+            need = self.problem.gaps[i].back - end
+            key.append((gap.bytes, gap.start - begin, gap.stop - end, need))
+            if recipe is not None:
+                key.append((tuple(place[s] for s in recipe.sources), recipe.beside, recipe.ms))
+        key = tuple(key)
+        if key in self._cache:
+            return self._cache[key]
         ways = [(KEEP, OFFLOAD) if recipe is None else (KEEP, OFFLOAD, REBUILD) for recipe in own]
         rows = [self._row(run, steps, choices, own) for choices in itertools.product(*ways)]
         table = tuple(np.array(column) for column in zip(*rows, strict=True))
@@ -153,9 +156,15 @@ class Joint:
             if found is None or spent + cost < found[0]:
                 found = spent + cost, kept, taken
         assert found is not None, "evicting everything fits, as was checked"
-        return self._plan(capacity, found[1], found[2])
+        return self.finish(capacity, found[1], found[2])
 
-    def _plan(self, capacity: int, kept: set[int], codes: Sequence[int]) -> Plan:
+    def finish(self, capacity: int, kept: set[int], codes: Sequence[int], policy: str = "joint") -> Plan:
+        """The plan of given choices.
+
+        Args:
+            kept: of the gaps that were decided apart, those that stay.
+            codes: for each block the choices, in base 3.
+        """
         decisions: list[Decision | None] = [None] * len(self.gaps)
         for i in self.apart:
             gap = self.problem.gaps[i]
@@ -167,7 +176,7 @@ class Joint:
             for i, choice, need, recipe in zip(run, choices, self._needs(run, choices, own), own, strict=True):
                 decisions[i] = self._decision(i, choice, need, recipe)
         assert all(d is not None for d in decisions)
-        return _finished(self.problem, capacity, self.granule, decisions, "joint")
+        return _finished(self.problem, capacity, self.granule, decisions, policy)
 
     def _decision(self, i: int, choice: int, need: int, recipe: Recipe | None) -> Decision:
         gap = self.problem.gaps[i]

@@ -14,7 +14,7 @@ all their subsets one after the other.
 
 Sizes are rounded up to granules and capacities down, so no plan exceeds its limit. Where a common divisor of all sizes
 makes few enough units, nothing is rounded and the plan is optimal to the byte; else cost(C, g) <= optimum(C - n·g) with n
-the number of kept tensors. The granule does not depend on the limit: more memory never makes a worse plan.
+the number of candidates. The granule does not depend on the limit: more memory never makes a worse plan.
 
 Reconstructed from the claims of Jhu (National Taiwan University, 2018), with time added: a tensor is counted only at
 the steps at which it would otherwise be absent.
@@ -183,6 +183,7 @@ def choose(tables: Sequence[Options], units: int) -> tuple[float, list[int]]:
     Raises:
         ValueError: when nothing fits.
     """
+    units = min(units, sum(int(table.kappa.max(initial=0)) for table in tables))
     never = np.inf if any(table.cost.dtype.kind == "f" for table in tables) else _NEVER
     best = np.full(units + 1, never, float if never == np.inf else np.int64)
     best[0], top = 0, 0

@@ -1,0 +1,255 @@
+"""Other ways to decide, for comparison: they see the same trace and the same candidates as the dynamic programme.
+
+* `static`: level 0, the model of Jhu (National Taiwan University, 2018) and GeePS (Cui et al., EuroSys 2016): a tensor
+  is pinned for the whole step or not at all, and a buffer is set aside for the unpinned ones, ``beta`` times the largest
+  set that one step touches (2: one half is filled while the other is used). Here the best such set, by dynamic
+  programming for each size of the buffer.
+* `geeps`: the same model, filled greedily as GeePS does.
+* `vdnn`: offload the inputs of convolutions, or everything (vDNN, Rhu et al., MICRO 2016), whatever the limit.
+* `cheap`: rebuild what comes out of element-wise layers (batch norm, ReLU, joins), keep the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minidl.memory.gaps import Problem
+from minidl.memory.joint import KEEP, REBUILD, Joint
+from minidl.memory.pinning import granule_of
+from minidl.memory.plan import Infeasible, Plan, human
+
+__all__ = ["POLICIES", "cheap", "geeps", "static", "vdnn"]
+
+BETA = 2
+_MOST_OPEN = 12
+
+
+@dataclass(frozen=True)
+class _Accesses:
+    """Level 0: what each step touches of the candidates, and what it needs beside."""
+
+    sizes: tuple[int, ...]
+    sets: tuple[tuple[int, ...], ...]  # candidates touched, for each distinct step
+    other: tuple[int, ...]  # most bytes beside them of the steps that touch these
+
+    def reserve(self, pinned: Iterable[int], beta: int) -> int:
+        """Bytes to set aside when ``pinned`` stay."""
+        pinned = set(pinned)
+        return max(
+            o + beta * sum(self.sizes[i] for i in s if i not in pinned)
+            for s, o in zip(self.sets, self.other, strict=True)
+        )
+
+
+def _accesses(problem: Problem) -> _Accesses:
+    trace = problem.trace
+    touched: list[list[int]] = [[] for _ in trace.steps]
+    other = np.array([step.workspace for step in trace.steps], np.int64)
+    of = {gap.tensor: i for i, gap in enumerate(problem.gaps)}
+    for i, tensor in enumerate(trace.tensors):
+        if i in of:
+            for t in tensor.touches:
+                touched[t].append(of[i])
+        elif tensor.resident:
+            other += tensor.bytes
+        else:
+            other[tensor.first : tensor.last + 1] += tensor.bytes
+    largest: dict[tuple[int, ...], int] = {}
+    for some, beside in zip(touched, other.tolist(), strict=True):
+        key = tuple(sorted(some))
+        largest[key] = max(largest.get(key, 0), beside)
+    return _Accesses(tuple(gap.bytes for gap in problem.gaps), tuple(largest), tuple(largest.values()))
+
+
+def _too_small(policy: str, capacity: int) -> Infeasible:
+    return Infeasible(f"{policy}: its buffer for what is not pinned does not fit in {human(capacity)}")
+
+
+def geeps(problem: Problem, capacity: int, beta: int = BETA) -> Plan:
+    """GeePS: pin from the step with the largest unpinned set while the smaller buffer pays, then whatever fits.
+
+    Raises:
+        Infeasible: when no choice of its makes the buffer fit.
+    """
+    access = _accesses(problem)
+    pinned: list[int] = []
+    spent = 0
+    while True:
+        fits = [i for i in _of_peak(access, pinned, beta) if i not in pinned]
+        if not fits:
+            break
+        i = fits[0]
+        if spent + access.sizes[i] + access.reserve([*pinned, i], beta) > capacity:
+            if spent + access.reserve(pinned, beta) <= capacity:
+                break
+            if access.reserve([*pinned, i], beta) + access.sizes[i] >= access.reserve(pinned, beta):
+                break
+        pinned.append(i)
+        spent += access.sizes[i]
+    for i, size in enumerate(access.sizes):
+        if i not in pinned and spent + size + access.reserve([*pinned, i], beta) <= capacity:
+            pinned.append(i)
+            spent += size
+    if spent + access.reserve(pinned, beta) > capacity:
+        raise _too_small("geeps", capacity)
+    return problem.plan("geeps", capacity, pinned)
+
+
+def _of_peak(access: _Accesses, pinned: Sequence[int], beta: int) -> tuple[int, ...]:
+    """The candidates of the step that decides the size of the buffer."""
+    held = set(pinned)
+    loads = [
+        o + beta * sum(access.sizes[i] for i in s if i not in held)
+        for s, o in zip(access.sets, access.other, strict=True)
+    ]
+    return access.sets[int(np.argmax(loads))]
+
+
+def static(problem: Problem, capacity: int, beta: int = BETA, granule: int | None = None) -> Plan:
+    """The best static pinning: for each size of the buffer that can occur, a knapsack over the candidates.
+
+    With a buffer of theta bytes every step must find ``beta`` times its unpinned set (and what it needs beside) within
+    theta, and the pinned ones share what is left. Candidates are decided in order; those of steps not yet complete
+    are remembered one by one, the sums of all others as bits of one integer.
+
+    Raises:
+        Infeasible: when no buffer is small enough.
+        ValueError: when too many candidates are touched by steps that overlap.
+    """
+    access = _accesses(problem)
+    granule = granule or granule_of(access.sizes)
+    least = max(access.other)
+    found: tuple[int, list[int]] | None = None
+    thetas = sorted({theta for theta in _thetas(access, beta) if least <= theta <= capacity})
+    for theta in thetas:
+        room = (capacity - theta) // granule
+        if found is not None and room * granule <= found[0]:
+            break  # an even larger buffer leaves less than is pinned already
+        kept = _fill(access, beta, theta, room, granule)
+        if kept is not None:
+            size = sum(access.sizes[i] for i in kept)
+            if found is None or size > found[0]:
+                found = size, kept
+    if found is None:
+        raise _too_small("static", capacity)
+    return problem.plan("static", capacity, found[1], granule=granule)
+
+
+def _thetas(access: _Accesses, beta: int) -> Iterable[int]:
+    """Every size that the buffer of some step can have."""
+    for some, beside in zip(access.sets, access.other, strict=True):
+        sums = {0}
+        for i in some:
+            sums |= {s + access.sizes[i] for s in sums}
+        yield from (beside + beta * s for s in sums)
+
+
+def _fill(access: _Accesses, beta: int, theta: int, room: int, granule: int) -> list[int] | None:
+    """The candidates to pin for one size of the buffer: as many bytes as possible within ``room`` units; None: none."""
+    last = {}
+    for s, some in enumerate(access.sets):
+        if some:
+            last.setdefault(max(some), []).append(s)
+    ends = {i: max(max(some) for some in access.sets if i in some) for some in access.sets for i in some}
+    mask = (1 << (room + 1)) - 1
+    states: dict[tuple[tuple[int, bool], ...], int] = {(): 1}
+    history = []
+    for i, size in enumerate(access.sizes):
+        units = -(-size // granule)
+        new: dict[tuple[tuple[int, bool], ...], int] = {}
+        for flags, sums in states.items():
+            for pin, reach in ((False, sums), (True, sums << units & mask)):
+                known = {**dict(flags), i: pin}
+                if reach and _steps_fit(access, last.get(i, ()), known, beta, theta):
+                    key = tuple((j, p) for j, p in sorted(known.items()) if ends.get(j, -1) > i)
+                    new[key] = new.get(key, 0) | reach
+        if len(new) > 1 << _MOST_OPEN:
+            raise ValueError("static pinning: too many tensors are touched by overlapping steps")
+        history.append(states)
+        states = new
+    if not states:
+        return None
+    flags, total = max(((f, s.bit_length() - 1) for f, s in states.items()), key=lambda item: item[1])
+    return _trace_back(access, history, flags, total, (beta, theta, granule), last, ends)
+
+
+def _steps_fit(access: _Accesses, steps: Iterable[int], known: dict[int, bool], beta: int, theta: int) -> bool:
+    return all(
+        access.other[s] + beta * sum(access.sizes[j] for j in access.sets[s] if not known[j]) <= theta for s in steps
+    )
+
+
+def _trace_back(access: _Accesses, history: list, flags: tuple, total: int, how: tuple, last: dict, ends: dict) -> list:
+    """Walk the states backwards: which predecessor and which choice lead to this one."""
+    beta, theta, granule = how
+    pinned = []
+    for i in reversed(range(len(access.sizes))):
+        units = -(-access.sizes[i] // granule)
+        for before, sums in history[i].items():
+            step = _came_from(access, before, sums, i, units, flags, total, (beta, theta), last, ends)
+            if step is not None:
+                if step:
+                    pinned.append(i)
+                    total -= units
+                flags = before
+                break
+        else:
+            raise AssertionError("a state without a predecessor")
+    return pinned[::-1]
+
+
+def _came_from(access, before, sums, i, units, flags, total, how, last, ends) -> bool | None:
+    """Whether candidate ``i`` is pinned on the way from ``before`` to ``flags``; None when no way leads there."""
+    for pin in (True, False):
+        at = total - units if pin else total
+        known = {**dict(before), i: pin}
+        key = tuple((j, p) for j, p in sorted(known.items()) if ends.get(j, -1) > i)
+        if key == flags and at >= 0 and sums >> at & 1 and _steps_fit(access, last.get(i, ()), known, *how):
+            return pin
+    return None
+
+
+def vdnn(problem: Problem, capacity: int, which: str = "all") -> Plan:
+    """Offload everything ("all") or what convolutions save ("conv"), whatever the limit.
+
+    Raises:
+        Infeasible: when that does not fit.
+    """
+    trace = problem.trace
+    kept = []
+    for i, gap in enumerate(problem.gaps):
+        readers = [trace.steps[t] for t in trace.tensors[gap.tensor].touches]
+        by_conv = any(r.pass_name == "backward_weight" and r.layer.startswith("Conv") and r.matrix for r in readers)
+        reads = any(
+            r.pass_name == "forward" and r.layer.startswith("Conv") and trace.tensors[gap.tensor].first != t
+            for t, r in zip(trace.tensors[gap.tensor].touches, readers, strict=True)
+        )
+        if which == "conv" and not (by_conv and reads):
+            kept.append(i)
+    plan = problem.plan(f"vdnn-{which}", capacity, kept)
+    if plan.peak > capacity:
+        raise Infeasible(f"vdnn-{which} needs {human(plan.peak)}, more than {human(capacity)}", needed=plan.peak)
+    return plan
+
+
+def cheap(problem: Problem, capacity: int, joint: Joint) -> Plan:
+    """Rebuild what element-wise layers give, keep the rest, whatever the limit.
+
+    Raises:
+        Infeasible: when that does not fit.
+    """
+    codes = []
+    for run in joint.runs:
+        own = joint.usable(run)
+        choices = [REBUILD if r is not None and r.elementwise else KEEP for r in own]
+        codes.append(sum(choice * 3**p for p, choice in enumerate(choices)))
+    plan = joint.finish(problem.peak * 2, set(joint.apart), codes, "cheap")
+    if plan.peak > capacity:
+        raise Infeasible(f"rebuilding cheap layers needs {human(plan.peak)}, more than {human(capacity)}")
+    return plan
+
+
+POLICIES = ("dp", "static", "geeps", "vdnn-all", "vdnn-conv", "cheap", "joint")
