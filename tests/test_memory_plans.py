@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -40,12 +41,13 @@ def _plans(rng, count: int = 25) -> list[tuple[Trace, Plan]]:
     return found
 
 
+@functools.cache
 def _joint(name: str, image: int, batch: int, share: float = 0.3) -> tuple[Trace, Plan]:
     """A plan that both moves and rebuilds, at a price between the extremes."""
     trace = real_trace(name, image, batch)
     p = problem(trace, least=4096)
     joint = Joint(p, [1e-3 + (step.bytes + step.flop / 10) * 1e-9 for step in trace.steps])
-    for price in np.geomspace(1e-11, 1e-6, 30):
+    for price in np.geomspace(1e-10, 1e-7, 24):
         plan = joint.solve(int(p.floor + share * (p.peak - p.floor)), price)
         if len(plan.chosen("offload")) > 3 and len(plan.chosen("recompute")) > 3:
             return trace, widen(trace, plan)

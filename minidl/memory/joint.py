@@ -150,8 +150,8 @@ class Joint:
                 continue
             tables = []
             for (usage, units, moved, ms, codes), steps in zip(self.tables, self.steps, strict=True):
-                most = units + (room[steps] - usage).min(axis=1) - units
-                tables.append(_distinct(Options(units, most, price * moved + ms, codes)))
+                most = (room[steps] - usage).min(axis=1)
+                tables.append(Options(units, most, price * moved + ms, codes).pruned())
             cost, taken = choose(tables, int(room.max(initial=0)))
             if found is None or spent + cost < found[0]:
                 found = spent + cost, kept, taken
@@ -184,13 +184,6 @@ class Joint:
             return Decision(gap.tensor, "recompute", gap.leave, gap.leave + 1, need, need, recipe.steps)
         fetch = max(min(gap.stop + 1, need - self.problem.window[1]), gap.start)
         return Decision(gap.tensor, "keep" if choice == KEEP else "offload", gap.leave, gap.start, fetch, need)
-
-
-def _distinct(options: Options) -> Options:
-    """Without repetitions, then without those that others beat."""
-    rows = np.stack([options.kappa, options.most, options.cost])
-    _, first = np.unique(rows, axis=1, return_index=True)
-    return Options(*(getattr(options, name)[first] for name in ("kappa", "most", "cost", "code"))).pruned()
 
 
 def _finished(

@@ -56,12 +56,14 @@ class Options:
         """Without those that another one beats in all three numbers."""
         order = np.lexsort((-self.most, self.cost, self.kappa))
         order = order[self.most[order] >= 0]
-        kept: list[int] = []
-        most, cost = self.most, self.cost
-        for i in order:  # those kept so far keep no more units: they beat i when they are no worse in the other two
-            if not kept or not np.any((most[kept] >= most[i]) & (cost[kept] <= cost[i])):
-                kept.append(i)
-        return Options(self.kappa[kept], most[kept], cost[kept], self.code[kept])
+        kappa, most, cost = self.kappa[order], self.most[order], self.cost[order]
+        new = np.ones(len(order), bool)  # equal ones stand side by side
+        new[1:] = (kappa[1:] != kappa[:-1]) | (most[1:] != most[:-1]) | (cost[1:] != cost[:-1])
+        order, kappa, most, cost = order[new], kappa[new], most[new], cost[new]
+        # Whoever beats another keeps no more units and so stands before it.
+        beaten = np.tril((most >= most[:, None]) & (cost <= cost[:, None]), -1).any(axis=1)
+        order = order[~beaten]
+        return Options(self.kappa[order], self.most[order], self.cost[order], self.code[order])
 
 
 def granule_of(sizes: Sequence[int], most_units: int = MOST_UNITS) -> int:
