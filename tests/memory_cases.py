@@ -30,7 +30,9 @@ def random_trace(rng: np.random.Generator, layers: int, *, jitter: int = 0, tied
         tensors.append(Tensor(f"t{k}", "activation", int(sizes[k]), tuple(sorted(touches)), saved=True))
         if rng.random() < 0.5:
             tensors.append(Tensor(f"u{k}", "activation", int(rng.integers(0, 9)), (k, k + 1)))
-    steps = [Step(f"layer{t}", "forward" if t < loss else "backward_data", int(rng.integers(0, 9))) for t in range(last + 1)]
+    steps = [
+        Step(f"layer{t}", "forward" if t < loss else "backward_data", int(rng.integers(0, 9))) for t in range(last + 1)
+    ]
     return Trace(tuple(steps), tuple(tensors), loss)
 
 

@@ -73,7 +73,19 @@ def test_imports_go_one_way():
 
 
 def test_optional_packages_are_imported_only_inside_functions():
-    optional = {"scipy", "cupy", "mpi4py", "rich", "sklearn", "matplotlib", "torch", "cuda", "threadpoolctl", "pynvml", "nvtx"}
+    optional = {
+        "scipy",
+        "cupy",
+        "mpi4py",
+        "rich",
+        "sklearn",
+        "matplotlib",
+        "torch",
+        "cuda",
+        "threadpoolctl",
+        "pynvml",
+        "nvtx",
+    }
     eager = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources()

@@ -9,8 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from minidl.memory import Infeasible, Step, Tensor, Trace, check, pin, problem
-from minidl.memory import pinning
+from minidl.memory import Infeasible, Step, Tensor, Trace, check, pin, pinning, problem
 from minidl.memory.gaps import blocks
 from minidl.memory.pinning import LARGEST_BLOCK, MOST_UNITS, crossing, granule_of
 from tests.memory_cases import random_trace, real_trace

@@ -164,13 +164,13 @@ def test_a_timeline_obeys_its_queues_and_its_bound(rng):
             assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in zip(entries, entries[1:], strict=False))
         moved = {trace.tensors[d.tensor].name: d for d in plan.chosen("offload")}
         at = {(e.queue, e.name): e for e in run.entries}
-        step = lambda t: at["compute", trace.steps[t].title]  # noqa: E731
+        step = [at["compute", s.title] for s in trace.steps]
         for name, d in moved.items():
-            assert step(d.leave).end_ms <= at["out", name].start_ms + 1e-9
-            assert at["out", name].end_ms <= step(d.gone).start_ms + 1e-9
+            assert step[d.leave].end_ms <= at["out", name].start_ms + 1e-9
+            assert at["out", name].end_ms <= step[d.gone].start_ms + 1e-9
             assert at["out", name].end_ms <= at["in", name].start_ms + 1e-9
-            assert step(d.fetch - 1).end_ms <= at["in", name].start_ms + 1e-9
-            assert at["in", name].end_ms <= step(d.back).start_ms + 1e-9
+            assert step[d.fetch - 1].end_ms <= at["in", name].start_ms + 1e-9
+            assert at["in", name].end_ms <= step[d.back].start_ms + 1e-9
 
 
 def test_wider_windows_and_faster_links_never_cost_time(rng):

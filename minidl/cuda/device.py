@@ -14,7 +14,17 @@ from typing import Any, Protocol
 
 from minidl import checks
 
-__all__ = ["BUILT_IN", "DRY_RUN", "DeviceRecord", "DryRun", "Launch", "Watcher", "active_dry_run", "current_device", "import_cupy"]
+__all__ = [
+    "BUILT_IN",
+    "DRY_RUN",
+    "DeviceRecord",
+    "DryRun",
+    "Launch",
+    "Watcher",
+    "active_dry_run",
+    "current_device",
+    "import_cupy",
+]
 
 KIB, MIB = 1024, 1024 * 1024
 

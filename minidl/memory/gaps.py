@@ -1,4 +1,4 @@
-"""The planners' problem: which tensors have a gap that straddles the loss, and what each step holds whatever is decided.
+"""The planners' problem: which tensors have a gap around the loss, and what each step holds whatever is decided.
 
 A gap is the time between the last touch of a saved tensor before the loss and its first touch behind it. Its *core*,
 ``leave + 1 + out .. back - 1 - in``, is when an evicted tensor takes no memory: ``out`` steps are for the copy to the
@@ -87,9 +87,7 @@ class Problem:
         kept_bytes = sum(gap.bytes for gap in inside)
         peak = int((self.base + occupied(inside, len(self.base))).max())
         moved = sum(gap.bytes for gap in self.gaps) - kept_bytes
-        return Plan(
-            self.trace.digest, policy, capacity, granule, proven, peak, kept_bytes, moved, 0, tuple(decisions)
-        )
+        return Plan(self.trace.digest, policy, capacity, granule, proven, peak, kept_bytes, moved, 0, tuple(decisions))
 
 
 def occupied(gaps: Iterable[Gap], steps: int) -> np.ndarray:

@@ -29,6 +29,7 @@ __all__ = ["Joint", "best"]
 
 KEEP, OFFLOAD, REBUILD = range(3)
 LARGEST_GROUP = 6
+MOST_OPTIONS = 1500
 RESERVES = (0.0, 0.03, 0.07, 0.15)
 PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
 
@@ -54,6 +55,11 @@ class Joint:
         runs = [[rest[i] for i in run] for run in blocks([self.gaps[i] for i in rest])]
         self.runs = self._joined(runs)
         self.steps = owned_steps(self.gaps, self.runs)
+        inner = [max(self.gaps[i].stop for i in run) for run in self.runs[1:]]
+        # The first step behind the loss that belongs to each block: what happens in it must not happen earlier.
+        inner.append(problem.trace.loss)
+        self.begin = {run[0]: inner[k] + 1 for k, run in enumerate(self.runs)}
+        self._own = {run[0]: self._usable(run) for run in self.runs}
         self._cache: dict[tuple, tuple[np.ndarray, ...]] = {}
         self.tables = [self._table(run, steps) for run, steps in zip(self.runs, self.steps, strict=True)]
 
@@ -72,9 +78,21 @@ class Joint:
         return joined
 
     def usable(self, run: Sequence[int]) -> list[Recipe | None]:
-        """The recipes of a block whose sources all lie in it."""
-        found = (self.recipes[i] for i in run)
-        return [r if r is not None and set(r.sources) <= set(run) else None for r in found]
+        """The recipes that may be used in a block."""
+        return self._own[run[0]]
+
+    def _usable(self, run: Sequence[int]) -> list[Recipe | None]:
+        """Those whose sources lie in the block and that end within it; of too many those of the largest tensors."""
+        latest, begin = max(self.gaps[i].stop for i in run), self.begin[run[0]]
+        found = [self.recipes[i] for i in run]
+        own = [r if r is not None and set(r.sources) <= set(run) and latest >= begin else None for r in found]
+        largest = sorted((p for p, r in enumerate(own) if r is not None), key=lambda p: -self.gaps[run[p]].bytes)
+        count = 1 << len(run)
+        for p in largest:
+            count = count * 3 // 2
+            if count > MOST_OPTIONS:
+                own[p] = None
+        return own
 
     def _needs(self, run: Sequence[int], choices: Sequence[int], own: Sequence[Recipe | None]) -> list[int]:
         """The step before which each tensor of a block must be there."""
@@ -93,8 +111,9 @@ class Joint:
         """(units at each step, units kept, bytes moved, milliseconds, choices) of every combination in a block."""
         own = self.usable(run)
         place = {i: p for p, i in enumerate(run)}
-        begin, end = int(steps[0]), int(steps[-1])
-        key: list = [len(steps), int(np.argmax(np.diff(steps, append=end + 2) > 1))]  # blocks of one shape are alike
+        begin, end = min(self.gaps[i].start for i in run), max(self.gaps[i].stop for i in run)
+        # Blocks of one shape are alike.
+        key: list = [len(steps), int((steps <= self.problem.trace.loss).sum()), self.begin[run[0]] - end]
         for i, recipe in zip(run, own, strict=True):
             gap = self.gaps[i]
             need = self.problem.gaps[i].back - end
@@ -110,7 +129,9 @@ class Joint:
         self._cache[key] = table
         return table
 
-    def _row(self, run: Sequence[int], steps: np.ndarray, choices: Sequence[int], own: Sequence[Recipe | None]) -> tuple:
+    def _row(
+        self, run: Sequence[int], steps: np.ndarray, choices: Sequence[int], own: Sequence[Recipe | None]
+    ) -> tuple:
         usage = np.zeros(len(steps), np.int64)
         need = self._needs(run, choices, own)
         kept = moved = 0
@@ -125,12 +146,17 @@ class Joint:
             begin = need[p]
             if choice == OFFLOAD:
                 moved += 2 * gap.bytes
-                begin = max(begin - self.problem.window[1], gap.start) if begin < self.problem.gaps[i].back else begin
+                begin = self._fetch(run, i, begin)
             else:
                 ms += own[p].ms
                 usage[steps == begin] += -(-own[p].beside // self.granule)
             usage[(begin <= steps) & (steps <= gap.stop)] += size
         return usage, kept, moved, ms, sum(choice * 3**p for p, choice in enumerate(choices))
+
+    def _fetch(self, run: Sequence[int], i: int, need: int) -> int:
+        """The step at which the copy of gap ``i`` back may begin when it has to be there by ``need``."""
+        early = max(need - self.problem.window[1], self.begin[run[0]])
+        return min(self.problem.gaps[i].stop + 1, early)
 
     def solve(self, capacity: int, price: float, latency_ms: float = 0.0) -> Plan:
         """The cheapest plan at ``price`` milliseconds for each byte moved.
@@ -150,7 +176,7 @@ class Joint:
                 continue
             tables = []
             for (usage, units, moved, ms, codes), steps in zip(self.tables, self.steps, strict=True):
-                most = (room[steps] - usage).min(axis=1)
+                most = (room[steps] - usage).min(axis=1, initial=np.iinfo(np.int64).max)
                 tables.append(Options(units, most, price * moved + ms, codes).pruned())
             cost, taken = choose(tables, int(room.max(initial=0)))
             if found is None or spent + cost < found[0]:
@@ -174,16 +200,16 @@ class Joint:
             choices = [int(code) // 3**p % 3 for p in range(len(run))]
             own = self.usable(run)
             for i, choice, need, recipe in zip(run, choices, self._needs(run, choices, own), own, strict=True):
-                decisions[i] = self._decision(i, choice, need, recipe)
+                decisions[i] = self._decision(run, i, choice, need, recipe)
         assert all(d is not None for d in decisions)
         return _finished(self.problem, capacity, self.granule, decisions, policy)
 
-    def _decision(self, i: int, choice: int, need: int, recipe: Recipe | None) -> Decision:
+    def _decision(self, run: Sequence[int], i: int, choice: int, need: int, recipe: Recipe | None) -> Decision:
         gap = self.problem.gaps[i]
         if choice == REBUILD:
             return Decision(gap.tensor, "recompute", gap.leave, gap.leave + 1, need, need, recipe.steps)
-        fetch = max(min(gap.stop + 1, need - self.problem.window[1]), gap.start)
-        return Decision(gap.tensor, "keep" if choice == KEEP else "offload", gap.leave, gap.start, fetch, need)
+        name = "keep" if choice == KEEP else "offload"
+        return Decision(gap.tensor, name, gap.leave, gap.start, self._fetch(run, i, need), need)
 
 
 def _finished(

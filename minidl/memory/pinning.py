@@ -13,8 +13,8 @@ of options times the capacity in units. Gaps that tie many blocks together (the 
 all their subsets one after the other.
 
 Sizes are rounded up to granules and capacities down, so no plan exceeds its limit. Where a common divisor of all sizes
-makes few enough units, nothing is rounded and the plan is optimal to the byte; else cost(C, g) <= optimum(C - n·g) with n
-the number of candidates. The granule does not depend on the limit: more memory never makes a worse plan.
+makes few enough units, nothing is rounded and the plan is optimal to the byte; else cost(C, g) <= optimum(C - n·g) for
+n candidates. The granule does not depend on the limit: more memory never makes a worse plan.
 
 Reconstructed from the claims of Jhu (National Taiwan University, 2018), with time added: a tensor is counted only at
 the steps at which it would otherwise be absent.

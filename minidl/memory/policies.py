@@ -1,9 +1,9 @@
 """Other ways to decide, for comparison: they see the same trace and the same candidates as the dynamic programme.
 
 * `static`: level 0, the model of Jhu (National Taiwan University, 2018) and GeePS (Cui et al., EuroSys 2016): a tensor
-  is pinned for the whole step or not at all, and a buffer is set aside for the unpinned ones, ``beta`` times the largest
-  set that one step touches (2: one half is filled while the other is used). Here the best such set, by dynamic
-  programming for each size of the buffer.
+  is pinned for the whole step or not at all, and a buffer is set aside for the unpinned ones, ``beta`` times the
+  largest set that one step touches (2: one half is filled while the other is used). Here the best such set, by
+  dynamic programming for each size of the buffer.
 * `geeps`: the same model, filled greedily as GeePS does.
 * `vdnn`: offload the inputs of convolutions, or everything (vDNN, Rhu et al., MICRO 2016), whatever the limit.
 * `cheap`: rebuild what comes out of element-wise layers (batch norm, ReLU, joins), keep the rest.

@@ -110,7 +110,9 @@ class _Issuer:
             for user in stay.users:
                 self.taken[user] = max(self.taken[user], stay.first)
         self.ended = sorted(self.stays, key=lambda stay: stay.last)
-        self.left_by: list[dict[str, int]] = []  # for each step: last place in each stream that touched what ended before
+        self.left_by: list[
+            dict[str, int]
+        ] = []  # for each step: last place in each stream that touched what ended before
 
     def issue(self, stream: str, kind: str, index: int, behind: Iterable[tuple[str, int]] = ()) -> None:
         """Append an operation, ``behind`` others and behind all that touched memory given away before it."""

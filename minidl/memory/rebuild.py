@@ -36,8 +36,8 @@ class Recipe:
 def recipes(problem: Problem, times_ms: Sequence[float]) -> list[Recipe | None]:
     """For each gap the shortest recipe, or None: what is given, and what would take more than a few steps.
 
-    The recipe starts from tensors that the layers saved. What was not saved on the way (a batch norm's output in front of
-    a ReLU) is made again with it.
+    The recipe starts from tensors that the layers saved. What was not saved on the way (a batch norm's output in front
+    of a ReLU) is made again with it.
     """
     trace = problem.trace
     touched: dict[int, list[int]] = defaultdict(list)

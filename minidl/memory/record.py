@@ -289,9 +289,7 @@ def _kind(pass_name: str) -> str:
     return "activation" if pass_name == "forward" else "gradient_of_activation"
 
 
-def _steps(
-    watcher: _Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int
-) -> list[Step]:
+def _steps(watcher: _Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
     """The passes with their workspaces and model work; a second span of one pass gets what its operands weigh."""
     itemsize = model.precision.storage.itemsize
     shapes = model.graph.shapes((batch, *model.graph.nodes[0].shape))

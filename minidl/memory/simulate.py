@@ -1,8 +1,8 @@
 """An independent look at a plan: memory step by step, and the time that its transfers add.
 
-Nothing here uses the planners' code: `check` walks the trace with a ledger of what lies on the device, and refuses a plan
-that exceeds its limit, touches what is away, or moves other than it says. `timeline` runs the plan against the clock
-with one queue for each direction of the link beside the compute stream.
+Nothing here uses the planners' code: `check` walks the trace with a ledger of what lies on the device, and refuses a
+plan that exceeds its limit, touches what is away, or moves other than it says. `timeline` runs the plan against the
+clock with one queue for each direction of the link beside the compute stream.
 """
 
 from __future__ import annotations

@@ -37,4 +37,3 @@ def widen(trace: Trace, plan: Plan) -> Plan:
         device[d.gone : gone] += size
         decisions[i] = dataclasses.replace(d, gone=gone)
     return dataclasses.replace(plan, decisions=tuple(decisions), peak=int(device.max()))
-

@@ -12,7 +12,7 @@ from minidl.memory.trace import Trace
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes (n,), absent (n, steps): where each candidate takes no memory when evicted; full (steps,): all are there."""
+    """Sizes (n,); absent (n, steps): where a candidate takes no memory when evicted; full (steps,): all are there."""
 
     tensors: list[int]
     sizes: np.ndarray
@@ -63,7 +63,8 @@ def milp(
 
     Sizes go in as multiples of their common divisor, so that all coefficients are small integers.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp as solve
+    from scipy.optimize import Bounds, LinearConstraint
+    from scipy.optimize import milp as solve
     from scipy.sparse import csr_array
 
     m = model(trace, window, least)
