@@ -100,7 +100,7 @@ def test_no_milp_finds_better_on_real_networks(name, image, batch):
     for limit in _limits(p.floor, p.peak, 3)[:-1]:
         plan = pin(p, limit)
         check(trace, plan)
-        moved, bound, exact = milp(trace, limit, least=4096, seconds=3)
+        moved, bound, exact = milp(trace, limit, model(trace, least=4096), seconds=2)
         assert plan.proven and bound <= plan.moved_bytes and (moved is None or plan.moved_bytes <= moved)
         assert not exact or plan.moved_bytes == moved
         proven += exact

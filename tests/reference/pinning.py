@@ -56,9 +56,7 @@ def brute_force(trace: Trace, capacity: int, window: tuple[int, int] = (1, 1)) -
     return int((evict @ m.sizes)[fits].min()) if fits.any() else None
 
 
-def milp(
-    trace: Trace, capacity: int, window: tuple[int, int] = (1, 1), least: int = 1, seconds: float = 10.0
-) -> tuple[int | None, int, bool]:
+def milp(trace: Trace, capacity: int, m: Model, seconds: float = 10.0) -> tuple[int | None, int, bool]:
     """(bytes moved by the best plan found, proven lower bound of them, whether they are equal), by HiGHS.
 
     Sizes go in as multiples of their common divisor, so that all coefficients are small integers.
@@ -67,7 +65,6 @@ def milp(
     from scipy.optimize import milp as solve
     from scipy.sparse import csr_array
 
-    m = model(trace, window, least)
     n = len(m.sizes)
     if n == 0:
         return (0, 0, True) if (m.full <= capacity).all() else (None, 0, True)
