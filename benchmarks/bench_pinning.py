@@ -91,6 +91,7 @@ class Bench:
             "dp": (lambda: pin(p, limit), REPEATS),
             "static": (lambda: static(p, limit), 1),
             "geeps": (lambda: geeps(p, limit), 1),
+            "geeps-strict": (lambda: geeps(p, limit, strict=True), 1),
             "vdnn-all": (lambda: vdnn(p, limit), 1),
             "vdnn-conv": (lambda: vdnn(p, limit, "conv"), 1),
             "cheap": (lambda: cheap(p, limit, self.joint), 1),

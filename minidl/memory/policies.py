@@ -4,7 +4,8 @@
   is pinned for the whole step or not at all, and a buffer is set aside for the unpinned ones, ``beta`` times the
   largest set that one step touches (2: one half is filled while the other is used). Here the best such set, by
   dynamic programming for each size of the buffer.
-* `geeps`: the same model, filled greedily as GeePS does.
+* `geeps`: the same model, filled greedily as GeePS does. GeePS sends all data through its buffer, what lives for two
+  steps only as well; with ``strict`` that is doubled too, without it only the candidates are, which favours it.
 * `vdnn`: offload the inputs of convolutions, or everything (vDNN, Rhu et al., MICRO 2016), whatever the limit.
 * `cheap`: rebuild what comes out of element-wise layers (batch norm, ReLU, joins), keep the rest.
 """
@@ -21,7 +22,7 @@ from minidl.memory.joint import KEEP, REBUILD, Joint
 from minidl.memory.pinning import granule_of
 from minidl.memory.plan import Infeasible, Plan, human
 
-__all__ = ["POLICIES", "cheap", "geeps", "static", "vdnn"]
+__all__ = ["cheap", "geeps", "static", "vdnn"]
 
 BETA = 2
 _MOST_OPEN = 12
@@ -44,7 +45,8 @@ class _Accesses:
         )
 
 
-def _accesses(problem: Problem) -> _Accesses:
+def _accesses(problem: Problem, short_lived: int = 1) -> _Accesses:
+    """``short_lived``: how many times what is touched and no candidate counts."""
     trace = problem.trace
     touched: list[list[int]] = [[] for _ in trace.steps]
     other = np.array([step.workspace for step in trace.steps], np.int64)
@@ -57,6 +59,7 @@ def _accesses(problem: Problem) -> _Accesses:
             other += tensor.bytes
         else:
             other[tensor.first : tensor.last + 1] += tensor.bytes
+            other[list(tensor.touches)] += (short_lived - 1) * tensor.bytes
     largest: dict[tuple[int, ...], int] = {}
     for some, beside in zip(touched, other.tolist(), strict=True):
         key = tuple(sorted(some))
@@ -68,13 +71,13 @@ def _too_small(policy: str, capacity: int) -> Infeasible:
     return Infeasible(f"{policy}: its buffer for what is not pinned does not fit in {human(capacity)}")
 
 
-def geeps(problem: Problem, capacity: int, beta: int = BETA) -> Plan:
+def geeps(problem: Problem, capacity: int, beta: int = BETA, *, strict: bool = False) -> Plan:
     """GeePS: pin from the step with the largest unpinned set while the smaller buffer pays, then whatever fits.
 
     Raises:
         Infeasible: when no choice of its makes the buffer fit.
     """
-    access = _accesses(problem)
+    access = _accesses(problem, beta if strict else 1)
     pinned: list[int] = []
     spent = 0
     while True:
@@ -95,7 +98,7 @@ def geeps(problem: Problem, capacity: int, beta: int = BETA) -> Plan:
             spent += size
     if spent + access.reserve(pinned, beta) > capacity:
         raise _too_small("geeps", capacity)
-    return problem.plan("geeps", capacity, pinned)
+    return problem.plan("geeps-strict" if strict else "geeps", capacity, pinned)
 
 
 def _of_peak(access: _Accesses, pinned: Sequence[int], beta: int) -> tuple[int, ...]:
@@ -250,6 +253,3 @@ def cheap(problem: Problem, capacity: int, joint: Joint) -> Plan:
     if plan.peak > capacity:
         raise Infeasible(f"rebuilding cheap layers needs {human(plan.peak)}, more than {human(capacity)}")
     return plan
-
-
-POLICIES = ("dp", "static", "geeps", "vdnn-all", "vdnn-conv", "cheap", "joint")
