@@ -42,7 +42,7 @@ class _Memory:
     step: int  # at which it was made; -1: before the first
     freed: int | None = None  # order of the event that freed it
     touches: set[int] = dataclasses.field(default_factory=set)
-    saved: dict[str, str] = dataclasses.field(default_factory=dict)  # layer -> under which name it saved it
+    saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
 
 
 class _Watcher:
@@ -163,7 +163,7 @@ class _NotingStore(TensorStore):
         for name, item in items.items():
             memory = self._watcher.find(item)
             if memory is not None:
-                memory.saved.setdefault(owner, name)
+                memory.saved.append((owner, name))
         super().save(owner, items)
 
     def hold(self, array: Any) -> Slot:
@@ -270,7 +270,8 @@ def _tensors(watcher: _Watcher, batch: _Memory) -> list[Tensor]:
         if made[name] > 1:
             name = f"{name}.{made[name]}"
         kind = "input" if given else _kind(watcher.passes[memory.step][1])
-        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(memory.saved), given))
+        savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
+        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers))
     tensors += watcher.arena_tensors()
     rest = watcher.arena_bytes - sum(t.bytes for t in tensors if t.resident)
     return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)]
@@ -281,7 +282,7 @@ def _what(memory: _Memory, owner: str, given: bool, watcher: _Watcher) -> str:
         return "x"
     if watcher.passes[memory.step][1] != "forward":
         return "dx"
-    own = memory.saved.get(owner)
+    own = dict(memory.saved).get(owner)
     return own if own not in (None, "x") else "y"
 
 

@@ -63,6 +63,7 @@ class Tensor:
         touches: steps whose kernels read or write it, ascending; the first one makes it, unless ``given``.
         saved: kept for the backward pass by a layer, so that a store may move it.
         given: there before the first step (the batch, parameters).
+        savers: who keeps it, as ``<layer>.<name given to save>``.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Tensor:
     touches: tuple[int, ...]
     saved: bool = False
     given: bool = False
+    savers: tuple[str, ...] = ()
 
     @property
     def resident(self) -> bool:
@@ -155,6 +157,9 @@ class Trace:
             raise ValueError("not a memory trace: minidl plan --trace PATH writes one")
         if content.get("schema") != SCHEMA:
             raise ValueError(f"memory trace of schema {content.get('schema')!r}; this minidl reads schema {SCHEMA}")
-        tensors = (Tensor(**{**record, "touches": tuple(record["touches"])}) for record in content["tensors"])
+        tensors = (
+            Tensor(**{**record, "touches": tuple(record["touches"]), "savers": tuple(record["savers"])})
+            for record in content["tensors"]
+        )
         steps = (Step(**record) for record in content["steps"])
         return cls(tuple(steps), tuple(tensors), content["loss"], content["facts"])
