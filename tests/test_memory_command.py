@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +116,21 @@ def test_the_picture_is_drawn(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     _run(capsys, "--limit", "40%", "--plot", str(tmp_path / "memory.png"))
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_example_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    exec(compile(example, "docs/memory.md", "exec"), {})
+    assert 1 < float(capsys.readouterr().out) < 2
+
+
+def test_the_commands_of_the_page_parse():
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    commands = re.findall(r"^minidl (plan .*?)(?: +#.*)?$", page, re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        cli.parser().parse_args(command.split())
 
 
 def test_json_is_json(capsys, tmp_path):
