@@ -158,7 +158,7 @@ def _static_by_force(p, capacity: int, beta: int) -> int | None:
 
 @pytest.mark.parametrize("beta", [1, 2])
 def test_static_pinning_is_the_best_and_the_greedy_no_better(beta, rng):
-    feasible = 0
+    feasible = compared = 0
     for _ in range(60):
         p = problem(random_trace(rng, int(rng.integers(2, 9)), jitter=2), least=0)
         limit = int(rng.integers(p.floor, 2 * p.peak + 1))
@@ -171,10 +171,13 @@ def test_static_pinning_is_the_best_and_the_greedy_no_better(beta, rng):
         feasible += 1
         assert static(p, limit, beta).kept_bytes == most
         try:
-            assert geeps(p, limit, beta).kept_bytes <= most
+            lenient = geeps(p, limit, beta, short_lived=1).kept_bytes
+            assert lenient <= most
+            assert geeps(p, limit, beta, short_lived=beta).kept_bytes <= most
+            compared += 1
         except Infeasible:
-            pass  # the greedy may miss what a better choice makes fit
-    assert feasible > 20
+            pass  # the greedy wants its buffer before it has pinned anything
+    assert feasible > 20 and compared > 10
 
 
 @pytest.mark.parametrize(("name", "image", "batch"), NETWORKS)

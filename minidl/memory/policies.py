@@ -4,8 +4,8 @@
   is pinned for the whole step or not at all, and a buffer is set aside for the unpinned ones, ``beta`` times the
   largest set that one step touches (2: one half is filled while the other is used). Here the best such set, by
   dynamic programming for each size of the buffer.
-* `geeps`: the same model, filled greedily as GeePS does. GeePS sends all data through its buffer, what lives for two
-  steps only as well; with ``strict`` that is doubled too, without it only the candidates are, which favours it.
+* `geeps`: the same model, filled greedily as the source of GeePS does it. All that a step touches goes through its
+  buffer, what lives for two steps only as well; ``short_lived=1`` counts that once, which favours it.
 * `vdnn`: offload the inputs of convolutions, or everything (vDNN, Rhu et al., MICRO 2016), whatever the limit.
 * `cheap`: rebuild what comes out of element-wise layers (batch norm, ReLU, joins), keep the rest.
 """
@@ -71,34 +71,33 @@ def _too_small(policy: str, capacity: int) -> Infeasible:
     return Infeasible(f"{policy}: its buffer for what is not pinned does not fit in {human(capacity)}")
 
 
-def geeps(problem: Problem, capacity: int, beta: int = BETA, *, strict: bool = False) -> Plan:
-    """GeePS: pin from the step with the largest unpinned set while the smaller buffer pays, then whatever fits.
+def geeps(problem: Problem, capacity: int, beta: int = BETA, *, short_lived: int = BETA) -> Plan:
+    """GeePS: pin one of the step with the largest set while the smaller buffer pays, else whatever fits; repeat.
 
     Raises:
-        Infeasible: when no choice of its makes the buffer fit.
+        Infeasible: when the buffer does not fit before anything is pinned.
     """
-    access = _accesses(problem, beta if strict else 1)
+    access = _accesses(problem, short_lived)
     pinned: list[int] = []
     spent = 0
-    while True:
-        fits = [i for i in _of_peak(access, pinned, beta) if i not in pinned]
-        if not fits:
-            break
-        i = fits[0]
-        if spent + access.sizes[i] + access.reserve([*pinned, i], beta) > capacity:
-            if spent + access.reserve(pinned, beta) <= capacity:
-                break
-            if access.reserve([*pinned, i], beta) + access.sizes[i] >= access.reserve(pinned, beta):
-                break
-        pinned.append(i)
-        spent += access.sizes[i]
-    for i, size in enumerate(access.sizes):
-        if i not in pinned and spent + size + access.reserve([*pinned, i], beta) <= capacity:
-            pinned.append(i)
-            spent += size
-    if spent + access.reserve(pinned, beta) > capacity:
+    if access.reserve((), beta) > capacity:
         raise _too_small("geeps", capacity)
-    return problem.plan("geeps-strict" if strict else "geeps", capacity, pinned)
+    while True:
+        fits = [
+            i
+            for i in _of_peak(access, pinned, beta)
+            if i not in pinned and spent + access.sizes[i] + access.reserve([*pinned, i], beta) <= capacity
+        ][:1]
+        if not fits:
+            room = capacity - access.reserve(pinned, beta) - spent
+            for i, size in enumerate(access.sizes):
+                if i not in pinned and size <= room:
+                    fits.append(i)
+                    room -= size
+        if not fits:
+            return problem.plan("geeps", capacity, pinned)
+        pinned += fits
+        spent += sum(access.sizes[i] for i in fits)
 
 
 def _of_peak(access: _Accesses, pinned: Sequence[int], beta: int) -> tuple[int, ...]:
