@@ -22,17 +22,18 @@ def _limits(floor: int, peak: int, count: int) -> list[int]:
     return sorted({floor + (peak - floor) * i // count for i in range(count + 1)})
 
 
-@pytest.mark.parametrize("kind", ["chain", "residual", "tied"])
+@pytest.mark.parametrize("kind", ["chain", "residual", "tied", "state"])
 def test_the_plan_moves_as_few_bytes_as_any_subset(kind, rng):
     seen = 0
     for _ in range(120):
-        trace = random_trace(rng, int(rng.integers(1, 11)), jitter=0 if kind == "chain" else 3, tied=kind == "tied")
+        state, layers = kind == "state", int(rng.integers(1, 7 if kind == "state" else 11))
+        trace = random_trace(rng, layers, jitter=0 if kind == "chain" else 3, tied=kind == "tied", state=state)
         window = int(rng.integers(0, 2)), int(rng.integers(0, 2))
-        p = problem(trace, window, least=0)
+        p = problem(trace, window, least=0, state=state)
         for limit in _limits(p.floor, p.peak, 3):
             plan = pin(p, limit)
             assert check(trace, plan).peak <= limit
-            assert plan.proven and plan.moved_bytes == brute_force(trace, limit, window)
+            assert plan.proven and plan.moved_bytes == brute_force(trace, limit, window, state)
             seen += 0 < plan.moved_bytes < sum(gap.bytes for gap in p.gaps)
     assert seen > 50, "the instances were trivial"
 
@@ -170,6 +171,22 @@ def test_a_tensor_that_several_layers_save_is_counted_and_moved_once():
     plan = pin(p, p.floor)
     assert sum(trace.tensors[d.tensor].name == shared.name for d in plan.decisions) == 1
     assert check(trace, plan).moved_out == plan.moved_bytes
+
+
+def test_parameters_and_momentum_may_travel_too():
+    """VGG's first dense layer holds most of its parameters; momentum is idle until the update."""
+    trace = real_trace("vgg16", 32, 2)
+    fixed, free = problem(trace, least=1 << 20), problem(trace, least=1 << 20, state=True)
+    assert free.floor < fixed.floor and free.peak == fixed.peak
+    plan = pin(free, fixed.floor - 1)
+    check(trace, plan)
+    moved = {trace.tensors[d.tensor].name for d in plan.chosen("offload")}
+    assert any(name.endswith(":momentum") for name in moved)
+    by_name = {trace.tensors[g.tensor].name: g for g in free.gaps}
+    weight, momentum = by_name["classifier.0.weight:weight"], by_name["classifier.0.weight:momentum"]
+    assert trace.steps[weight.leave].title == "classifier.0 forward"
+    assert trace.steps[weight.back].title == "classifier.0 backward_data"
+    assert momentum.leave == -1 and trace.steps[momentum.back].pass_name == "update"
 
 
 def test_a_limit_too_small_names_the_step_its_tensors_and_what_is_enough():

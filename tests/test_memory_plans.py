@@ -33,8 +33,9 @@ NETWORKS = [("resnet20", 32, 4), ("resnet50", 64, 2), ("unet", 32, 2)]
 def _plans(rng, count: int = 25) -> list[tuple[Trace, Plan]]:
     found = []
     while len(found) < count:
-        trace = random_trace(rng, int(rng.integers(4, 12)), jitter=3, tied=True)
-        p = problem(trace, (int(rng.integers(0, 2)), int(rng.integers(0, 2))), least=0)
+        state = bool(rng.integers(0, 2))
+        trace = random_trace(rng, int(rng.integers(4, 12)), jitter=3, tied=True, state=state)
+        p = problem(trace, (int(rng.integers(0, 2)), int(rng.integers(0, 2))), least=0, state=state)
         plan = pin(p, int(rng.integers(p.floor, p.peak + 1)))
         if plan.moved_bytes:
             found += [(trace, plan), (trace, widen(trace, plan))]
@@ -166,7 +167,7 @@ def test_a_timeline_obeys_its_queues_and_its_bound(rng):
         at = {(e.queue, e.name): e for e in run.entries}
         step = [at["compute", s.title] for s in trace.steps]
         for name, d in moved.items():
-            assert step[d.leave].end_ms <= at["out", name].start_ms + 1e-9
+            assert d.leave < 0 or step[d.leave].end_ms <= at["out", name].start_ms + 1e-9
             assert at["out", name].end_ms <= step[d.gone].start_ms + 1e-9
             assert at["out", name].end_ms <= at["in", name].start_ms + 1e-9
             assert step[d.fetch - 1].end_ms <= at["in", name].start_ms + 1e-9
@@ -269,6 +270,9 @@ class _Device:
         self.away = {d.tensor: d for d in plan.decisions if d.choice != "keep"}
         self.place = self._placed()
         self.cells = np.full(max((o + s for o, s in self.place.values()), default=0), -1)
+        for i, tensor in enumerate(trace.tensors):
+            if tensor.given:
+                self._view(i, False)[:] = i
         self.host: dict[int, np.ndarray] = {}
         self.queues = {s: [(k, o) for k, o in enumerate(operations) if o.stream == s] for s in ("compute", "out", "in")}
 
@@ -276,13 +280,15 @@ class _Device:
         """First-fit addresses over planned lifetimes: memory given away is taken by whoever comes next."""
         stays = []
         for i, tensor in enumerate(self.trace.tensors):
-            if tensor.resident or not tensor.bytes:
-                continue
             d = self.away.get(i)
+            last = len(self.trace) - 1 if tensor.resident else tensor.last
+            if not tensor.touches or not tensor.bytes:
+                continue
+            first = -1 if tensor.given else tensor.first
             if d is None:
-                stays.append((tensor.first, tensor.last, i, False))
+                stays.append((first, last, i, False))
             else:
-                stays += [(tensor.first, d.gone - 1, i, False), (d.fetch, tensor.last, i, True)]
+                stays += [(first, d.gone - 1, i, False), (d.fetch, last, i, True)]
         placed: dict[tuple[int, bool], tuple[int, int]] = {}
         spans = []
         for first, last, i, again in sorted(stays):
@@ -308,9 +314,9 @@ class _Device:
             self._view(o.index, True)[:] = o.index
         elif o.kind == "step":
             for i, tensor in enumerate(self.trace.tensors):
-                if o.index in tensor.touches and not tensor.resident:
+                if o.index in tensor.touches:
                     view = self._view(i, i in self.away and o.index >= self.away[i].back)
-                    if o.index == tensor.touches[0]:
+                    if o.index == tensor.touches[0] and not tensor.given:
                         view[:] = i
                     assert (view == i).all(), f"step {o.index} reads something else than {tensor.name}"
 

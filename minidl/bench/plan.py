@@ -38,6 +38,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that a pass reaches, without --times")
     p.add_argument("--link", type=float, metavar="GB/S", help="rate of the link to the host, each way")
+    p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may travel as well")
     p.add_argument("--no-rebuild", action="store_true", help="move tensors only, rebuild none")
     p.add_argument("--layers", action="store_true", help="one row for each layer, however many")
     p.add_argument("--alternatives", action="store_true", help="largest batch under the limit; gradient accumulation")
@@ -94,7 +95,7 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
     else:
         times = modelled(trace, ceilings, a.share)
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
-    return _Case(problem(trace, window), times, link, how)
+    return _Case(problem(trace, window, state=a.state), times, link, how)
 
 
 def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
@@ -107,7 +108,7 @@ def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
 def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Plan, Timeline]:
     """The fastest plan; with windows for copies while they fit, without where the limit is too small for them."""
     for window in _WINDOWS:
-        p = problem(case.problem.trace, window)
+        p = problem(case.problem.trace, window, state=a.state)
         if limit >= p.floor or window == _WINDOWS[-1]:
             plan, run_ = best(p, limit, case.times_ms, case.link, rebuild=not a.no_rebuild)
             return _Case(p, case.times_ms, case.link, case.how), plan, run_
@@ -128,7 +129,7 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
     print()
     for name, text in (
         ("memory", f"{human(usage.peak)} at most, {human(state)} of it parameters, gradients and momentum"),
-        ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1]))),
+        ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1], state=a.state))),
         ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
         ("host memory", human(usage.host_peak)),
         ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
@@ -173,7 +174,7 @@ def _rows(p: Problem, plan: Plan, *, by_layer: bool) -> list[list[str]]:
 
 def _alternatives(a: argparse.Namespace, case: _Case, limit: int) -> None:
     """What else the limit allows: a larger batch under a plan; the same batch in pieces without one."""
-    fits = _largest(a, case, limit, lambda c: problem(c.problem.trace, _WINDOWS[-1]).floor)
+    fits = _largest(a, case, limit, lambda c: problem(c.problem.trace, _WINDOWS[-1], state=a.state).floor)
     print(f"{'largest batch':<22}{fits} under a plan" if fits else f"{'largest batch':<22}none")
     small = _largest(a, case, limit, lambda c: c.problem.peak, most=a.batch)
     if not small:

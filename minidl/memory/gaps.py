@@ -99,13 +99,15 @@ def occupied(gaps: Iterable[Gap], steps: int) -> np.ndarray:
     return change[:-1].cumsum()
 
 
-def problem(trace: Trace, window: tuple[int, int] = WINDOW, least: int = LEAST) -> Problem:
+def problem(trace: Trace, window: tuple[int, int] = WINDOW, least: int = LEAST, *, state: bool = False) -> Problem:
     """The candidates of ``trace`` and the base load of each step.
 
     Args:
         window: steps before its memory is given away in which a tensor may still be copied out, and steps before it is
             needed in which it may already be copied in.
         least: smaller tensors stay: a copy of them costs more than it frees.
+        state: parameters, gradients and momentum may be away as well, each from its last touch before the loss (or from
+            the start of the step) to its first one behind it.
     """
     out, into = (checks.at_least("memory planner", "window", w, 0) for w in window)
     least = checks.at_least("memory planner", "least", least, 0)
@@ -114,12 +116,13 @@ def problem(trace: Trace, window: tuple[int, int] = WINDOW, least: int = LEAST) 
     for i, tensor in enumerate(trace.tensors):
         if tensor.resident:
             change[0] += tensor.bytes
-            continue
-        change[tensor.first] += tensor.bytes
-        change[tensor.last + 1] -= tensor.bytes
+        else:
+            change[tensor.first] += tensor.bytes
+            change[tensor.last + 1] -= tensor.bytes
         before = [t for t in tensor.touches if t <= trace.loss]
         after = [t for t in tensor.touches if t > trace.loss]
-        if not tensor.saved or not after or not (before or tensor.given) or tensor.bytes < max(least, 1):
+        movable = tensor.saved or (state and tensor.resident)
+        if not movable or not after or not (before or tensor.given) or tensor.bytes < max(least, 1):
             continue
         leave, back = (before[-1] if before else -1), after[0]
         start, stop = leave + 1 + out, back - 1 - into

@@ -59,19 +59,21 @@ def _stays(trace: Trace, plan: Plan) -> list[_Stay]:
     reads = _rebuild_reads(trace, away)
     stays = []
     for i, tensor in enumerate(trace.tensors):
-        if tensor.resident or not tensor.touches:
-            continue
-        users = [("step", t) for t in tensor.touches]
         d = away.get(i)
+        if not tensor.touches or (tensor.resident and d is None):
+            continue
+        first = -1 if tensor.given else tensor.first
+        users = [("step", t) for t in tensor.touches]
         if d is None:
-            stays.append(_Stay(tensor.name, tensor.first, tensor.last, (*users, *reads[i])))
+            stays.append(_Stay(tensor.name, first, tensor.last, (*users, *reads[i])))
             continue
         before = [("step", t) for t in tensor.touches if t <= d.leave]
         after = [("step", t) for t in tensor.touches if t >= d.back] + reads[i]
         out = [("copy_out", i)] if d.choice == "offload" else []
         back = ("copy_in" if d.choice == "offload" else "rebuild", i)
-        stays.append(_Stay(f"{tensor.name} before it leaves", tensor.first, d.gone - 1, (*before, *out)))
-        stays.append(_Stay(f"{tensor.name} when it is back", d.fetch, tensor.last, (back, *after)))
+        stays.append(_Stay(f"{tensor.name} before it leaves", first, d.gone - 1, (*before, *out)))
+        last = len(trace) - 1 if tensor.resident else tensor.last
+        stays.append(_Stay(f"{tensor.name} when it is back", d.fetch, last, (back, *after)))
         if d.choice == "recompute":
             stays.append(_Stay(f"workspace for rebuilding {tensor.name}", d.back, d.back, (back,)))
     for t, step in enumerate(trace.steps):
@@ -90,8 +92,7 @@ def _rebuild_reads(trace: Trace, away: dict[int, Decision]) -> dict[int, list[tu
     for i, d in away.items():
         made = {j for r in d.recipe for j in touched[r] if trace.tensors[j].touches[0] == r}
         for j in {j for r in d.recipe for j in touched[r]} - made:
-            if not trace.tensors[j].resident:
-                reads[j].append(("rebuild", i))
+            reads[j].append(("rebuild", i))
     return reads
 
 

@@ -71,10 +71,12 @@ def _recipe(
             return None
         for i in touched[r]:
             tensor = trace.tensors[i]
-            if tensor.resident or (not tensor.given and tensor.first == r):
+            if not tensor.given and tensor.first == r:
                 continue
             if i in gap_of:
                 sources.add(gap_of[i])
+            elif tensor.resident:
+                continue
             elif tensor.saved and tensor.last >= back:
                 continue  # small or short-lived: it is there
             elif tensor.given:

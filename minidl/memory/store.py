@@ -55,6 +55,8 @@ class PlannedStore(TensorStore):
             remedy = "plan without rebuilding: pin(...) or best(..., rebuild=False)"
             raise checks.bad_value("store", "plan", "one that only keeps and moves", plan.policy, remedy)
         moved = {d.tensor for d in plan.chosen("offload")}
+        if any(not trace.tensors[i].saved for i in moved):
+            raise checks.bad_value("store", "plan", "one that moves saved tensors only", "one that moves parameters")
         self._planned = {saver: (i in moved, t.bytes) for i, t in enumerate(trace.tensors) for saver in t.savers}
         self._saving: dict[int, str] = {}
         self.moved_out = self.moved_in = self.held_bytes = self.peak_bytes = 0

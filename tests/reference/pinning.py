@@ -20,7 +20,7 @@ class Model:
     full: np.ndarray
 
 
-def model(trace: Trace, window: tuple[int, int] = (1, 1), least: int = 1) -> Model:
+def model(trace: Trace, window: tuple[int, int] = (1, 1), least: int = 1, state: bool = False) -> Model:
     """Every saved tensor that can be away around the loss, step by step."""
     steps = len(trace)
     full = np.array([step.workspace for step in trace.steps], np.int64)
@@ -30,7 +30,7 @@ def model(trace: Trace, window: tuple[int, int] = (1, 1), least: int = 1) -> Mod
             alive = tensor.resident or (tensor.given and t <= tensor.touches[-1])
             alive = alive or (tensor.touches and tensor.touches[0] <= t <= tensor.touches[-1])
             full[t] += tensor.bytes if alive else 0
-        if not tensor.saved or tensor.bytes < least:
+        if not (tensor.saved or (state and tensor.resident)) or tensor.bytes < least:
             continue
         before = [t for t in tensor.touches if t <= trace.loss] or ([-1] if tensor.given else [])
         after = [t for t in tensor.touches if t > trace.loss]
@@ -45,9 +45,9 @@ def model(trace: Trace, window: tuple[int, int] = (1, 1), least: int = 1) -> Mod
     return Model(tensors, np.array(sizes, np.int64), np.array(absent, np.int64).reshape(shape), full)
 
 
-def brute_force(trace: Trace, capacity: int, window: tuple[int, int] = (1, 1)) -> int | None:
+def brute_force(trace: Trace, capacity: int, window: tuple[int, int] = (1, 1), state: bool = False) -> int | None:
     """Fewest bytes moved out over all subsets; None when not even evicting everything fits."""
-    m = model(trace, window)
+    m = model(trace, window, state=state)
     n = len(m.sizes)
     assert n <= 16
     evict = (np.arange(1 << n)[:, None] >> np.arange(n)) & 1
