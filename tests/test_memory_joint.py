@@ -237,7 +237,11 @@ def test_measured_times_come_from_result_rows_scaled_to_the_batch():
     assert (
         times[0] == 2.0 and sum(times) == pytest.approx(2.0 * len(keys)) and times[-1] == pytest.approx(2.0 / updates)
     )
+    idle = {(s.name, s.pass_name) for s in trace.steps if s.bytes == 0}
+    assert ("layer1.0.add", "backward_data") in idle, "both gradients are the one that came"
+    working = [row for row in rows if (row["layer"], row["pass"]) not in idle]
+    assert sum(measured(trace, {**content, "rows": working})) == pytest.approx(2.0 * len(working))
     with pytest.raises(ValueError, match="none for"):
-        measured(trace, {**content, "rows": rows[1:]})
+        measured(trace, {**content, "rows": working[1:]})
     with pytest.raises(ValueError, match="times: model must be 'resnet20'"):
         measured(trace, {**content, "setup": {"model": "vgg16"}})

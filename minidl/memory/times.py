@@ -68,7 +68,7 @@ def measured(trace: Trace, content: Mapping[str, Any]) -> list[float]:
     """Milliseconds of each step from the rows of a result file of ``minidl bench layers``.
 
     A time within a captured step counts before one taken alone. Another batch than the trace's scales them. A pass that
-    several spans share (updates, sums at a fan-out) is shared out among them.
+    several spans share (updates, sums at a fan-out) is shared out among them; one without work (a view) takes no time.
 
     Raises:
         ValueError: for another model or precision, or when passes of the trace are missing in the file.
@@ -86,7 +86,10 @@ def measured(trace: Trace, content: Mapping[str, Any]) -> list[float]:
             if ms is not None:
                 found[row["layer"], row["pass"]] = max(float(ms), 0.0) * scale
     keys = [(step.name, step.pass_name) for step in trace.steps]
-    missing = sorted({f"{name} {pass_name}" for name, pass_name in keys} - {f"{n} {p}" for n, p in found})
+    for key, step in zip(keys, trace.steps, strict=True):
+        if step.bytes == 0:
+            found.setdefault(key, 0.0)
+    missing = sorted(f"{name} {pass_name}" for name, pass_name in set(keys) - found.keys())
     if missing:
         listed = ", ".join(missing[:5])
         raise checks.bad_value("times", "result file", "one with every pass of the model", f"none for {listed}")
