@@ -159,7 +159,7 @@ def _static_by_force(p, capacity: int, beta: int) -> int | None:
 @pytest.mark.parametrize("beta", [1, 2])
 def test_static_pinning_is_the_best_and_the_greedy_no_better(beta, rng):
     feasible = compared = 0
-    for _ in range(60):
+    for _ in range(800):
         p = problem(random_trace(rng, int(rng.integers(2, 9)), jitter=2), least=0)
         limit = int(rng.integers(p.floor, 2 * p.peak + 1))
         most = _static_by_force(p, limit, beta) if p.gaps else 0
@@ -177,7 +177,7 @@ def test_static_pinning_is_the_best_and_the_greedy_no_better(beta, rng):
             compared += 1
         except Infeasible:
             pass  # the greedy wants its buffer before it has pinned anything
-    assert feasible > 20 and compared > 10
+    assert feasible > 300 and compared > 150
 
 
 @pytest.mark.parametrize(("name", "image", "batch"), NETWORKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 
@@ -11,7 +12,7 @@ import pytest
 
 from minidl.memory import Infeasible, Step, Tensor, Trace, check, pin, pinning, problem
 from minidl.memory.gaps import blocks
-from minidl.memory.pinning import LARGEST_BLOCK, MOST_UNITS, crossing, granule_of
+from minidl.memory.pinning import LARGEST_BLOCK, MOST_UNITS, Options, choose, crossing, granule_of
 from tests.memory_cases import random_trace, real_trace
 from tests.reference.pinning import brute_force, milp, model
 
@@ -65,6 +66,31 @@ def test_gaps_that_tie_blocks_together_are_decided_apart(most, rng, monkeypatch)
             assert plan.proven == (most > 0 or not crossing)
             assert plan.moved_bytes == least if plan.proven else plan.moved_bytes >= least
     assert crossed > 15
+
+
+def test_choosing_options_is_exact_also_among_those_that_are_left(rng):
+    """The recurrence alone, on tables of any numbers: equal to all combinations, pruned or not."""
+    for _ in range(150):
+        tables = []
+        for _ in range(int(rng.integers(1, 5))):
+            n = int(rng.integers(1, 6))
+            options = Options(rng.integers(0, 6, n), rng.integers(-1, 12, n), rng.integers(0, 50, n), np.arange(n))
+            tables.append(options)
+        tables[0] = Options(
+            *(np.append(a, b) for a, b in zip(tables[0].__dict__.values(), (0, 99, 60, 9), strict=True))
+        )
+        for k in range(1, len(tables)):
+            tables[k].most[0], tables[k].kappa[0] = 99, 0
+        least = np.inf
+        for picked in itertools.product(*(range(len(t.kappa)) for t in tables)):
+            inside, cost, fits = 0, 0, True
+            for table, i in zip(tables, picked, strict=True):
+                fits &= inside <= table.most[i]
+                inside, cost = inside + table.kappa[i], cost + table.cost[i]
+            least = min(least, cost) if fits else least
+        for some in (tables, [table.pruned() for table in tables]):
+            cost, codes = choose(some, 40)
+            assert cost == least and len(codes) == len(tables)
 
 
 def test_a_granule_bounds_what_rounding_costs(rng):
