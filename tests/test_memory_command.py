@@ -10,7 +10,7 @@ import pytest
 
 from minidl import cli
 from minidl.memory import Plan, Trace, check, problem
-from minidl.memory.limit import parse_limit
+from minidl.memory.limit import host_budget, parse_limit
 from minidl.profile.results import result, write
 
 SMALL = ["plan", "--model", "resnet20", "--batch", "256"]
@@ -36,6 +36,43 @@ def test_limits_are_sizes_or_parts(text, count):
 def test_what_is_no_limit_is_refused(text):
     with pytest.raises(ValueError, match="memory: limit must be above 0: a size"):
         parse_limit(text, 1000)
+
+
+def _system(tmp_path, files: dict[str, str]) -> int | None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return host_budget(tmp_path)
+
+
+def test_host_memory_is_what_the_machine_and_the_control_groups_leave(tmp_path):
+    gib = 1 << 30
+    assert host_budget(tmp_path) is None
+    machine = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {100 << 20} kB\n"}
+    assert _system(tmp_path, machine) == int(0.8 * 100 * gib)
+    inner = {
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "5\n",
+        "sys/fs/cgroup/job/memory.max": f"{20 * gib}\n",
+        "sys/fs/cgroup/job/memory.current": f"{15 * gib}\n",
+        "sys/fs/cgroup/job/memory.stat": f"anon 7\ninactive_file {4 * gib}\nactive_file {1 * gib}\n",
+    }
+    assert _system(tmp_path, inner) == int(0.8 * 10 * gib), "the group around it counts, page cache does not"
+    old = {
+        "proc/self/cgroup": "3:cpu,memory:/job\n1:name=x:/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * gib}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * gib}\n",
+    }
+    assert _system(tmp_path, old) == int(0.8 * 6 * gib), "a container sees the mount only"
+
+
+def test_too_little_host_memory_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*SMALL, "--limit", "40%", "--no-rebuild", "--host", "1MB"])
+    needed = re.search(r"--host must be at least .* \((\d+) bytes\)", capsys.readouterr().err)[1]
+    _run(capsys, "--limit", "40%", "--no-rebuild", "--host", needed)
 
 
 def test_the_plan_that_is_written_fits_the_trace_that_is_written(capsys, tmp_path):

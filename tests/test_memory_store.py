@@ -119,6 +119,11 @@ def test_plans_that_cannot_be_carried_out_are_refused():
         PlannedStore(real_trace("unet", 32), plan)
     with pytest.raises(Violation):
         PlannedStore(trace, dataclasses.replace(plan, capacity=plan.peak - 1))
+    with pytest.raises(ValueError, match="plan must be at most 1.0 KiB on the host, got 'one that needs"):
+        PlannedStore(trace, plan, host_limit=1024)
+    moving = problem(trace, least=64, state=True)
+    with pytest.raises(ValueError, match="plan must be one that moves saved tensors only"):
+        PlannedStore(trace, pin(moving, moving.floor))
     model = m.Model(models.build("lenet", (32, 32, 3), 10), store=PlannedStore(trace, plan))
     with pytest.raises(RuntimeError, match="which the plan's trace does not know; trace and plan again"):
         model.forward(np.zeros((2, 32, 32, 3), np.float32))

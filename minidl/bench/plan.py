@@ -36,6 +36,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
     p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
     p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
+    p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that a pass reaches, without --times")
     p.add_argument("--link", type=float, metavar="GB/S", help="rate of the link to the host, each way")
     p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may travel as well")
@@ -121,6 +122,7 @@ def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Pla
 def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Timeline) -> None:
     p = case.problem
     usage = check(p.trace, plan)
+    _require_host(a, usage.host_peak)
     title = f"{a.model}, batch {a.batch}, {a.precision}: {human(limit)} of the {human(p.peak)} that a step needs"
     columns = ["layers" if not a.layers else "layer", "kept", "moved", "rebuilt", "of them"]
     show(title, columns, _rows(p, plan, by_layer=a.layers))
@@ -140,6 +142,12 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
         ("decided by", _decided(plan)),
     ):
         print(f"{name:<22}{text}")
+
+
+def _require_host(a: argparse.Namespace, needed: int) -> None:
+    if a.host is not None and needed > (most := parse_limit(a.host, needed)):
+        remedy = "take a higher --limit, or a smaller --batch"
+        raise checks.bad_value("plan", "--host", f"at least {human(needed)} ({needed} bytes)", human(most), remedy)
 
 
 def _decided(plan: Plan) -> str:

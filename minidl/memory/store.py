@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checks
+from minidl.memory.limit import host_budget
 from minidl.memory.plan import Plan, human
 from minidl.memory.simulate import check
 from minidl.memory.trace import Trace
@@ -37,6 +38,7 @@ class PlannedStore(TensorStore):
     Args:
         trace: of the step that will run.
         plan: for this trace, without tensors to rebuild.
+        host_limit: bytes that may lie on the host; default: what the system leaves (`minidl.memory.limit.host_budget`).
 
     Attributes:
         moved_out, moved_in: bytes copied so far.
@@ -45,12 +47,17 @@ class PlannedStore(TensorStore):
 
     Raises:
         Violation: for a plan that does not fit the trace.
-        ValueError: for a plan that rebuilds tensors.
+        ValueError: for a plan that rebuilds tensors or moves parameters, or needs more host memory than there is.
     """
 
-    def __init__(self, trace: Trace, plan: Plan):
+    def __init__(self, trace: Trace, plan: Plan, host_limit: int | None = None):
         super().__init__()
-        check(trace, plan)
+        needed = check(trace, plan).host_peak
+        budget = host_budget() if host_limit is None else host_limit
+        if budget is not None and needed > budget:
+            text = f"at most {human(budget)} on the host"
+            remedy = "take a higher limit for the GPU, or a smaller batch"
+            raise checks.bad_value("store", "plan", text, f"one that needs {human(needed)} there", remedy)
         if plan.chosen("recompute"):
             remedy = "plan without rebuilding: pin(...) or best(..., rebuild=False)"
             raise checks.bad_value("store", "plan", "one that only keeps and moves", plan.policy, remedy)
