@@ -27,6 +27,8 @@ __all__ = ["cheap", "geeps", "static", "vdnn"]
 BETA = 2
 _MOST_OPEN = 12
 
+_Flags = tuple[tuple[int, bool], ...]
+
 
 @dataclass(frozen=True)
 class _Accesses:
@@ -130,7 +132,7 @@ def static(problem: Problem, capacity: int, beta: int = BETA, granule: int | Non
         room = (capacity - theta) // granule
         if found is not None and room * granule <= found[0]:
             break  # an even larger buffer leaves less than is pinned already
-        kept = _fill(access, beta, theta, room, granule)
+        kept = _Fill(access, beta, theta, room, granule).solve()
         if kept is not None:
             size = sum(access.sizes[i] for i in kept)
             if found is None or size > found[0]:
@@ -149,69 +151,72 @@ def _thetas(access: _Accesses, beta: int) -> Iterable[int]:
         yield from (beside + beta * s for s in sums)
 
 
-def _fill(access: _Accesses, beta: int, theta: int, room: int, granule: int) -> list[int] | None:
-    """The candidates to pin for one size of the buffer: as many bytes as possible within ``room`` units; None: none."""
-    last = {}
-    for s, some in enumerate(access.sets):
-        if some:
-            last.setdefault(max(some), []).append(s)
-    ends = {i: max(max(some) for some in access.sets if i in some) for some in access.sets for i in some}
-    mask = (1 << (room + 1)) - 1
-    states: dict[tuple[tuple[int, bool], ...], int] = {(): 1}
-    history = []
-    for i, size in enumerate(access.sizes):
-        units = -(-size // granule)
-        new: dict[tuple[tuple[int, bool], ...], int] = {}
-        for flags, sums in states.items():
-            for pin, reach in ((False, sums), (True, sums << units & mask)):
-                known = {**dict(flags), i: pin}
-                if reach and _steps_fit(access, last.get(i, ()), known, beta, theta):
-                    key = tuple((j, p) for j, p in sorted(known.items()) if ends.get(j, -1) > i)
-                    new[key] = new.get(key, 0) | reach
-        if len(new) > 1 << _MOST_OPEN:
-            raise ValueError("static pinning: too many tensors are touched by overlapping steps")
-        history.append(states)
-        states = new
-    if not states:
-        return None
-    flags, total = max(((f, s.bit_length() - 1) for f, s in states.items()), key=lambda item: item[1])
-    return _trace_back(access, history, flags, total, (beta, theta, granule), last, ends)
+class _Fill:
+    """The knapsack of level 0 for one size of the buffer.
+
+    A state is what is known of the candidates that steps still to be completed touch: (number, pinned) pairs. Its
+    value is the set of sums of all candidates pinned so far, in units, as bits of one integer.
+    """
+
+    def __init__(self, access: _Accesses, beta: int, theta: int, room: int, granule: int):
+        self.access, self.beta, self.theta = access, beta, theta
+        self.mask = (1 << (room + 1)) - 1
+        self.units = [-(-size // granule) for size in access.sizes]
+        self.complete: dict[int, list[int]] = {}  # candidate -> the sets that are known in full once it is decided
+        self.ends: dict[int, int] = {}  # candidate -> the last one of all sets that it is in
+        for s, some in enumerate(access.sets):
+            if some:
+                self.complete.setdefault(max(some), []).append(s)
+            for i in some:
+                self.ends[i] = max(self.ends.get(i, -1), max(some))
+
+    def solve(self) -> list[int] | None:
+        """The candidates to pin: as many bytes as there is room for; None when the buffer cannot be so small."""
+        states: dict[_Flags, int] = {(): 1}
+        history = []
+        for i, units in enumerate(self.units):
+            new: dict[_Flags, int] = {}
+            for flags, sums in states.items():
+                for pin, reach in ((False, sums), (True, sums << units & self.mask)):
+                    key = self._step(flags, i, pin)
+                    if reach and key is not None:
+                        new[key] = new.get(key, 0) | reach
+            if len(new) > 1 << _MOST_OPEN:
+                raise ValueError("static pinning: too many tensors are touched by overlapping steps")
+            history.append(states)
+            states = new
+        if not states:
+            return None
+        flags, total = max(((f, sums.bit_length() - 1) for f, sums in states.items()), key=lambda item: item[1])
+        return self._trace_back(history, flags, total)
+
+    def _step(self, flags: _Flags, i: int, pin: bool) -> _Flags | None:
+        """The state behind candidate ``i``; None when a step that is now known in full exceeds the buffer."""
+        known = {**dict(flags), i: pin}
+        for s in self.complete.get(i, ()):
+            unpinned = sum(self.access.sizes[j] for j in self.access.sets[s] if not known[j])
+            if self.access.other[s] + self.beta * unpinned > self.theta:
+                return None
+        return tuple((j, p) for j, p in sorted(known.items()) if self.ends.get(j, -1) > i)
+
+    def _trace_back(self, history: Sequence[dict[_Flags, int]], flags: _Flags, total: int) -> list[int]:
+        """Backwards from the last state: which state before and which choice lead to it."""
+        pinned = []
+        for i in reversed(range(len(self.units))):
+            flags, pin = next(
+                (before, pin)
+                for before, sums in history[i].items()
+                for pin in (True, False)
+                if self._step(before, i, pin) == flags and _has(sums, total - pin * self.units[i])
+            )
+            if pin:
+                pinned.append(i)
+                total -= self.units[i]
+        return pinned[::-1]
 
 
-def _steps_fit(access: _Accesses, steps: Iterable[int], known: dict[int, bool], beta: int, theta: int) -> bool:
-    return all(
-        access.other[s] + beta * sum(access.sizes[j] for j in access.sets[s] if not known[j]) <= theta for s in steps
-    )
-
-
-def _trace_back(access: _Accesses, history: list, flags: tuple, total: int, how: tuple, last: dict, ends: dict) -> list:
-    """Walk the states backwards: which predecessor and which choice lead to this one."""
-    beta, theta, granule = how
-    pinned = []
-    for i in reversed(range(len(access.sizes))):
-        units = -(-access.sizes[i] // granule)
-        for before, sums in history[i].items():
-            step = _came_from(access, before, sums, i, units, flags, total, (beta, theta), last, ends)
-            if step is not None:
-                if step:
-                    pinned.append(i)
-                    total -= units
-                flags = before
-                break
-        else:
-            raise AssertionError("a state without a predecessor")
-    return pinned[::-1]
-
-
-def _came_from(access, before, sums, i, units, flags, total, how, last, ends) -> bool | None:
-    """Whether candidate ``i`` is pinned on the way from ``before`` to ``flags``; None when no way leads there."""
-    for pin in (True, False):
-        at = total - units if pin else total
-        known = {**dict(before), i: pin}
-        key = tuple((j, p) for j, p in sorted(known.items()) if ends.get(j, -1) > i)
-        if key == flags and at >= 0 and sums >> at & 1 and _steps_fit(access, last.get(i, ()), known, *how):
-            return pin
-    return None
+def _has(sums: int, total: int) -> bool:
+    return total >= 0 and bool(sums >> total & 1)
 
 
 def vdnn(problem: Problem, capacity: int, which: str = "all") -> Plan:
