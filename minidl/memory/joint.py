@@ -158,7 +158,7 @@ class Joint:
         early = max(need - self.problem.window[1], self.begin[run[0]])
         return min(self.problem.gaps[i].stop + 1, early)
 
-    def solve(self, capacity: int, price: float, latency_ms: float = 0.0) -> Plan:
+    def solve(self, capacity: int, price: float) -> Plan:
         """The cheapest plan at ``price`` milliseconds for each byte moved.
 
         Raises:
@@ -171,7 +171,7 @@ class Joint:
             kept = {i for bit, i in enumerate(self.apart) if code >> bit & 1}
             inside = occupied((self.gaps[i] for i in kept), len(problem.base))
             room = (capacity - problem.base - inside) // self.granule
-            spent = sum(2 * (price * self.gaps[i].bytes + latency_ms) for i in self.apart if i not in kept)
+            spent = sum(2 * price * self.gaps[i].bytes for i in self.apart if i not in kept)
             if room.min() < 0 or (found is not None and spent >= found[0]):
                 continue
             tables = []
