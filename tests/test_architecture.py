@@ -24,6 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
+    {"memory"},
     {"train"},
     {"bench"},
     {"launch", "cli"},
@@ -73,7 +74,19 @@ def test_imports_go_one_way():
 
 
 def test_optional_packages_are_imported_only_inside_functions():
-    optional = {"cupy", "mpi4py", "rich", "sklearn", "matplotlib", "torch", "cuda", "threadpoolctl", "pynvml", "nvtx"}
+    optional = {
+        "scipy",
+        "cupy",
+        "mpi4py",
+        "rich",
+        "sklearn",
+        "matplotlib",
+        "torch",
+        "cuda",
+        "threadpoolctl",
+        "pynvml",
+        "nvtx",
+    }
     eager = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources()

@@ -23,25 +23,24 @@ def array_type() -> type:
     return np.ndarray if active_dry_run() is not None else import_cupy().ndarray
 
 
-def _xp() -> Any:
-    return np if active_dry_run() is not None else import_cupy()
-
-
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array whose values are whatever was there: the only way in which the table and the layers allocate."""
-    return _xp().empty(shape, dtype)
+    dry = active_dry_run()
+    return import_cupy().empty(shape, dtype) if dry is None else dry.made(np.empty(shape, dtype))
 
 
 def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros."""
-    return _xp().zeros(shape, dtype)
+    dry = active_dry_run()
+    return import_cupy().zeros(shape, dtype) if dry is None else dry.made(np.zeros(shape, dtype))
 
 
 def from_host(host: Any, dtype: Any = None) -> Any:
     """A copy on the device of a NumPy array, scalar or list; ``dtype`` converts on the host first."""
     host = np.asarray(host, dtype)
-    if active_dry_run() is not None:
-        return np.empty(host.shape, host.dtype)
+    dry = active_dry_run()
+    if dry is not None:
+        return dry.made(np.empty(host.shape, host.dtype))
     return import_cupy().array(host, order="C")
 
 

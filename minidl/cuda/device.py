@@ -10,11 +10,21 @@ import dataclasses
 import json
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from minidl import checks
 
-__all__ = ["BUILT_IN", "DRY_RUN", "DeviceRecord", "DryRun", "Launch", "active_dry_run", "current_device", "import_cupy"]
+__all__ = [
+    "BUILT_IN",
+    "DRY_RUN",
+    "DeviceRecord",
+    "DryRun",
+    "Launch",
+    "Watcher",
+    "active_dry_run",
+    "current_device",
+    "import_cupy",
+]
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -72,12 +82,29 @@ class Launch:
     shared: int
 
 
+class Watcher(Protocol):
+    """Sees a dry run as it goes: for those who plan memory."""
+
+    def allocated(self, array: Any) -> None:
+        """The table made ``array``; it lives until nobody refers to it or to a view of it."""
+
+    def launched(self, name: str, arguments: tuple) -> None:
+        """A kernel would read or write the arrays among ``arguments``."""
+
+
 @dataclass
 class DryRun:
     """The log of a dry run: the imagined device and every launch that would have happened, in order."""
 
     device: DeviceRecord
     launches: list[Launch] = field(default_factory=list)
+    watcher: Watcher | None = None
+
+    def made(self, array: Any) -> Any:
+        """``array``, of which the watcher is told."""
+        if self.watcher is not None:
+            self.watcher.allocated(array)
+        return array
 
     @property
     def variants(self) -> list[tuple[str, tuple[tuple[str, int | str], ...]]]:

@@ -22,6 +22,7 @@ from minidl.cuda.device import (
     DeviceRecord,
     DryRun,
     Launch,
+    Watcher,
     active_dry_run,
     current_device,
     import_cupy,
@@ -180,6 +181,8 @@ def _record(
     if 0 not in grid:
         sizes = tuple(map(int, grid)), tuple(map(int, block))
         dry.launches.append(Launch(stem, name, tuple(sorted(defines.items())), *sizes, int(shared)))
+        if dry.watcher is not None:
+            dry.watcher.launched(name, args)
 
 
 @contextmanager
@@ -194,12 +197,13 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def dry_run(device: DeviceRecord | None = None) -> Iterator[DryRun]:
+def dry_run(device: DeviceRecord | None = None, watcher: Watcher | None = None) -> Iterator[DryRun]:
     """Run the operation table without a GPU: nothing is launched and arrays are NumPy arrays nobody touches.
 
-    Yields a log whose ``launches`` grows with each launch. The imagined device is an H200 unless given.
+    Yields a log whose ``launches`` grows with each launch. The imagined device is an H200 unless given; ``watcher``
+    hears of each array and each launch as it happens.
     """
-    log = DryRun(device or BUILT_IN["H200"])
+    log = DryRun(device or BUILT_IN["H200"], watcher=watcher)
     token = DRY_RUN.set(log)
     try:
         yield log

@@ -1,0 +1,226 @@
+"""``minidl plan``: what a limit of GPU memory costs, before anything runs. No GPU is needed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minidl import checks, models
+from minidl.bench.setup import Setup
+from minidl.cuda.device import BUILT_IN
+from minidl.memory import Plan, Problem, Timeline, best, check, problem, record
+from minidl.memory.limit import parse_limit
+from minidl.memory.plan import human
+from minidl.memory.simulate import Link
+from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
+from minidl.profile.results import load
+from minidl.profile.tables import show
+
+__all__ = ["add_arguments", "run"]
+
+_GROUPED = 24  # layers beyond which the table shows groups of them
+_WINDOWS = ((1, 1), (0, 0))
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """The options of ``minidl plan``."""
+    p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
+    p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
+    p.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp16"])
+    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
+    p.add_argument("--classes", type=int, help="default: usual for the network")
+    p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
+    p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
+    p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
+    p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
+    p.add_argument("--share", type=float, default=SHARE, help="of the roofline that a pass reaches, without --times")
+    p.add_argument("--link", type=float, metavar="GB/S", help="rate of the link to the host, each way")
+    p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may travel as well")
+    p.add_argument("--no-rebuild", action="store_true", help="move tensors only, rebuild none")
+    p.add_argument("--layers", action="store_true", help="one row for each layer, however many")
+    p.add_argument("--alternatives", action="store_true", help="largest batch under the limit; gradient accumulation")
+    p.add_argument("--json", metavar="PATH", help="write the plan here")
+    p.add_argument("--trace", metavar="PATH", help="write the trace here")
+    p.add_argument("--plot", metavar="PATH", help="draw memory over the steps here, before and after (extra plot)")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A traced step with its times."""
+
+    problem: Problem
+    times_ms: list[float]
+    link: Link
+    how: str  # where the times come from
+
+
+def run(a: argparse.Namespace) -> int:
+    """Trace, plan, report; the exit status.
+
+    Raises:
+        ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
+            the smallest feasible limit.
+    """
+    case = _case(a, a.batch)
+    limit = parse_limit(a.limit, case.problem.peak)
+    case, plan, run_ = _planned(a, case, limit)
+    _report(a, case, limit, plan, run_)
+    if a.alternatives:
+        _alternatives(a, case, limit)
+    for path, text in ((a.json, plan.to_json), (a.trace, case.problem.trace.to_json)):
+        if path:
+            Path(path).write_text(text() + "\n")
+            print(f"wrote {path}")
+    if a.plot:
+        from minidl.bench.plan_plot import draw
+
+        print(f"wrote {draw(a.plot, case.problem, plan, limit)}")
+    return 0
+
+
+def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
+    setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
+    trace = record(
+        setup.graph(), batch, precision=a.precision, momentum=a.momentum, device=BUILT_IN[a.device],
+        model=a.model, image_size=setup.image, classes=setup.num_classes,
+    )  # fmt: skip
+    content = load(a.times) if a.times else {}
+    ceilings = content.get("ceilings") or _ceilings(a)
+    link = Link(a.link, a.link) if a.link is not None else link_of(ceilings)
+    if a.times:
+        times, how = measured(trace, content), f"measured in {Path(a.times).name}"
+    else:
+        times = modelled(trace, ceilings, a.share)
+        how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
+    return _Case(problem(trace, window, state=a.state), times, link, how)
+
+
+def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
+    if a.device not in CEILINGS:
+        remedy = "pass --times with a result file of minidl bench layers"
+        raise checks.bad_value("plan", "--device", f"one with known rates ({', '.join(CEILINGS)})", a.device, remedy)
+    return CEILINGS[a.device]
+
+
+def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Plan, Timeline]:
+    """The fastest plan; with windows for copies while they fit, without where the limit is too small for them."""
+    for window in _WINDOWS:
+        p = problem(case.problem.trace, window, state=a.state)
+        if limit >= p.floor or window == _WINDOWS[-1]:
+            plan, run_ = best(p, limit, case.times_ms, case.link, rebuild=not a.no_rebuild)
+            return _Case(p, case.times_ms, case.link, case.how), plan, run_
+    raise AssertionError("the last window is always tried")
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Timeline) -> None:
+    p = case.problem
+    usage = check(p.trace, plan)
+    _require_host(a, usage.host_peak)
+    title = f"{a.model}, batch {a.batch}, {a.precision}: {human(limit)} of the {human(p.peak)} that a step needs"
+    columns = ["layers" if not a.layers else "layer", "kept", "moved", "rebuilt", "of them"]
+    show(title, columns, _rows(p, plan, by_layer=a.layers))
+    state = sum(p.trace.resident_bytes.values())
+    slower = run_.total_ms / run_.compute_ms if run_.compute_ms else 1.0
+    print()
+    for name, text in (
+        ("memory", f"{human(usage.peak)} at most, {human(state)} of it parameters, gradients and momentum"),
+        ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1], state=a.state))),
+        ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
+        ("host memory", human(usage.host_peak)),
+        ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
+        ("of which", f"rebuilding {run_.rebuild_ms:.1f} ms, waiting for transfers {max(run_.exposed_ms, 0):.1f} ms"),
+        ("least for this plan", f"{run_.bound_ms:.1f} ms: max(forward, out) + max(backward, in)"),
+        ("link", f"{case.link.out_gb_per_s:.1f} GB/s out, {case.link.in_gb_per_s:.1f} GB/s in, both at once"),
+        ("step times", case.how),
+        ("decided by", _decided(plan)),
+    ):
+        print(f"{name:<22}{text}")
+
+
+def _require_host(a: argparse.Namespace, needed: int) -> None:
+    if a.host is not None and needed > (most := parse_limit(a.host, needed)):
+        remedy = "take a higher --limit, or a smaller --batch"
+        raise checks.bad_value("plan", "--host", f"at least {human(needed)} ({needed} bytes)", human(most), remedy)
+
+
+def _decided(plan: Plan) -> str:
+    if plan.policy == "joint":
+        return "dynamic programme over keeping, moving and rebuilding, at the price that simulates fastest"
+    exact = "fewest bytes moved" if plan.proven else "few bytes moved, not proven least"
+    return f"dynamic programme: {exact} at {human(plan.granule)} granules"
+
+
+def _smallest(p: Problem) -> str:
+    return f"{human(p.floor)} ({p.trace.steps[int(p.base.argmax())].title} alone needs that)"
+
+
+def _rows(p: Problem, plan: Plan, *, by_layer: bool) -> list[list[str]]:
+    """Bytes by choice for each layer, or for each group of layers (the first two parts of their names)."""
+    layers = list(dict.fromkeys(p.trace.tensors[d.tensor].name.partition(":")[0] for d in plan.decisions))
+    grouped = not by_layer and len(layers) > _GROUPED
+    found: dict[str, dict[str, int]] = {}
+    for d in plan.decisions:
+        tensor = p.trace.tensors[d.tensor]
+        layer = tensor.name.partition(":")[0]
+        name = ".".join(layer.split(".")[:2]) if grouped and layer.count(".") > 1 else layer
+        row = found.setdefault(name, dict.fromkeys(("keep", "offload", "recompute", "all"), 0))
+        row[d.choice] += tensor.bytes
+        row["all"] += 1
+    rows = []
+    for name, row in found.items():
+        sizes = [human(row[c]) if row[c] else "-" for c in ("keep", "offload", "recompute")]
+        rows.append([name, *sizes, f"{row['all']} tensors"])
+    return rows
+
+
+def _alternatives(a: argparse.Namespace, case: _Case, limit: int) -> None:
+    """What else the limit allows: a larger batch under a plan; the same batch in pieces without one."""
+    fits = _largest(a, case, limit, lambda c: problem(c.problem.trace, _WINDOWS[-1], state=a.state).floor)
+    print(f"{'largest batch':<22}{fits} under a plan" if fits else f"{'largest batch':<22}none")
+    small = _largest(a, case, limit, lambda c: c.problem.peak, most=a.batch)
+    if not small:
+        print(f"{'accumulation':<22}not even one sample fits without a plan")
+        return
+    pieces = -(-a.batch // small)
+    each = -(-a.batch // pieces)
+    updates = [t for t, s in enumerate(case.problem.trace.steps) if s.pass_name == "update"]
+    part = _case(a, each)
+    once = sum(case.times_ms[t] for t in updates)
+    work = sum(ms for ms, s in zip(part.times_ms, part.problem.trace.steps, strict=True) if s.pass_name != "update")
+    predicted = f"predicted {pieces * work + once:.1f} ms; batch norm then sees the small batches"
+    print(f"{'accumulation':<22}{pieces} micro-batches of {each} without a plan: {predicted}")
+
+
+def _largest(a: argparse.Namespace, case: _Case, limit: int, need: Any, most: int | None = None) -> int:
+    """The largest batch whose ``need`` fits: bytes grow almost linearly, so a secant finds it in a few traces."""
+    known = {a.batch: need(case)}
+
+    def fits(batch: int) -> bool:
+        if batch not in known:
+            known[batch] = need(_case(a, batch))
+        return known[batch] <= limit
+
+    if most is not None and fits(most):
+        return most
+    if not fits(1):
+        return 0
+    low, high = max(b for b, n in known.items() if n <= limit), None
+    while high is None or high - low > 1:
+        b0, b1 = sorted(known)[-2:] if len(known) > 1 else (1, a.batch)
+        slope = max((known[b1] - known[b0]) / max(b1 - b0, 1), 1.0)
+        guess = int(low + (limit - known[low]) / slope)
+        guess = max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        if high is not None and known[low] > 0.99 * limit:
+            break  # within a hundredth: traces of large networks take seconds
+    return low

@@ -1,0 +1,46 @@
+"""Training in a fraction of the memory: what stays on the GPU, what travels to the host, what is made again.
+
+`record` walks a training step on shapes alone, `problem` finds what can be away and when, `pin` decides by dynamic
+programming, `best` also over rebuilding and by the clock; `check`, `timeline` and `validate` look at a plan without
+trusting whoever made it. Plans and traces are plain records. Nothing here needs a GPU.
+"""
+
+from minidl.memory.gaps import Gap, Problem, problem
+from minidl.memory.joint import Joint, best
+from minidl.memory.pinning import pin
+from minidl.memory.plan import Decision, Infeasible, Plan
+from minidl.memory.program import Operation, Race, program, validate
+from minidl.memory.record import record
+from minidl.memory.simulate import Link, Timeline, Usage, Violation, check, measure, timeline
+from minidl.memory.slack import widen
+from minidl.memory.store import PlannedStore
+from minidl.memory.trace import Step, Tensor, Trace
+
+__all__ = [
+    "Decision",
+    "Gap",
+    "Infeasible",
+    "Joint",
+    "Link",
+    "Operation",
+    "Plan",
+    "PlannedStore",
+    "Problem",
+    "Race",
+    "Step",
+    "Tensor",
+    "Timeline",
+    "Trace",
+    "Usage",
+    "Violation",
+    "best",
+    "check",
+    "measure",
+    "pin",
+    "problem",
+    "program",
+    "record",
+    "timeline",
+    "validate",
+    "widen",
+]

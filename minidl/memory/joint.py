@@ -1,0 +1,256 @@
+"""Keep, offload or rebuild: one dynamic programme over all three, with a price on each byte that crosses the link.
+
+Within a block of gaps (see `minidl.memory.gaps`; neighbouring ones are joined where one is rebuilt from another) every
+combination is an option: what it keeps, what it needs at each step of the block beyond the base load, and what it
+costs: the milliseconds of rebuilding plus the price of the bytes moved. A tensor from which another is rebuilt has to
+be back by then, and what is rebuilt stays until it was used; both is counted. Tensors are rebuilt from tensors of
+their own block only, so what happens in a block stays in it and the recurrence of `minidl.memory.pinning` holds.
+
+For one price the answer is exact within this model. The price itself is a guess at how well transfers hide, so
+`best` tries several, beside plans without rebuilding, and takes what `minidl.memory.simulate.timeline` finds fastest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from minidl.memory.gaps import Problem, blocks, occupied
+from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps, pin
+from minidl.memory.plan import Decision, Infeasible, Plan
+from minidl.memory.rebuild import Recipe, recipes
+from minidl.memory.simulate import Link, Timeline, measure, timeline
+from minidl.memory.slack import widen
+
+__all__ = ["Joint", "best"]
+
+KEEP, OFFLOAD, REBUILD = range(3)
+LARGEST_GROUP = 6
+MOST_OPTIONS = 1500
+RESERVES = (0.0, 0.03, 0.07, 0.15)
+PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
+
+
+class Joint:
+    """The joint problem of one trace.
+
+    Args:
+        problem: the candidates.
+        times_ms: of each step of the trace.
+        granule: bytes of a unit; default as for `pin`.
+    """
+
+    def __init__(self, problem: Problem, times_ms: Sequence[float], granule: int | None = None):
+        self.problem = problem
+        self.recipes = recipes(problem, times_ms)
+        self.granule = granule or granule_of([gap.bytes for gap in problem.gaps])
+        apart = crossing(problem.gaps)
+        self.exact = len(apart) <= MOST_CROSSING
+        self.gaps = list(problem.gaps) if self.exact else nested(problem.gaps)
+        self.apart = apart if self.exact else []
+        rest = [i for i in range(len(self.gaps)) if i not in set(self.apart)]
+        runs = [[rest[i] for i in run] for run in blocks([self.gaps[i] for i in rest])]
+        self.runs = self._joined(runs)
+        self.steps = owned_steps(self.gaps, self.runs)
+        inner = [max(self.gaps[i].stop for i in run) for run in self.runs[1:]]
+        # The first step behind the loss that belongs to each block: what happens in it must not happen earlier.
+        inner.append(problem.trace.loss)
+        self.begin = {run[0]: inner[k] + 1 for k, run in enumerate(self.runs)}
+        self._own = {run[0]: self._usable(run) for run in self.runs}
+        self._cache: dict[tuple, tuple[np.ndarray, ...]] = {}
+        self.tables = [self._table(run, steps) for run, steps in zip(self.runs, self.steps, strict=True)]
+
+    def _joined(self, runs: list[list[int]]) -> list[list[int]]:
+        """Neighbouring blocks together where the inner one can be rebuilt from the outer one, up to a size."""
+        joined: list[list[int]] = []
+        for run in runs:
+            linked = joined and any(
+                recipe is not None and set(recipe.sources) & set(joined[-1])
+                for recipe in (self.recipes[i] for i in run)
+            )
+            if linked and len(joined[-1]) + len(run) <= LARGEST_GROUP:
+                joined[-1] = joined[-1] + run
+            else:
+                joined.append(list(run))
+        return joined
+
+    def usable(self, run: Sequence[int]) -> list[Recipe | None]:
+        """The recipes that may be used in a block."""
+        return self._own[run[0]]
+
+    def _usable(self, run: Sequence[int]) -> list[Recipe | None]:
+        """Those whose sources lie in the block and that end within it; of too many those of the largest tensors."""
+        latest, begin = max(self.gaps[i].stop for i in run), self.begin[run[0]]
+        found = [self.recipes[i] for i in run]
+        own = [r if r is not None and set(r.sources) <= set(run) and latest >= begin else None for r in found]
+        largest = sorted((p for p, r in enumerate(own) if r is not None), key=lambda p: -self.gaps[run[p]].bytes)
+        count = 1 << len(run)
+        for p in largest:
+            count = count * 3 // 2
+            if count > MOST_OPTIONS:
+                own[p] = None
+        return own
+
+    def _needs(self, run: Sequence[int], choices: Sequence[int], own: Sequence[Recipe | None]) -> list[int]:
+        """The step before which each tensor of a block must be there."""
+        latest = max(self.gaps[i].stop for i in run)
+        need = [self.problem.gaps[i].back for i in run]
+        place = {i: p for p, i in enumerate(run)}
+        made = sorted(range(len(run)), key=lambda p: -self.problem.trace.tensors[self.gaps[run[p]].tensor].first)
+        for p in made:  # those made last first: what they are made from must be there as early as they
+            if choices[p] == REBUILD:
+                need[p] = min(need[p], latest)  # while the steps around still belong to this block
+                for source in own[p].sources:
+                    need[place[source]] = min(need[place[source]], need[p])
+        return need
+
+    def _table(self, run: Sequence[int], steps: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(units at each step, units kept, bytes moved, milliseconds, choices) of every combination in a block."""
+        own = self.usable(run)
+        place = {i: p for p, i in enumerate(run)}
+        begin, end = min(self.gaps[i].start for i in run), max(self.gaps[i].stop for i in run)
+        # Blocks of one shape are alike.
+        key: list = [len(steps), int((steps <= self.problem.trace.loss).sum()), self.begin[run[0]] - end]
+        for i, recipe in zip(run, own, strict=True):
+            gap = self.gaps[i]
+            need = self.problem.gaps[i].back - end
+            key.append((gap.bytes, gap.start - begin, gap.stop - end, need))
+            if recipe is not None:
+                key.append((tuple(place[s] for s in recipe.sources), recipe.beside, recipe.ms))
+        key = tuple(key)
+        if key in self._cache:
+            return self._cache[key]
+        ways = [(KEEP, OFFLOAD) if recipe is None else (KEEP, OFFLOAD, REBUILD) for recipe in own]
+        rows = [self._row(run, steps, choices, own) for choices in itertools.product(*ways)]
+        table = tuple(np.array(column) for column in zip(*rows, strict=True))
+        self._cache[key] = table
+        return table
+
+    def _row(
+        self, run: Sequence[int], steps: np.ndarray, choices: Sequence[int], own: Sequence[Recipe | None]
+    ) -> tuple:
+        usage = np.zeros(len(steps), np.int64)
+        need = self._needs(run, choices, own)
+        kept = moved = 0
+        ms = 0.0
+        for p, (i, choice) in enumerate(zip(run, choices, strict=True)):
+            gap = self.gaps[i]
+            size = -(-gap.bytes // self.granule)
+            if choice == KEEP:
+                kept += size
+                usage[(gap.start <= steps) & (steps <= gap.stop)] += size
+                continue
+            begin = need[p]
+            if choice == OFFLOAD:
+                moved += 2 * gap.bytes
+                begin = self._fetch(run, i, begin)
+            else:
+                ms += own[p].ms
+                usage[steps == begin] += -(-own[p].beside // self.granule)
+            usage[(begin <= steps) & (steps <= gap.stop)] += size
+        return usage, kept, moved, ms, sum(choice * 3**p for p, choice in enumerate(choices))
+
+    def _fetch(self, run: Sequence[int], i: int, need: int) -> int:
+        """The step at which the copy of gap ``i`` back may begin when it has to be there by ``need``."""
+        early = max(need - self.problem.window[1], self.begin[run[0]])
+        return min(self.problem.gaps[i].stop + 1, early)
+
+    def solve(self, capacity: int, price: float) -> Plan:
+        """The cheapest plan at ``price`` milliseconds for each byte moved.
+
+        Raises:
+            Infeasible: when one step alone exceeds ``capacity``.
+        """
+        problem = self.problem
+        problem.require(capacity)
+        found: tuple[float, set[int], list[int]] | None = None
+        for code in reversed(range(1 << len(self.apart))):
+            kept = {i for bit, i in enumerate(self.apart) if code >> bit & 1}
+            inside = occupied((self.gaps[i] for i in kept), len(problem.base))
+            room = (capacity - problem.base - inside) // self.granule
+            spent = sum(2 * price * self.gaps[i].bytes for i in self.apart if i not in kept)
+            if room.min() < 0 or (found is not None and spent >= found[0]):
+                continue
+            tables = []
+            for (usage, units, moved, ms, codes), steps in zip(self.tables, self.steps, strict=True):
+                most = (room[steps] - usage).min(axis=1, initial=np.iinfo(np.int64).max)
+                tables.append(Options(units, most, price * moved + ms, codes).pruned())
+            cost, taken = choose(tables, int(room.max(initial=0)))
+            if found is None or spent + cost < found[0]:
+                found = spent + cost, kept, taken
+        assert found is not None, "evicting everything fits, as was checked"
+        return self.finish(capacity, found[1], found[2])
+
+    def finish(self, capacity: int, kept: set[int], codes: Sequence[int], policy: str = "joint") -> Plan:
+        """The plan of given choices.
+
+        Args:
+            kept: of the gaps that were decided apart, those that stay.
+            codes: for each block the choices, in base 3.
+        """
+        decisions: list[Decision | None] = [None] * len(self.gaps)
+        for i in self.apart:
+            gap = self.problem.gaps[i]
+            choice = "keep" if i in kept else "offload"
+            decisions[i] = Decision(gap.tensor, choice, gap.leave, gap.start, gap.stop + 1, gap.back)
+        for run, code in zip(self.runs, codes, strict=True):
+            choices = [int(code) // 3**p % 3 for p in range(len(run))]
+            own = self.usable(run)
+            for i, choice, need, recipe in zip(run, choices, self._needs(run, choices, own), own, strict=True):
+                decisions[i] = self._decision(run, i, choice, need, recipe)
+        assert all(d is not None for d in decisions)
+        return _finished(self.problem, capacity, self.granule, decisions, policy)
+
+    def _decision(self, run: Sequence[int], i: int, choice: int, need: int, recipe: Recipe | None) -> Decision:
+        gap = self.problem.gaps[i]
+        if choice == REBUILD:
+            return Decision(gap.tensor, "recompute", gap.leave, gap.leave + 1, need, need, recipe.steps)
+        name = "keep" if choice == KEEP else "offload"
+        return Decision(gap.tensor, name, gap.leave, gap.start, self._fetch(run, i, need), need)
+
+
+def _finished(
+    problem: Problem, capacity: int, granule: int, decisions: Sequence[Decision], policy: str, proven: bool = False
+) -> Plan:
+    """A plan with its totals."""
+
+    def total(choice: str) -> int:
+        return sum(problem.trace.tensors[d.tensor].bytes for d in decisions if d.choice == choice)
+
+    peak = measure(problem.trace, decisions, capacity).peak
+    return Plan(
+        problem.trace.digest, policy, capacity, granule, proven, peak,
+        total("keep"), total("offload"), total("recompute"), tuple(decisions),
+    )  # fmt: skip
+
+
+def best(
+    problem: Problem, capacity: int, times_ms: Sequence[float], link: Link | None = None, *, rebuild: bool = True
+) -> tuple[Plan, Timeline]:
+    """The plan that the simulator finds fastest, and how it runs.
+
+    Offload-only plans with several reserves (memory left for prefetches), and with ``rebuild`` joint plans at several
+    prices; each gets the memory that it leaves free for wider windows.
+
+    Raises:
+        Infeasible: when one step alone exceeds ``capacity``.
+    """
+    link = link or Link()
+    problem.require(capacity)
+    plans = [pin(problem, int(c)) for r in RESERVES if (c := capacity * (1 - r)) >= problem.floor]
+    if rebuild and plans[0].moved_bytes:
+        joint = Joint(problem, times_ms)
+        both_ms = (1 / link.out_gb_per_s + 1 / link.in_gb_per_s) / 2e6
+        plans += [joint.solve(capacity, price * both_ms) for price in PRICES]
+    found: tuple[Plan, Timeline] | None = None
+    for plan in dict.fromkeys(plans):
+        plan = widen(problem.trace, dataclasses.replace(plan, capacity=capacity))
+        run = timeline(problem.trace, plan, times_ms, link)
+        if found is None or run.total_ms < found[1].total_ms:
+            found = plan, run
+    if found is None:
+        raise Infeasible("no plan fits")
+    return found

@@ -1,0 +1,139 @@
+"""A memory plan: for every saved tensor with a gap, whether it stays, travels to the host and back, or is rebuilt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minidl.memory.trace import Trace
+
+__all__ = ["CHOICES", "Decision", "Infeasible", "Plan", "human", "infeasible"]
+
+CHOICES = ("keep", "offload", "recompute")
+SCHEMA = 1
+_NAMED = 6  # tensors that an error lists
+
+
+class Infeasible(ValueError):
+    """No plan of this kind fits the limit.
+
+    Attributes:
+        step: index of the step that needs most.
+        needed: smallest limit that is enough, in bytes; None where unknown.
+    """
+
+    def __init__(self, message: str, step: int | None = None, needed: int | None = None):
+        super().__init__(message)
+        self.step, self.needed = step, needed
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one tensor between two touches.
+
+    Attributes:
+        tensor: index in the trace.
+        choice: keep, offload or recompute.
+        leave: last step that touches it before the gap.
+        gone: first step at which its memory belongs to others: the copy to the host has ended.
+        fetch: first step at which it has memory again: the copy back may begin.
+        back: step before which it must be there; its first touch behind the gap, or earlier where another tensor is
+            rebuilt from it.
+        recipe: forward steps to run again for it, in order; empty unless recomputed.
+    """
+
+    tensor: int
+    choice: str
+    leave: int
+    gone: int
+    fetch: int
+    back: int
+    recipe: tuple[int, ...] = ()
+
+    def absent(self, step: int) -> bool:
+        """Whether the device has no memory for it at ``step``."""
+        return self.choice != "keep" and self.gone <= step < self.fetch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one trace.
+
+    Attributes:
+        trace: digest of the trace it was made for.
+        policy: who decided.
+        capacity: limit in bytes.
+        granule: sizes were rounded up to multiples of it.
+        proven: no plan of the same model moves fewer bytes, at this granule.
+        peak: most bytes on the device at any step.
+        decisions: one for each tensor with a gap.
+    """
+
+    trace: str
+    policy: str
+    capacity: int
+    granule: int
+    proven: bool
+    peak: int
+    kept_bytes: int
+    moved_bytes: int
+    rebuilt_bytes: int
+    decisions: tuple[Decision, ...]
+
+    def chosen(self, choice: str) -> list[Decision]:
+        """The decisions of one kind."""
+        return [d for d in self.decisions if d.choice == choice]
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` gives an equal plan back."""
+        return json.dumps({"schema": SCHEMA, "kind": "memory_plan", **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: when ``text`` is no plan, or one of another schema.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.pop("kind", None) != "memory_plan":
+            raise ValueError("not a memory plan")
+        if (schema := content.pop("schema", None)) != SCHEMA:
+            raise ValueError(f"memory plan of schema {schema!r}; this minidl reads schema {SCHEMA}")
+        content["decisions"] = tuple(
+            Decision(**{**record, "recipe": tuple(record["recipe"])}) for record in content["decisions"]
+        )
+        return cls(**content)
+
+
+def human(count: float) -> str:
+    """``1.5 GiB``: a number of bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def infeasible(trace: Trace, capacity: int, base: Sequence[int], hint: str = "take a smaller batch") -> Infeasible:
+    """The error for a limit that one step alone exceeds: the step, what it needs, the smallest feasible limit."""
+    at = max(range(len(base)), key=lambda t: base[t])
+    needed = int(base[at])
+    step = trace.steps[at]
+    held = sorted(((t.bytes, t.name) for t in trace.tensors if at in t.touches and not t.resident), reverse=True)
+    parts = [f"{name} {human(size)}" for size, name in held[:_NAMED]]
+    if len(held) > _NAMED:
+        parts.append(f"{len(held) - _NAMED} smaller")
+    if step.workspace:
+        parts.append(f"workspace {human(step.workspace)}")
+    state = sum(trace.resident_bytes.values())
+    listed = ", ".join(parts)
+    return Infeasible(
+        f"memory limit {human(capacity)} is too small: {step.title} alone needs {human(needed)} "
+        f"({listed}; always there: {human(state)} of parameters, gradients and momentum; the rest on its way in or "
+        f"out); the smallest feasible limit is {needed} bytes; {hint}",
+        at,
+        needed,
+    )

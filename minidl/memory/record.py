@@ -1,0 +1,322 @@
+"""A training step walked on shapes alone: which arrays it makes, which kernels touch them, what layers save.
+
+The model runs in a dry run of the CUDA table: the same Python code as on a GPU, with arrays nobody touches. Every array
+comes from `ops.empty` and every kernel goes through `launch`, so a watcher of the two sees all of it: views count as
+what they are views of, and whatever a later fusion saves or no longer saves shows up by itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.device import DeviceRecord
+from minidl.cuda.launch import dry_run
+from minidl.graph import Graph
+from minidl.loss import SoftmaxCrossEntropy
+from minidl.memory.trace import Step, Tensor, Trace
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.profile import PassCost
+from minidl.store import Slot, TensorStore
+
+__all__ = ["record"]
+
+_PASSES = ("forward", "backward_weight", "backward_data", "update")
+
+
+@dataclasses.dataclass
+class _Memory:
+    """One allocation of the dry run."""
+
+    nbytes: int
+    order: int
+    step: int  # at which it was made; -1: before the first
+    freed: int | None = None  # order of the event that freed it
+    touches: set[int] = dataclasses.field(default_factory=set)
+    saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
+
+
+class _Watcher:
+    """Notes allocations, frees, kernel arguments and spans of one dry run."""
+
+    def __init__(self) -> None:
+        self.all: list[_Memory] = []
+        self.passes: list[tuple[str, str]] = []
+        self.parts: dict[int, list[tuple[int, int, Tensor, set[int]]]] = {}  # of arenas: (begin, end, what, touches)
+        self._live: dict[int, tuple[weakref.ref, _Memory]] = {}
+        self._order = 0
+        self._open = 0
+
+    # -- what the dry run tells -------------------------------------------------------------------------------------
+
+    def allocated(self, array: np.ndarray) -> None:
+        memory = _Memory(array.nbytes, self._tick(), len(self.passes) - 1 if self._open else -1)
+        self.all.append(memory)
+        key = id(array)
+        self._live[key] = weakref.ref(array, lambda _: self._freed(key)), memory
+
+    def _freed(self, key: int) -> None:
+        _, memory = self._live.pop(key)
+        memory.freed = self._tick()
+
+    def launched(self, name: str, arguments: tuple) -> None:
+        if not self.passes:
+            return  # parameters being made
+        assert self._open, f"{name} runs outside every span, so no step would own it"
+        for argument in arguments:
+            memory = self.find(argument)
+            if memory is not None:
+                memory.touches.add(len(self.passes) - 1)
+                self._touch_parts(argument)
+
+    def _touch_parts(self, array: np.ndarray) -> None:
+        root = _root(array)
+        parts = self.parts.get(id(root))
+        if parts is None:
+            return
+        offset = _address(array) - _address(root)
+        at = max(bisect.bisect_right(parts, offset, key=lambda part: part[0]) - 1, 0)
+        while at < len(parts) and parts[at][0] < offset + array.nbytes:
+            if offset < parts[at][1]:
+                parts[at][3].add(len(self.passes) - 1)
+            at += 1
+
+    @contextmanager
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
+        """The profiler's hook: each pass is a step."""
+        if pass_name in _PASSES:
+            assert not self._open, f"{layer} {pass_name} opens within another pass"
+            self.passes.append((layer, pass_name))
+            self._open += 1
+            try:
+                yield
+            finally:
+                self._open -= 1
+        else:
+            yield
+
+    # -- what is made of it -----------------------------------------------------------------------------------------
+
+    def find(self, array: Any) -> _Memory | None:
+        """The allocation that ``array`` is a view of; None for anything else, such as a kernel's plain arguments."""
+        if not isinstance(array, np.ndarray):
+            return None
+        found = self._live.get(id(_root(array)))
+        return found[1] if found is not None else None
+
+    def divide(self, array: np.ndarray | None, kind: str, segments: list[tuple[str, int, int]]) -> None:
+        """Tell the parts of an arena apart: (name, first byte, last byte + 1)."""
+        if array is not None and array.nbytes:
+            parts = [(a, b, Tensor(f"{name}:{kind}", kind, b - a, (), given=True), set()) for name, a, b in segments]
+            self.parts[id(_root(array))] = parts
+
+    def _tick(self) -> int:
+        self._order += 1
+        return self._order
+
+    def workspaces(self) -> list[int]:
+        """For each step the most bytes at once of what lives within it."""
+        events: list[list[tuple[int, int]]] = [[] for _ in self.passes]
+        for memory in self.all:
+            if _is_local(memory):
+                end = memory.freed if memory.freed is not None else self._order + 1
+                events[memory.step] += [(memory.order, memory.nbytes), (end, -memory.nbytes)]
+        peaks = []
+        for changes in events:
+            now = most = 0
+            for _, change in sorted(changes):
+                now += change
+                most = max(most, now)
+            peaks.append(most)
+        return peaks
+
+    def arena_tensors(self) -> list[Tensor]:
+        """Parameters, gradients and momentum, part by part."""
+        parts = [part for arena in self.parts.values() for part in arena]
+        return [dataclasses.replace(what, touches=tuple(sorted(touches))) for _, _, what, touches in parts]
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(self._live[key][1].nbytes for key in self.parts)
+
+    def is_arena(self, memory: _Memory) -> bool:
+        return any(self._live[key][1] is memory for key in self.parts)
+
+
+class _NotingStore(TensorStore):
+    """Keeps everything and notes who saved what under which name."""
+
+    def __init__(self, watcher: _Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+
+    def save(self, owner: str, items: Mapping[str, Any]) -> None:
+        for name, item in items.items():
+            memory = self._watcher.find(item)
+            if memory is not None:
+                memory.saved.append((owner, name))
+        super().save(owner, items)
+
+    def hold(self, array: Any) -> Slot:
+        return Slot(array)
+
+
+def record(
+    graph: Graph,
+    batch: int,
+    *,
+    precision: str = "fp32",
+    momentum: float = 0.9,
+    device: DeviceRecord | None = None,
+    **facts: Any,
+) -> Trace:
+    """The trace of one training step: forward, cross entropy, backward, SGD.
+
+    No GPU and no CuPy are needed; no array is touched, so a batch may be far larger than this machine's memory.
+
+    Args:
+        graph: a network built for this call: its layers belong to the walked model afterwards.
+        batch: samples.
+        precision: as `minidl.Model`.
+        momentum: 0 leaves the optimizer without state.
+        device: the imagined GPU, which decides workspaces; default an H200.
+        facts: kept in the trace, JSON-able (the model's name, image size, ...).
+
+    Raises:
+        ValueError: for a batch below one or an unknown precision.
+        RuntimeError: when the graph's layers belong to a model already.
+    """
+    batch = checks.at_least("record", "batch", batch, 1)
+    for layer in graph.layers:  # starting weights are of no interest, and drawing them takes seconds
+        layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
+    watcher = _Watcher()
+    with dry_run(device, watcher) as log:
+        model = Model(graph, device="cuda", precision=precision, store=_NotingStore(watcher), profiler=watcher)
+        optimizer = SGD(model, 0.1, momentum)
+        loss = SoftmaxCrossEntropy()
+        loss.profiler = watcher
+        ops, storage = model.ops, model.precision.storage
+        x = ops.empty((batch, *graph.nodes[0].shape), storage)
+        labels = ops.empty((batch, *graph.output_node.shape[:-1]), np.int32)
+        _name_arenas(watcher, model, optimizer)
+        loss.forward(model.forward(x), labels)
+        model.backward(loss.backward(optimizer.loss_scale))
+        optimizer.step()
+        steps = _steps(watcher, model, loss, optimizer, batch)
+        tensors = _tensors(watcher, watcher.find(x))
+    first_gradient = watcher.passes.index(("loss", "backward_data"))
+    known = {"batch": batch, "precision": model.precision.name, "device": log.device.name, **facts}
+    return Trace(tuple(steps), tuple(tensors), first_gradient, known)
+
+
+def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), shape)
+
+
+def _root(array: np.ndarray) -> np.ndarray:
+    return array if array.base is None else array.base
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _is_local(memory: _Memory) -> bool:
+    """Whether nothing outside the step that made it ever touches or keeps it."""
+    return memory.step >= 0 and memory.touches <= {memory.step} and not memory.saved
+
+
+def _name_arenas(watcher: _Watcher, model: Model, optimizer: SGD) -> None:
+    arena = model.arena
+    own = [(s.full_name, s) for s in arena.segments]
+
+    def parts(itemsize: int, trained: bool) -> list[tuple[str, int, int]]:
+        return [(n, s.offset * itemsize, s.stop * itemsize) for n, s in own if s.trainable or not trained]
+
+    watcher.divide(arena.master, "weight", parts(4, False))
+    if arena.working is not arena.master:
+        watcher.divide(arena.working, "working", parts(arena.working.itemsize, False))
+    watcher.divide(arena.grad, "gradient", parts(4, True))
+    watcher.divide(optimizer.velocity, "momentum", parts(4, True))
+
+
+def _tensors(watcher: _Watcher, batch: _Memory) -> list[Tensor]:
+    """Everything that lives beyond one step; what is made before the first step and never moves comes last."""
+    tensors, company = [], 0
+    made = Counter()
+    for memory in watcher.all:
+        if watcher.is_arena(memory) or _is_local(memory):
+            continue
+        if memory.step < 0 and memory is not batch and not memory.saved:
+            company += memory.nbytes
+            continue
+        touches = tuple(sorted(memory.touches))
+        if not touches:
+            continue  # nobody reads it on the device
+        given = memory.step < 0
+        owner = "input" if given else watcher.passes[memory.step][0]
+        what = _what(memory, owner, given, watcher)
+        name = f"{owner}:{what}"
+        made[name] += 1
+        if made[name] > 1:
+            name = f"{name}.{made[name]}"
+        kind = "input" if given else _kind(watcher.passes[memory.step][1])
+        savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
+        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers))
+    tensors += watcher.arena_tensors()
+    rest = watcher.arena_bytes - sum(t.bytes for t in tensors if t.resident)
+    return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)]
+
+
+def _what(memory: _Memory, owner: str, given: bool, watcher: _Watcher) -> str:
+    if given:
+        return "x"
+    if watcher.passes[memory.step][1] != "forward":
+        return "dx"
+    own = dict(memory.saved).get(owner)
+    return own if own not in (None, "x") else "y"
+
+
+def _kind(pass_name: str) -> str:
+    return "activation" if pass_name == "forward" else "gradient_of_activation"
+
+
+def _steps(watcher: _Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
+    """The passes with their workspaces and model work; a second span of one pass gets what its operands weigh."""
+    itemsize = model.precision.storage.itemsize
+    shapes = model.graph.shapes((batch, *model.graph.nodes[0].shape))
+    costs: dict[tuple[str, str], PassCost] = {}
+    kinds: dict[str, tuple[str, bool]] = {}
+    for node in model.graph.nodes:
+        if node.layer is not None:
+            cost = node.layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
+            kinds[node.name] = type(node.layer).__name__, any(spec.product for spec in node.layer.specs)
+            for pass_name in ("forward", "backward_weight", "backward_data"):
+                costs[node.name, pass_name] = getattr(cost, pass_name)
+    cost = loss.cost(shapes[model.output_node.index], itemsize)
+    costs |= {("loss", "forward"): cost.forward, ("loss", "backward_data"): cost.backward_data}
+    weights = watcher.passes.count(("optimizer", "update"))
+    total = optimizer.cost()
+    costs["optimizer", "update"] = PassCost(total.flop // weights, total.bytes // weights)
+    read = [0] * len(watcher.passes)
+    for memory in watcher.all:
+        for t in memory.touches:
+            read[t] += memory.nbytes
+    steps, seen = [], set()
+    for t, (key, workspace) in enumerate(zip(watcher.passes, watcher.workspaces(), strict=True)):
+        cost = costs[key]
+        if key in seen and key[0] != "optimizer":
+            cost = PassCost(0, read[t])
+        seen.add(key)
+        kind, matrix = kinds.get(key[0], ("", False))
+        steps.append(Step(*key, workspace, cost.flop, cost.bytes, matrix, kind))
+    return steps

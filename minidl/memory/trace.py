@@ -1,0 +1,165 @@
+"""What one training step does with memory, as plain records: the only thing that planners of memory read.
+
+A step of the trace is one pass of one layer. Sizes are bytes. Tensors that share memory (views, a ReLU's output that
+the next convolution saves again) are one tensor here. Step numbers run over the whole training step: forward passes,
+loss, backward passes in reverse, updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from minidl import checks
+
+__all__ = ["RESIDENT_KINDS", "Step", "Tensor", "Trace"]
+
+SCHEMA = 1
+
+# Tensors that outlive the step: on the device at every moment of it, touched or not.
+RESIDENT_KINDS = ("weight", "working", "gradient", "momentum", "buffer")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass of one layer.
+
+    Attributes:
+        name: of the layer; "loss" and "optimizer" for those.
+        pass_name: forward, backward_weight, backward_data or update.
+        workspace: most bytes of arrays that come and go within the step.
+        flop, bytes: model work, see `minidl.profile.cost`.
+        matrix: the FLOP are those of products.
+        layer: class of the layer, "" for loss and update.
+    """
+
+    name: str
+    pass_name: str
+    workspace: int = 0
+    flop: int = 0
+    bytes: int = 0
+    matrix: bool = False
+    layer: str = ""
+
+    @property
+    def title(self) -> str:
+        """``layer1.0.conv1 forward``."""
+        return f"{self.name} {self.pass_name}"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One piece of memory.
+
+    Attributes:
+        name: ``<layer that made it>:<what>``.
+        kind: activation, input, gradient_of_activation, or one of `RESIDENT_KINDS`.
+        bytes: size.
+        touches: steps whose kernels read or write it, ascending; the first one makes it, unless ``given``.
+        saved: kept for the backward pass by a layer, so that a store may move it.
+        given: there before the first step (the batch, parameters).
+        savers: who keeps it, as ``<layer>.<name given to save>``.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    touches: tuple[int, ...]
+    saved: bool = False
+    given: bool = False
+    savers: tuple[str, ...] = ()
+
+    @property
+    def resident(self) -> bool:
+        """Whether it outlives the step."""
+        return self.kind in RESIDENT_KINDS
+
+    @property
+    def first(self) -> int:
+        """First step at which it takes memory."""
+        return 0 if self.given else self.touches[0]
+
+    @property
+    def last(self) -> int:
+        """Last step at which it takes memory."""
+        return self.touches[-1]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One training step.
+
+    Attributes:
+        steps: in order.
+        tensors: everything that lives longer than one step.
+        loss: the step that makes the first gradient: what is saved before it and needed behind it straddles it.
+        facts: what was traced (model, batch, precision, device, ...), JSON-able.
+    """
+
+    steps: tuple[Step, ...]
+    tensors: tuple[Tensor, ...]
+    loss: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.steps or not 0 <= self.loss < len(self.steps):
+            raise checks.bad_value("trace", "loss", f"a step in 0..{len(self.steps) - 1}", self.loss)
+        for tensor in self.tensors:
+            ordered = all(a < b for a, b in zip(tensor.touches, tensor.touches[1:], strict=False))
+            inside = all(0 <= t < len(self.steps) for t in tensor.touches)
+            if not (ordered and inside) or not (tensor.touches or tensor.resident):
+                raise checks.bad_value("trace", f"touches of {tensor.name}", "ascending step numbers", tensor.touches)
+            if tensor.bytes < 0:
+                raise checks.bad_value("trace", f"bytes of {tensor.name}", "at least 0", tensor.bytes)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of parameters and their company by kind."""
+        total = dict.fromkeys(RESIDENT_KINDS, 0)
+        for tensor in self.tensors:
+            if tensor.resident:
+                total[tensor.kind] += tensor.bytes
+        return total
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits that change with anything a plan depends on: a plan is good for this trace only."""
+        text = json.dumps(
+            [
+                [dataclasses.astuple(step) for step in self.steps],
+                [dataclasses.astuple(tensor) for tensor in self.tensors],
+                self.loss,
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """One JSON object; `from_json` gives an equal trace back."""
+        return json.dumps({"schema": SCHEMA, "kind": "memory_trace", **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The trace that `to_json` wrote.
+
+        Raises:
+            ValueError: when ``text`` is no trace, or one of another schema.
+        """
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.get("kind") != "memory_trace":
+            raise ValueError("not a memory trace: minidl plan --trace PATH writes one")
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"memory trace of schema {content.get('schema')!r}; this minidl reads schema {SCHEMA}")
+        tensors = (
+            Tensor(**{**record, "touches": tuple(record["touches"]), "savers": tuple(record["savers"])})
+            for record in content["tensors"]
+        )
+        steps = (Step(**record) for record in content["steps"])
+        return cls(tuple(steps), tuple(tensors), content["loss"], content["facts"])
