@@ -304,8 +304,8 @@ def test_without_cublas_our_own_kernels_make_the_products(monkeypatch):
         found = device_ceilings.matrix_rates(cuda, Millisecond(), lambda what: None)
     assert found["matrix_by"] == dict.fromkeys(PRECISIONS, "minidl conv2d")
     assert found["matrix_tflops"] == dict.fromkeys(PRECISIONS, 2 * 512**3 / 1e9)
-    products = [launch for launch in log.launches if launch.stem == "conv2d"]
-    assert len({launch.defines for launch in products}) == 4, "each precision has a kernel of its own"
+    products = {(launch.stem, launch.defines) for launch in log.launches if launch.stem.startswith("conv2d")}
+    assert len(products) == 4, "each precision has a kernel of its own"
 
 
 def test_cublas_adds_up_in_float32_and_rounds_to_tf32_only_where_asked(monkeypatch):
