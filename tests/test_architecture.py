@@ -23,6 +23,7 @@ LEVELS = [
     {"models", "data"},
     {"model"},
     {"loss", "optim"},
+    {"sparse"},
     {"train"},
     {"bench"},
     {"launch", "cli"},
