@@ -1,7 +1,8 @@
-"""Products with a matrix in Compressed Sparse Blocks; see `minidl.sparse.csb` for the format and the kernels in `_csb.h`.
+"""Products with a matrix in Compressed Sparse Blocks (`minidl.sparse.csb`); the kernels are in `_csb.h`.
 
-The pattern comes as its arrays: ``indptr`` (block rows * block columns + 1,) int32 in block-row-major order, ``indices``
-(nnz,) uint16 = row in block * 256 + column in block, row-major in a block; ``shape`` (M, K) and ``side`` of a block.
+The pattern comes as its arrays: ``indptr`` (block rows * block columns + 1,) int32 in block-row-major order,
+``indices`` (nnz,) uint16 = row in block * 256 + column in block, row-major in a block; then ``shape`` (M, K) and the
+``side`` of a block.
 Only stored elements are multiplied: an infinity in the dense operand reaches no output that has no element for it.
 """
 
@@ -40,7 +41,7 @@ def csb_matmul(
 
     Args:
         values: (nnz,) in a storage dtype.
-        x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; dense or pitched.
+        x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``, dense or pitched.
         bias: (output features,) float32.
 
     Returns:

@@ -17,7 +17,7 @@ __all__ = ["CSBPattern", "Occupancy", "choose_side"]
 
 MOST_SIDE = 256
 SIDES = (64, 128, 256)  # to choose from: smaller blocks waste pointers, larger ones do not fit eight bits
-FULL_ROW = 6  # elements that a row of a block should hold, so that walking blocks costs little beside them
+FULL_ROW = 12  # elements that a row of a block should hold, so that walking blocks costs little beside them
 _SHADES = " .:-=+*#%@"
 
 
@@ -47,7 +47,7 @@ class Occupancy:
 
 
 def choose_side(shape: Pair, nnz: int) -> int:
-    """The smallest of 64, 128 and 256 at which a row of a block holds six elements on average, else 256.
+    """The smallest of 64, 128 and 256 at which a row of a block holds twelve elements on average, else 256.
 
     Never more than twice what the longer side of the matrix needs.
     """
