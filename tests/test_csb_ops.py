@@ -61,11 +61,26 @@ class Matrix:
         return draw(rng, (samples, features) if features_last else (features, samples), dtype)
 
 
-def close(actual, expected, matrix, dtype=float32, terms=None):
-    """Within float32 accumulation of as many terms as a row can have; one term is about 1 in size."""
-    terms = terms or max(1, max(matrix.shape))
-    largest = float(np.abs(expected).max(initial=0.0))
-    assert_close(actual, expected, dtype, terms=terms, scale=max(1.0, largest / terms**0.5))
+def close(actual, expected, magnitude, terms, dtype=float32):
+    """Within sqrt(n) u sum |a b|, which rounding errors of a sum of n products keep to with high probability.
+
+    N. Higham, T. Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41 (2019).
+    ``magnitude``: the products of absolute values; the largest of their sums stands for all.
+    """
+    terms = max(terms, 1)
+    assert_close(actual, expected, dtype, terms=terms, scale=float(np.max(magnitude, initial=0.0)) / 8)
+
+
+def close_product(actual, a, x, dtype=float32, **options):
+    bounds = {name: option for name, option in options.items() if name in ("transposed", "features_last")}
+    magnitude = reference.matmul(np.abs(a.dense), np.abs(x.astype(float)), **bounds)
+    close(actual, reference.matmul(a.dense, x, **options), magnitude, max(a.shape), dtype)
+
+
+def close_sampled(actual, a, dy, x, **options):
+    magnitude = reference.sampled(a.mask, *(np.abs(v.astype(float)) for v in (dy, x)), a.side, **options)
+    samples = dy.shape[0 if options.get("features_last") else 1]
+    close(actual, reference.sampled(a.mask, dy, x, a.side, **options), magnitude, samples)
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -77,7 +92,7 @@ def test_products_equal_dense_ones(ops, rng, shape, side, density, transposed, f
         x = a.operand(rng, samples, transposed, features_last)
         y = a.matmul(ops.from_host(x), transposed=transposed, features_last=features_last)
         assert y.dtype == float32
-        close(y, reference.matmul(a.dense, x, transposed=transposed, features_last=features_last), a)
+        close_product(y, a, x, transposed=transposed, features_last=features_last)
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -87,8 +102,7 @@ def test_sampled_products_equal_dense_ones_at_the_pattern(ops, rng, shape, side,
     for samples in SAMPLES:
         dy, x = (a.operand(rng, samples, transposed, features_last) for transposed in (True, False))
         got = a.sampled(ops.from_host(dy), ops.from_host(x), features_last=features_last)
-        expected = reference.sampled(a.mask, dy, x, side, features_last=features_last)
-        close(got, expected, a, terms=max(samples, 1))
+        close_sampled(got, a, dy, x, features_last=features_last)
 
 
 def test_sampled_products_are_added_where_asked(ops, rng):
@@ -97,10 +111,10 @@ def test_sampled_products_are_added_where_asked(ops, rng):
     once = a.sampled(dy, x, features_last=True)
     out = ops.from_host(once)
     ops.csb_sampled(*a.pattern, dy, x, *a.place, features_last=True, out=out, accumulate=True)
-    close(ops.to_host(out), 2 * once.astype(float), a, terms=200)
+    np.testing.assert_allclose(ops.to_host(out), 2 * once, rtol=1e-6)
     empty = ops.zeros((0, 70), float32), ops.zeros((0, 90), float32)
     ops.csb_sampled(*a.pattern, *empty, *a.place, features_last=True, out=out, accumulate=True)
-    close(ops.to_host(out), 2 * once.astype(float), a, terms=200)
+    np.testing.assert_allclose(ops.to_host(out), 2 * once, rtol=1e-6)
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -110,12 +124,12 @@ def test_storage_types(ops, rng, dtype, transposed, features_last):
     x = a.operand(rng, 45, transposed, features_last, dtype)
     y = a.matmul(ops.from_host(x), transposed=transposed, features_last=features_last)
     assert y.dtype == dtype
-    close(y, reference.matmul(a.dense, x, transposed=transposed, features_last=features_last), a, dtype)
+    close_product(y, a, x, dtype, transposed=transposed, features_last=features_last)
     dy = a.operand(rng, 45, not transposed, features_last, dtype)
     left, right = (x, dy) if transposed else (dy, x)
     got = a.sampled(ops.from_host(left), ops.from_host(right), features_last=features_last)
     assert got.dtype == float32
-    close(got, reference.sampled(a.mask, left, right, 64, features_last=features_last), a)
+    close_sampled(got, a, left, right, features_last=features_last)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -139,8 +153,8 @@ def test_bias_and_relu(ops, rng, transposed, features_last):
     where = {"transposed": transposed, "features_last": features_last}
     for relu in (False, True):
         y = a.matmul(ops.from_host(x), bias=ops.from_host(bias), relu=relu, **where)
-        close(y, reference.matmul(a.dense, x, bias=bias, relu=relu, **where), a)
-    close(a.matmul(ops.from_host(x), relu=True, **where), reference.matmul(a.dense, x, relu=True, **where), a)
+        close_product(y, a, x, bias=bias, relu=relu, **where)
+    close_product(a.matmul(ops.from_host(x), relu=True, **where), a, x, relu=True, **where)
 
 
 def test_bias_reaches_outputs_without_elements(ops, rng):
@@ -151,6 +165,21 @@ def test_bias_reaches_outputs_without_elements(ops, rng):
     thin = Matrix(ops, rng, (5, 0), 64, 0.0)
     y = thin.matmul(ops.zeros((4, 0), float32), features_last=True, bias=ops.from_host(bias[:5]), relu=True)
     np.testing.assert_array_equal(y, np.tile(np.maximum(bias[:5], 0), (4, 1)))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+def test_the_bits_depend_on_no_block_side(cpu_ops, rng, transposed):
+    """Every output is the sum over its elements in the order of the summed index, however the matrix is cut."""
+    mask = rng.random((150, 300)) < 0.3
+    dense = np.where(mask, draw(rng, mask.shape, float32), 0)
+    x = draw(rng, (150 if transposed else 300, 50), float32)
+    results = []
+    for side in (8, 64, 256):
+        indptr, indices = reference.from_mask(mask, side)
+        values = cpu_ops.csb_pick(indptr, indices, dense, mask.shape, side)
+        results.append(cpu_ops.csb_matmul(indptr, indices, values, x, mask.shape, side, transposed=transposed))
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])

@@ -6,8 +6,8 @@
  *     packed[tile of LANES samples][feature][LANES]          zeros behind the last sample
  * A product runs a block at a time: its nonzeros grouped by output row (they lie so; for the transposed product a
  * counting sort by column brings them there), and for each tile of samples a row of outputs stays in registers while its
- * nonzeros pass. Every output is the sum of its nonzeros in the order of the summed index, even ones and odd ones of a
- * block apart: the bits depend neither on threads nor on how the samples are cut.
+ * nonzeros pass. Every output is the sum over its nonzeros in the order of the summed index: the bits depend neither on
+ * threads, nor on how the samples are cut, nor on the side of a block.
  */
 #ifndef MINIDL_CSB_H
 #define MINIDL_CSB_H
@@ -18,11 +18,17 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+typedef float csb_v4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef float csb_v8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float csb_v16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int csb_i4 __attribute__((vector_size(16)));
 typedef int csb_i8 __attribute__((vector_size(32)));
 
-enum { CSB_MOST_LANES = 32, CSB_MOST_SIDE = 256, CSB_DEPTH = 128 /* samples of a sampled product's tile */ };
+enum {
+    CSB_MOST_SIDE = 256,
+    CSB_DEPTH = 256,  /* samples of a sampled product's tile */
+    CSB_SCATTER = 16, /* samples up to which a transposed block is not worth sorting */
+};
 
 typedef struct {
     const int32_t *indptr;
@@ -68,39 +74,45 @@ MINIDL_INLINE void csb_turn(const float *from, ptrdiff_t pitch, float *to, ptrdi
     }
 }
 
-/* One tile of `samples` <= lanes samples and features first .. last. x points to the tile's first sample and to feature
- * 0: feature f of sample s is x[f * pitch + s], or x[s * pitch + f] when the features are last. */
+/* Features first .. last of `samples` samples, tile after tile, `tile` floats apart. x points to the first sample and to
+ * feature 0: feature f of sample s is x[f * pitch + s], or x[s * pitch + f] when the features are last. */
 MINIDL_CLONES
 static void minidl_csb_pack(
     const float *x, ptrdiff_t pitch, int features_last, ptrdiff_t samples, ptrdiff_t lanes, ptrdiff_t first,
-    ptrdiff_t last, float *to)
+    ptrdiff_t last, ptrdiff_t tile, float *to)
 {
-    ptrdiff_t f = first;
     if (!features_last) {
-        for (; f < last; f++) {
-            memcpy(to + f * lanes, x + f * pitch, samples * sizeof(float));
-            memset(to + f * lanes + samples, 0, (lanes - samples) * sizeof(float));
-        }
+        for (ptrdiff_t f = first; f < last; f++) /* long reads: a tile at a time would touch as many pages each time */
+            for (ptrdiff_t s = 0; s < samples; s += lanes) {
+                float *row = to + s / lanes * tile + f * lanes;
+                const ptrdiff_t some = csb_least(lanes, samples - s);
+                memcpy(row, x + f * pitch + s, some * sizeof(float));
+                memset(row + some, 0, (lanes - some) * sizeof(float));
+            }
         return;
     }
-    if (samples == lanes)
-        for (; f + 8 <= last; f += 8)
-            for (ptrdiff_t s = 0; s < lanes; s += 8)
-                csb_turn(x + s * pitch + f, pitch, to + f * lanes + s, lanes);
-    for (; f < last; f++) {
-        for (ptrdiff_t s = 0; s < samples; s++) to[f * lanes + s] = x[s * pitch + f];
-        memset(to + f * lanes + samples, 0, (lanes - samples) * sizeof(float));
+    for (; samples > 0; samples -= lanes, x += lanes * pitch, to += tile) {
+        const ptrdiff_t some = csb_least(lanes, samples);
+        ptrdiff_t f = first;
+        if (some == lanes)
+            for (; f + 8 <= last; f += 8)
+                for (ptrdiff_t s = 0; s < lanes; s += 8)
+                    csb_turn(x + s * pitch + f, pitch, to + f * lanes + s, lanes);
+        for (; f < last; f++) {
+            for (ptrdiff_t s = 0; s < some; s++) to[f * lanes + s] = x[s * pitch + f];
+            memset(to + f * lanes + some, 0, (lanes - some) * sizeof(float));
+        }
     }
 }
 
 /* ---- products ---- */
 
 /* first[r]: where the nonzeros of row r of the block begin. */
-MINIDL_INLINE void csb_row_starts(const uint16_t *indices, ptrdiff_t count, ptrdiff_t side, int32_t *first)
+MINIDL_INLINE void csb_row_starts(const uint16_t *indices, ptrdiff_t count, ptrdiff_t rows, int32_t *first)
 {
-    memset(first, 0, (side + 1) * sizeof(int32_t));
+    memset(first, 0, (rows + 1) * sizeof(int32_t));
     for (ptrdiff_t i = 0; i < count; i++) first[(indices[i] >> 8) + 1] = (int32_t)i + 1; /* the last of a row stays */
-    for (ptrdiff_t r = 0; r < side; r++) first[r + 1] = first[r + 1] > first[r] ? first[r + 1] : first[r];
+    for (ptrdiff_t r = 0; r < rows; r++) first[r + 1] = first[r + 1] > first[r] ? first[r + 1] : first[r];
 }
 
 /* The nonzeros of a block in the order of their columns, by a stable counting sort. */
@@ -123,38 +135,46 @@ MINIDL_INLINE void csb_by_column(
     }
 }
 
-/* y[r] += sum over the nonzeros of row r of value * x[item], all of them rows of `parts` vectors. */
-#define DEFINE_CSB_ROWS(name, vec, parts)                                                                              \
-    MINIDL_INLINE void name(                                                                                           \
-        const int32_t *first, ptrdiff_t rows, const uint16_t *items, const float *values, const float *x, float *y)    \
+/* Where the dense operand of a tile is: feature f of its samples at x + f * step. */
+typedef struct {
+    const float *x;
+    ptrdiff_t step;
+} CsbTile;
+
+/* One tile of `parts` vectors. rows: y[r] += sum over the nonzeros of row r of value * x[item], in registers.
+ * scatter: the same for a block as it lies, transposed: y[column] += value * x[row]. */
+#define DEFINE_CSB_KERNELS(lanes, vec, parts)                                                                          \
+    MINIDL_INLINE void csb_rows_##lanes(                                                                               \
+        const int32_t *first, ptrdiff_t rows, const uint16_t *items, const float *values, CsbTile tile, float *y)      \
     {                                                                                                                  \
-        const ptrdiff_t width = sizeof(vec) / sizeof(float), lanes = (parts)*width;                                    \
+        const ptrdiff_t width = sizeof(vec) / sizeof(float);                                                           \
         for (ptrdiff_t r = 0; r < rows; r++, y += lanes) {                                                             \
-            ptrdiff_t i = first[r];                                                                                    \
             const ptrdiff_t end = first[r + 1];                                                                        \
-            if (i == end) continue;                                                                                    \
-            vec even[parts], odd[parts];                                                                               \
-            UNROLL for (int p = 0; p < (parts); p++) {                                                                 \
-                even[p] = *(const vec *)(y + p * width);                                                               \
-                odd[p] = (vec){0};                                                                                     \
+            if (first[r] == end) continue;                                                                             \
+            vec sum[parts];                                                                                            \
+            UNROLL for (int p = 0; p < (parts); p++) sum[p] = *(const vec *)(y + p * width);                           \
+            for (ptrdiff_t i = first[r]; i < end; i++) {                                                               \
+                const float *x = tile.x + (items[i] & 255) * tile.step;                                                \
+                UNROLL for (int p = 0; p < (parts); p++) sum[p] += values[i] * *(const vec *)(x + p * width);          \
             }                                                                                                          \
-            for (; i + 1 < end; i += 2) {                                                                              \
-                const float *a = x + (items[i] & 255) * lanes, *b = x + (items[i + 1] & 255) * lanes;                  \
-                UNROLL for (int p = 0; p < (parts); p++) {                                                             \
-                    even[p] += values[i] * *(const vec *)(a + p * width);                                              \
-                    odd[p] += values[i + 1] * *(const vec *)(b + p * width);                                           \
-                }                                                                                                      \
-            }                                                                                                          \
-            if (i < end) {                                                                                             \
-                const float *a = x + (items[i] & 255) * lanes;                                                         \
-                UNROLL for (int p = 0; p < (parts); p++) even[p] += values[i] * *(const vec *)(a + p * width);         \
-            }                                                                                                          \
-            UNROLL for (int p = 0; p < (parts); p++) *(vec *)(y + p * width) = even[p] + odd[p];                       \
+            UNROLL for (int p = 0; p < (parts); p++) *(vec *)(y + p * width) = sum[p];                                 \
+        }                                                                                                              \
+    }                                                                                                                  \
+    MINIDL_INLINE void csb_scatter_##lanes(                                                                            \
+        ptrdiff_t count, const uint16_t *items, const float *values, CsbTile tile, float *y)                           \
+    {                                                                                                                  \
+        const ptrdiff_t width = sizeof(vec) / sizeof(float);                                                           \
+        for (ptrdiff_t i = 0; i < count; i++) {                                                                        \
+            const float *x = tile.x + (items[i] >> 8) * tile.step;                                                     \
+            float *to = y + (items[i] & 255) * lanes;                                                                  \
+            UNROLL for (int p = 0; p < (parts); p++)                                                                   \
+                *(vec *)(to + p * width) += values[i] * *(const vec *)(x + p * width);                                 \
         }                                                                                                              \
     }
-DEFINE_CSB_ROWS(csb_rows_8, csb_v8, 1)
-DEFINE_CSB_ROWS(csb_rows_16, csb_v16, 1)
-DEFINE_CSB_ROWS(csb_rows_32, csb_v16, 2)
+DEFINE_CSB_KERNELS(1, float, 1)
+DEFINE_CSB_KERNELS(8, csb_v8, 1)
+DEFINE_CSB_KERNELS(16, csb_v16, 1)
+DEFINE_CSB_KERNELS(32, csb_v16, 2)
 
 typedef struct {
     CsbMatrix a;
@@ -165,86 +185,108 @@ typedef struct {
     ptrdiff_t pitch;
 } CsbProduct;
 
-/* Outputs of one tile to memory, with bias and ReLU. */
-MINIDL_INLINE void csb_store(
-    const CsbProduct *p, float *outputs, ptrdiff_t feature, ptrdiff_t features, ptrdiff_t sample, ptrdiff_t samples)
+/* Bias and ReLU on one row of outputs. */
+MINIDL_INLINE void csb_finish(const CsbProduct *p, float *row, ptrdiff_t feature)
 {
-    const ptrdiff_t lanes = p->lanes;
-    if (p->bias || p->relu)
-        for (ptrdiff_t f = 0; f < features; f++) {
-            const float bias = p->bias ? p->bias[feature + f] : 0.0f;
-            for (ptrdiff_t s = 0; s < lanes; s++) {
-                const float value = outputs[f * lanes + s] + bias;
-                outputs[f * lanes + s] = p->relu && value < 0.0f ? 0.0f : value; /* NaN stays NaN */
-            }
-        }
-    if (!p->features_last) {
-        for (ptrdiff_t f = 0; f < features; f++)
-            memcpy(p->y + (feature + f) * p->pitch + sample, outputs + f * lanes, samples * sizeof(float));
-        return;
+    const float bias = p->bias ? p->bias[feature] : 0.0f;
+    if (!p->bias && !p->relu) return;
+    for (ptrdiff_t s = 0; s < p->lanes; s++) {
+        const float value = row[s] + bias;
+        row[s] = p->relu && value < 0.0f ? 0.0f : value; /* NaN stays NaN */
     }
-    float *y = p->y + sample * p->pitch + feature;
-    ptrdiff_t s = 0;
-    for (; s + 8 <= samples && features >= 8; s += 8) {
-        ptrdiff_t f = 0;
-        for (; f + 8 <= features; f += 8) csb_turn(outputs + f * lanes + s, lanes, y + s * p->pitch + f, p->pitch);
-        for (; f < features; f++)
-            for (ptrdiff_t i = s; i < s + 8; i++) y[i * p->pitch + f] = outputs[f * lanes + i];
-    }
-    for (; s < samples; s++)
-        for (ptrdiff_t f = 0; f < features; f++) y[s * p->pitch + f] = outputs[f * lanes + s];
 }
 
-/* Output block `block` for tiles first .. last of `packed`, whose tile 0 starts at `sample` of `total` samples. */
+/* Outputs of a block, (tiles, side, lanes), to memory: features feature .. + rows of samples sample .. end. */
+MINIDL_INLINE void csb_store(
+    const CsbProduct *p, float *outputs, ptrdiff_t feature, ptrdiff_t rows, ptrdiff_t sample, ptrdiff_t end)
+{
+    const ptrdiff_t lanes = p->lanes, tile = p->a.side * lanes;
+    for (ptrdiff_t f = 0; f < rows; f++)
+        for (ptrdiff_t s = sample; s < end; s += lanes) {
+            float *row = outputs + (s - sample) / lanes * tile + f * lanes;
+            csb_finish(p, row, feature + f);
+            if (!p->features_last)
+                memcpy(p->y + (feature + f) * p->pitch + s, row, csb_least(lanes, end - s) * sizeof(float));
+        }
+    if (!p->features_last) return;
+    for (; sample < end; sample += lanes, outputs += tile) {
+        float *y = p->y + sample * p->pitch + feature;
+        const ptrdiff_t some = csb_least(lanes, end - sample);
+        const ptrdiff_t whole = some / 8 * 8, wide = whole ? rows / 8 * 8 : 0;
+        for (ptrdiff_t f = 0; f < wide; f += 8)
+            for (ptrdiff_t s = 0; s < whole; s += 8)
+                csb_turn(outputs + f * lanes + s, lanes, y + s * p->pitch + f, p->pitch);
+        for (ptrdiff_t s = 0; s < some; s++)
+            for (ptrdiff_t f = s < whole ? wide : 0; f < rows; f++) y[s * p->pitch + f] = outputs[f * lanes + s];
+    }
+}
+
+/* Output block `block` for tiles first .. last. Tile t lies at x + t * tile, its features `step` apart; its samples are
+ * those from sample + t * lanes of `total`. */
 MINIDL_CLONES
 static void minidl_csb_product(
-    const CsbProduct *p, const float *packed, ptrdiff_t block, ptrdiff_t first, ptrdiff_t last, ptrdiff_t sample,
-    ptrdiff_t total, CsbScratch *scratch)
+    const CsbProduct *p, const float *x, ptrdiff_t step, ptrdiff_t tile, ptrdiff_t block, ptrdiff_t first,
+    ptrdiff_t last, ptrdiff_t sample, ptrdiff_t total, CsbScratch *scratch)
 {
     const CsbMatrix *a = &p->a;
-    const ptrdiff_t side = a->side, lanes = p->lanes, tile = side * lanes;
-    const ptrdiff_t depth = p->transposed ? a->rows : a->columns, features = p->transposed ? a->columns : a->rows;
-    const ptrdiff_t steps = p->transposed ? a->block_rows : a->block_columns;
+    const ptrdiff_t side = a->side, lanes = p->lanes, features = p->transposed ? a->columns : a->rows;
+    const ptrdiff_t blocks = p->transposed ? a->block_rows : a->block_columns;
     const ptrdiff_t rows = csb_least(side, features - block * side);
-    memset(scratch->outputs, 0, (last - first) * tile * sizeof(float));
-    for (ptrdiff_t step = 0; step < steps; step++) {
-        const ptrdiff_t at = p->transposed ? step * a->block_columns + block : block * a->block_columns + step;
+    /* Sorting pays from a few vectors on; below that the outputs are cheaper to load and store each time. */
+    const int scatter = p->transposed && (last - first) * lanes <= CSB_SCATTER;
+    memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
+    for (ptrdiff_t b = 0; b < blocks; b++) {
+        const ptrdiff_t at = p->transposed ? b * a->block_columns + block : block * a->block_columns + b;
         const ptrdiff_t begin = a->indptr[at], count = a->indptr[at + 1] - begin;
         if (count == 0) continue;
         const uint16_t *items = a->indices + begin;
         const float *values = a->values + begin;
-        if (p->transposed) {
+        if (!p->transposed)
+            csb_row_starts(items, count, rows, scratch->first);
+        else if (!scatter) {
             csb_by_column(items, values, count, side, scratch);
             items = scratch->items;
             values = scratch->values;
-        } else
-            csb_row_starts(items, count, side, scratch->first);
+        }
         for (ptrdiff_t t = first; t < last; t++) {
-            const float *x = packed + (t * depth + step * side) * lanes;
-            float *y = scratch->outputs + (t - first) * tile;
+            const CsbTile from = {x + t * tile + b * side * step, step};
+            float *y = scratch->outputs + (t - first) * side * lanes;
+#define CSB_RUN(lanes)                                                                                                 \
+    do {                                                                                                               \
+        if (scatter)                                                                                                   \
+            csb_scatter_##lanes(count, items, values, from, y);                                                        \
+        else                                                                                                           \
+            csb_rows_##lanes(scratch->first, rows, items, values, from, y);                                            \
+    } while (0)
             if (lanes == 32)
-                csb_rows_32(scratch->first, rows, items, values, x, y);
+                CSB_RUN(32);
             else if (lanes == 16)
-                csb_rows_16(scratch->first, rows, items, values, x, y);
+                CSB_RUN(16);
+            else if (lanes == 8)
+                CSB_RUN(8);
             else
-                csb_rows_8(scratch->first, rows, items, values, x, y);
+                CSB_RUN(1);
+#undef CSB_RUN
         }
     }
-    for (ptrdiff_t t = first; t < last; t++) {
-        const ptrdiff_t s = sample + t * lanes;
-        csb_store(p, scratch->outputs + (t - first) * tile, block * side, rows, s, csb_least(lanes, total - s));
-    }
+    csb_store(p, scratch->outputs, block * side, rows, sample + first * lanes, csb_least(total, sample + last * lanes));
 }
 
 /* ---- the sampled product ---- */
 
-MINIDL_INLINE float csb_total(const csb_v16 *v)
+/* The sums of the elements of four vectors, each as a tree. */
+MINIDL_INLINE csb_v4 csb_totals(const csb_v16 *v)
 {
-    float part[16];
-    memcpy(part, v, sizeof part);
-    for (int half = 8; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
+    const csb_i4 low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, front = {0, 1, 4, 5}, back = {2, 3, 6, 7};
+    csb_v4 sum[4];
+    UNROLL for (int q = 0; q < 4; q++) {
+        csb_v4 part[4];
+        memcpy(part, v + q, sizeof part);
+        sum[q] = (part[0] + part[2]) + (part[1] + part[3]);
+    }
+    const csb_v4 a = __builtin_shuffle(sum[0], sum[1], low) + __builtin_shuffle(sum[0], sum[1], high);
+    const csb_v4 b = __builtin_shuffle(sum[2], sum[3], low) + __builtin_shuffle(sum[2], sum[3], high);
+    return __builtin_shuffle(a, b, front) + __builtin_shuffle(a, b, back);
 }
 
 /* out[i] (+)= sum over the samples of `tiles` tiles of dy[row of i] * x[column of i], for the nonzeros i of a block.
@@ -255,31 +297,30 @@ static void minidl_csb_sampled(
 {
     const ptrdiff_t begin = a->indptr[at], count = a->indptr[at + 1] - begin;
     const ptrdiff_t row = at / a->block_columns * a->side, column = at % a->block_columns * a->side;
+    const ptrdiff_t rows = csb_least(a->side, a->rows - row);
     const uint16_t *items = a->indices + begin;
     int32_t starts[CSB_MOST_SIDE + 1];
     if (count == 0) return;
-    csb_row_starts(items, count, a->side, starts);
+    csb_row_starts(items, count, rows, starts);
     out += begin;
     if (first) memset(out, 0, count * sizeof(float));
     for (ptrdiff_t t = 0; t < tiles; t++) {
         const float *left = dy + (t * a->rows + row) * CSB_DEPTH, *right = x + (t * a->columns + column) * CSB_DEPTH;
-        for (ptrdiff_t r = 0; r < a->side; r++, left += CSB_DEPTH) {
+        for (ptrdiff_t r = 0; r < rows; r++, left += CSB_DEPTH) {
             ptrdiff_t i = starts[r];
             const ptrdiff_t end = starts[r + 1];
-            for (; i + 4 <= end; i += 4) {
+            for (; i < end; i += 4) {
+                const ptrdiff_t some = csb_least(4, end - i);
+                const float *from[4]; /* those past the end repeat the last, and are dropped */
+                UNROLL for (int q = 0; q < 4; q++)
+                    from[q] = right + (items[q < some ? i + q : end - 1] & 255) * CSB_DEPTH;
                 csb_v16 sum[4] = {{0}};
                 for (int d = 0; d < CSB_DEPTH; d += 16) {
                     const csb_v16 value = *(const csb_v16 *)(left + d);
-                    UNROLL for (int q = 0; q < 4; q++)
-                        sum[q] += value * *(const csb_v16 *)(right + (items[i + q] & 255) * CSB_DEPTH + d);
+                    UNROLL for (int q = 0; q < 4; q++) sum[q] += value * *(const csb_v16 *)(from[q] + d);
                 }
-                UNROLL for (int q = 0; q < 4; q++) out[i + q] += csb_total(&sum[q]);
-            }
-            for (; i < end; i++) {
-                csb_v16 sum = {0};
-                for (int d = 0; d < CSB_DEPTH; d += 16)
-                    sum += *(const csb_v16 *)(left + d) * *(const csb_v16 *)(right + (items[i] & 255) * CSB_DEPTH + d);
-                out[i] += csb_total(&sum);
+                const csb_v4 totals = csb_totals(sum);
+                for (ptrdiff_t q = 0; q < some; q++) out[i + q] += totals[q];
             }
         }
     }

@@ -25,10 +25,10 @@ cdef extern from "_csb.h" nogil:
         float *y
     void minidl_csb_pack(
         const float *x, ptrdiff_t pitch, int features_last, ptrdiff_t samples, ptrdiff_t lanes, ptrdiff_t first,
-        ptrdiff_t last, float *to)
+        ptrdiff_t last, ptrdiff_t tile, float *to)
     void minidl_csb_product(
-        const CsbProduct *p, const float *packed, ptrdiff_t block, ptrdiff_t first, ptrdiff_t last, ptrdiff_t sample,
-        ptrdiff_t total, CsbScratch *scratch)
+        const CsbProduct *p, const float *x, ptrdiff_t step, ptrdiff_t tile, ptrdiff_t block, ptrdiff_t first,
+        ptrdiff_t last, ptrdiff_t sample, ptrdiff_t total, CsbScratch *scratch)
     void minidl_csb_sampled(
         const CsbMatrix *a, const float *dy, const float *x, ptrdiff_t tiles, ptrdiff_t at, int first, float *out)
 
@@ -45,7 +45,7 @@ cdef extern from *:
 DEPTH = CSB_DEPTH  # samples that a sampled product's tile holds
 
 cdef ptrdiff_t STRIP = 256  # features of a packing task
-cdef ptrdiff_t PIECE = 8  # tiles that share one decoding of a block
+cdef ptrdiff_t PIECE = 8  # tiles that share one decoding of a block, or one packing
 
 
 def max_threads():
@@ -67,14 +67,13 @@ cdef void pack(
     float *to, int threads
 ) noexcept nogil:
     """All ``samples`` samples from x on, as [tile][feature][lanes]."""
-    cdef ptrdiff_t strips = (features + STRIP - 1) // STRIP, tiles = (samples + lanes - 1) // lanes, task, tile, first
-    for task in prange(tiles * strips, schedule="static", num_threads=threads):
-        tile = task // strips
+    cdef ptrdiff_t strips = (features + STRIP - 1) // STRIP, some = PIECE * lanes, task, sample, first
+    for task in prange((samples + some - 1) // some * strips, schedule="static", num_threads=threads):
+        sample = task // strips * some
         first = task % strips * STRIP
         minidl_csb_pack(
-            x + tile * lanes * (pitch if features_last else 1), pitch, features_last,
-            min(lanes, samples - tile * lanes), lanes, first, min(first + STRIP, features),
-            to + tile * features * lanes
+            x + sample * (pitch if features_last else 1), pitch, features_last, min(some, samples - sample), lanes,
+            first, min(first + STRIP, features), features * lanes, to + sample * features
         )
 
 
@@ -101,14 +100,31 @@ cdef void release(CsbScratch *all, int threads) noexcept:
     free(all)
 
 
+cdef void multiply(
+    const CsbProduct *p, const float *x, ptrdiff_t step, ptrdiff_t tile, ptrdiff_t blocks, ptrdiff_t sample,
+    ptrdiff_t end, CsbScratch *scratch, int threads
+) noexcept nogil:
+    """All outputs of samples ``sample`` to ``end``, whose tiles lie ``tile`` apart and their features ``step``."""
+    cdef ptrdiff_t tiles = (end - sample + p.lanes - 1) // p.lanes, pieces, task
+    # Pieces as large as a scratch holds, unless some threads would then have nothing to do.
+    cdef ptrdiff_t piece = max(1, min(PIECE, tiles * blocks // (4 * threads)))
+    pieces = (tiles + piece - 1) // piece
+    for task in prange(blocks * pieces, schedule="dynamic", num_threads=threads):
+        minidl_csb_product(
+            p, x, step, tile, task // pieces, task % pieces * piece, min((task % pieces + 1) * piece, tiles), sample,
+            end, &scratch[threadid()]
+        )
+
+
 def product(
     const int32_t[::1] indptr, const uint16_t[::1] indices, const float[::1] values, tuple shape, ptrdiff_t side,
     const float[:, :] x, bint transposed, bint features_last, const float[::1] bias, bint relu, ptrdiff_t fullest,
-    ptrdiff_t lanes, float[::1] packed, float[:, ::1] y, int threads
+    ptrdiff_t lanes, bint direct, float[::1] packed, float[:, ::1] y, int threads
 ):
     """y = A x (or transposed), for x and y (features, samples), or (samples, features) with features_last.
 
-    ``packed`` has room for some whole tiles of ``lanes`` samples; ``fullest``: the most nonzeros of a block.
+    ``packed`` has room for some whole tiles of ``lanes`` samples, which are packed unless ``direct``: then whole tiles
+    are read where they are, features first or a single sample. ``fullest``: the most nonzeros of a block.
     """
     cdef CsbProduct p
     p.a = matrix(indptr, indices, shape, side)
@@ -116,25 +132,24 @@ def product(
     p.transposed, p.features_last, p.relu, p.lanes = transposed, features_last, relu, lanes
     p.bias = &bias[0] if bias is not None else NULL
     p.y, p.pitch = &y[0, 0], y.shape[1]
-    cdef ptrdiff_t samples = y.shape[0] if features_last else y.shape[1], features = p.a.rows if transposed else p.a.columns
+    cdef ptrdiff_t features = p.a.rows if transposed else p.a.columns
     cdef ptrdiff_t blocks = p.a.block_columns if transposed else p.a.block_rows
-    cdef ptrdiff_t pitch = x.strides[0] // <ptrdiff_t>sizeof(float), chunk = packed.shape[0] // max(features, 1) // lanes * lanes
-    cdef ptrdiff_t sample, count, tiles, piece, pieces, task, step = pitch if features_last else 1
+    cdef ptrdiff_t samples = y.shape[0] if features_last else y.shape[1], sample = 0, count
+    cdef ptrdiff_t pitch = x.strides[0] // <ptrdiff_t>sizeof(float), step = 1 if features_last else pitch
+    cdef ptrdiff_t chunk = packed.shape[0] // max(features, 1) // lanes * lanes
+    cdef const float *data = &x[0, 0] if features else NULL
     cdef CsbScratch *scratch = scratches(threads, PIECE * side * lanes, fullest if transposed else 0)
-    for sample in range(0, samples, chunk):
-        count = min(chunk, samples - sample)
-        tiles = (count + lanes - 1) // lanes
-        # Pieces as large as a scratch holds, unless some threads would then have nothing to do.
-        piece = max(1, min(PIECE, tiles * blocks // (4 * threads)))
-        pieces = (tiles + piece - 1) // piece
-        with nogil:
+    with nogil:
+        if direct:
+            sample = samples // lanes * lanes
+            multiply(&p, data, step, lanes, blocks, 0, sample, scratch, threads)
+        while sample < samples:
+            count = min(chunk, samples - sample)
             if features:
-                pack(&x[0, 0] + sample * step, pitch, features_last, features, count, lanes, &packed[0], threads)
-            for task in prange(blocks * pieces, schedule="dynamic", num_threads=threads):
-                minidl_csb_product(
-                    &p, &packed[0], task // pieces, task % pieces * piece, min((task % pieces + 1) * piece, tiles),
-                    sample, samples, &scratch[threadid()]
-                )
+                pack(data + sample * (pitch if features_last else 1), pitch, features_last, features, count, lanes,
+                     &packed[0], threads)
+            multiply(&p, &packed[0], lanes, features * lanes, blocks, sample, sample + count, scratch, threads)
+            sample += count
     release(scratch, threads)
 
 

@@ -18,6 +18,7 @@ from minidl.shapes import Pair, ceil_div
 __all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
 
 _PACKED_FLOATS = 1 << 20  # of the dense operand at a time: what a shared cache holds
+_REUSE = 4  # uses of an element of the dense operand up to which packing it first does not pay
 _THREADS_FROM = 1 << 17  # multiply-adds below which one thread is as fast
 
 # Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
@@ -41,7 +42,7 @@ def csb_matmul(
 
     Args:
         values: (nnz,) in a storage dtype.
-        x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``, dense or pitched.
+        x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
 
     Returns:
@@ -56,12 +57,13 @@ def csb_matmul(
     if samples == 0 or outer == 0:
         return empty(out_shape, x.dtype)
     y = empty(out_shape, float32)
-    lanes = 8 if samples <= 8 else 16 if samples <= 16 else 32
+    lanes = next((n for n in (1, 8, 16) if samples <= n), 32)
+    direct = lanes == 1 or (not features_last and values.size <= _REUSE * features)
     packed = _packed(features, samples, lanes)
     fullest = int(np.diff(indptr).max(initial=0))
     _csb.product(
         indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, fullest, lanes,
-        packed, y, _threads(values.size * samples),
+        direct, packed, y, _threads(values.size * samples),
     )  # fmt: skip
     return stored(y, out_shape, x.dtype)
 
