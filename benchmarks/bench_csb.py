@@ -3,11 +3,11 @@
     python benchmarks/bench_csb.py [--only TEXT] [--sparsity 0.9 ...] [--rounds N] [--json PATH]
 
 Passes are those of a layer: forward (A X), backward_data (A^T dY) and backward_weight (dY X^T at the pattern only), each
-with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data with the
-CSR of a transpose *stored beside it*, whose upkeep in training is not counted; it has no sampled product, so the dense
-one is its peer too. Weights are pruned by magnitude, as trained ones would be: rows and columns differ in scale. Ways
-take turns, and each row gives the least of its rounds: other work of the machine can only add to it. Every result is
-compared with float64 first. Losing rows are printed first.
+with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data the CSR
+of a transpose *stored beside it*, whose upkeep in training is not counted; it has no sampled product, so the dense one
+is its peer. Weights are pruned by magnitude, rows and columns differing in scale as in trained layers. Ways take turns,
+and each row gives the least of its rounds: other work of the machine can only add to it. Results are compared with the
+peers' first. Losing rows are printed first.
 """
 
 from __future__ import annotations

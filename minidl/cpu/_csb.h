@@ -26,7 +26,7 @@ typedef int csb_i8 __attribute__((vector_size(32)));
 
 enum {
     CSB_MOST_SIDE = 256,
-    CSB_DEPTH = 256,  /* samples of a sampled product's tile */
+    CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
     CSB_SCATTER = 16, /* samples up to which a transposed block is not worth sorting */
 };
 
@@ -175,6 +175,7 @@ DEFINE_CSB_KERNELS(1, float, 1)
 DEFINE_CSB_KERNELS(8, csb_v8, 1)
 DEFINE_CSB_KERNELS(16, csb_v16, 1)
 DEFINE_CSB_KERNELS(32, csb_v16, 2)
+DEFINE_CSB_KERNELS(64, csb_v16, 4)
 
 typedef struct {
     CsbMatrix a;
@@ -258,7 +259,9 @@ static void minidl_csb_product(
         else                                                                                                           \
             csb_rows_##lanes(scratch->first, rows, items, values, from, y);                                            \
     } while (0)
-            if (lanes == 32)
+            if (lanes == 64)
+                CSB_RUN(64);
+            else if (lanes == 32)
                 CSB_RUN(32);
             else if (lanes == 16)
                 CSB_RUN(16);
@@ -290,10 +293,11 @@ MINIDL_INLINE csb_v4 csb_totals(const csb_v16 *v)
 }
 
 /* out[i] (+)= sum over the samples of `tiles` tiles of dy[row of i] * x[column of i], for the nonzeros i of a block.
- * dy and x are packed in tiles of CSB_DEPTH samples. `first`: overwrite. */
+ * dy and x are packed in tiles of `depth` samples, a multiple of 16. `first`: overwrite. */
 MINIDL_CLONES
 static void minidl_csb_sampled(
-    const CsbMatrix *a, const float *dy, const float *x, ptrdiff_t tiles, ptrdiff_t at, int first, float *out)
+    const CsbMatrix *a, const float *dy, const float *x, ptrdiff_t depth, ptrdiff_t tiles, ptrdiff_t at, int first,
+    float *out)
 {
     const ptrdiff_t begin = a->indptr[at], count = a->indptr[at + 1] - begin;
     const ptrdiff_t row = at / a->block_columns * a->side, column = at % a->block_columns * a->side;
@@ -305,17 +309,17 @@ static void minidl_csb_sampled(
     out += begin;
     if (first) memset(out, 0, count * sizeof(float));
     for (ptrdiff_t t = 0; t < tiles; t++) {
-        const float *left = dy + (t * a->rows + row) * CSB_DEPTH, *right = x + (t * a->columns + column) * CSB_DEPTH;
-        for (ptrdiff_t r = 0; r < rows; r++, left += CSB_DEPTH) {
+        const float *left = dy + (t * a->rows + row) * depth, *right = x + (t * a->columns + column) * depth;
+        for (ptrdiff_t r = 0; r < rows; r++, left += depth) {
             ptrdiff_t i = starts[r];
             const ptrdiff_t end = starts[r + 1];
             for (; i < end; i += 4) {
                 const ptrdiff_t some = csb_least(4, end - i);
                 const float *from[4]; /* those past the end repeat the last, and are dropped */
                 UNROLL for (int q = 0; q < 4; q++)
-                    from[q] = right + (items[q < some ? i + q : end - 1] & 255) * CSB_DEPTH;
+                    from[q] = right + (items[q < some ? i + q : end - 1] & 255) * depth;
                 csb_v16 sum[4] = {{0}};
-                for (int d = 0; d < CSB_DEPTH; d += 16) {
+                for (ptrdiff_t d = 0; d < depth; d += 16) {
                     const csb_v16 value = *(const csb_v16 *)(left + d);
                     UNROLL for (int q = 0; q < 4; q++) sum[q] += value * *(const csb_v16 *)(from[q] + d);
                 }

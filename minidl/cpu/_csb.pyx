@@ -30,7 +30,8 @@ cdef extern from "_csb.h" nogil:
         const CsbProduct *p, const float *x, ptrdiff_t step, ptrdiff_t tile, ptrdiff_t block, ptrdiff_t first,
         ptrdiff_t last, ptrdiff_t sample, ptrdiff_t total, CsbScratch *scratch)
     void minidl_csb_sampled(
-        const CsbMatrix *a, const float *dy, const float *x, ptrdiff_t tiles, ptrdiff_t at, int first, float *out)
+        const CsbMatrix *a, const float *dy, const float *x, ptrdiff_t depth, ptrdiff_t tiles, ptrdiff_t at, int first,
+        float *out)
 
 cdef extern from *:
     """
@@ -42,7 +43,7 @@ cdef extern from *:
     """
     int omp_get_max_threads() nogil
 
-DEPTH = CSB_DEPTH  # samples that a sampled product's tile holds
+DEPTH = CSB_DEPTH  # samples that a sampled product's tile holds, at most
 
 cdef ptrdiff_t STRIP = 256  # features of a packing task
 cdef ptrdiff_t PIECE = 8  # tiles that share one decoding of a block, or one packing
@@ -155,22 +156,22 @@ def product(
 
 def sampled(
     const int32_t[::1] indptr, const uint16_t[::1] indices, tuple shape, ptrdiff_t side, const float[:, :] dy,
-    const float[:, :] x, bint features_last, float[::1] packed, bint accumulate, float[::1] out, int threads
+    const float[:, :] x, bint features_last, ptrdiff_t depth, float[::1] packed, bint accumulate, float[::1] out, int threads
 ):
     """out[i] (+)= sum over samples of dy[row of i] x[column of i], for the nonzeros i of the pattern."""
     cdef CsbMatrix a = matrix(indptr, indices, shape, side)
     cdef ptrdiff_t samples = dy.shape[0] if features_last else dy.shape[1]
     cdef ptrdiff_t left = dy.strides[0] // <ptrdiff_t>sizeof(float), right = x.strides[0] // <ptrdiff_t>sizeof(float)
-    cdef ptrdiff_t chunk = packed.shape[0] // (a.rows + a.columns) // CSB_DEPTH * CSB_DEPTH
+    cdef ptrdiff_t chunk = packed.shape[0] // (a.rows + a.columns) // depth * depth
     cdef ptrdiff_t sample, count, tiles, task
     cdef float *second = &packed[0] + chunk * a.rows
     for sample in range(0, samples, chunk):
         count = min(chunk, samples - sample)
-        tiles = (count + CSB_DEPTH - 1) // CSB_DEPTH
+        tiles = (count + depth - 1) // depth
         with nogil:
-            pack(&dy[0, 0] + sample * (left if features_last else 1), left, features_last, a.rows, count, CSB_DEPTH,
+            pack(&dy[0, 0] + sample * (left if features_last else 1), left, features_last, a.rows, count, depth,
                  &packed[0], threads)
             pack(&x[0, 0] + sample * (right if features_last else 1), right, features_last, a.columns, count,
-                 CSB_DEPTH, second, threads)
+                 depth, second, threads)
             for task in prange(a.block_rows * a.block_columns, schedule="dynamic", num_threads=threads):
-                minidl_csb_sampled(&a, &packed[0], second, tiles, task, not accumulate and sample == 0, &out[0])
+                minidl_csb_sampled(&a, &packed[0], second, depth, tiles, task, not accumulate and sample == 0, &out[0])

@@ -13,7 +13,7 @@ import numpy as np
 from minidl.cpu import _csb
 from minidl.cpu.array import Array, cast, empty, flat_float32, rows_float32, stored, zeros
 from minidl.precision import float32
-from minidl.shapes import Pair, ceil_div
+from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
 
@@ -57,7 +57,7 @@ def csb_matmul(
     if samples == 0 or outer == 0:
         return empty(out_shape, x.dtype)
     y = empty(out_shape, float32)
-    lanes = next((n for n in (1, 8, 16) if samples <= n), 32)
+    lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
     direct = lanes == 1 or (not features_last and values.size <= _REUSE * features)
     packed = _packed(features, samples, lanes)
     fullest = int(np.diff(indptr).max(initial=0))
@@ -95,10 +95,11 @@ def csb_sampled(
         if not accumulate:
             out.fill(0)
         return
-    packed = _packed(sum(shape), samples, _csb.DEPTH)
+    depth = min(_csb.DEPTH, round_up(samples, 16))
+    packed = _packed(sum(shape), samples, depth)
     threads = _threads(out.size * samples)
     wide_dy, wide_x = rows_float32(dy), rows_float32(x)
-    _csb.sampled(indptr, indices, shape, side, wide_dy, wide_x, features_last, packed, accumulate, out, threads)
+    _csb.sampled(indptr, indices, shape, side, wide_dy, wide_x, features_last, depth, packed, accumulate, out, threads)
 
 
 def csb_expand(indptr: Array, indices: Array, values: Array, shape: Pair, side: int) -> Array:
