@@ -2,7 +2,7 @@
 
     python benchmarks/bench_csb.py [--only TEXT] [--sparsity 0.9 ...] [--rounds N] [--json PATH]
 
-Passes are those of a layer: forward (A X), backward_data (A^T dY) and backward_weight (dY X^T at the pattern only), each
+Passes are those of a layer: forward (A X), backward_data (A^T dY), backward_weight (dY X^T at the pattern only), each
 with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data the CSR
 of a transpose *stored beside it*, whose upkeep in training is not counted; it has no sampled product, so the dense one
 is its peer. Weights are pruned by magnitude, rows and columns differing in scale as in trained layers. Ways take turns,

@@ -156,7 +156,8 @@ def product(
 
 def sampled(
     const int32_t[::1] indptr, const uint16_t[::1] indices, tuple shape, ptrdiff_t side, const float[:, :] dy,
-    const float[:, :] x, bint features_last, ptrdiff_t depth, float[::1] packed, bint accumulate, float[::1] out, int threads
+    const float[:, :] x, bint features_last, ptrdiff_t depth, float[::1] packed, bint accumulate, float[::1] out,
+    int threads
 ):
     """out[i] (+)= sum over samples of dy[row of i] x[column of i], for the nonzeros i of the pattern."""
     cdef CsbMatrix a = matrix(indptr, indices, shape, side)
