@@ -1,9 +1,13 @@
 """Magnitude pruning while training, and the step from a masked dense network to a sparse one.
 
     optimizer = PrunedSGD(model, 0.1, 0.9, pruning=Pruning(CubicSchedule(final=0.9, begin=1000, end=8000)))
-    ...                                                 # train as ever: the masks move, then stay
-    graph = to_sparse(build(), model, optimizer)        # a fresh graph with sparse layers, and
-    sparse = Model(graph); sparse.load_state_dict(sparse_state(model.state_dict(), graph, optimizer.masks()))
+    ...                                                     # train as ever: the masks move, then stay
+    graph = build()                                         # the network once more
+    to_sparse(graph, model.state_dict(), optimizer.masks()) # in place: its pruned layers become sparse ones
+    sparse = Model(graph)
+    sparse.load_state_dict(sparse_state(graph, model.state_dict()))
+    tuned = PrunedSGD(sparse, 0.1, 0.9, pruning=optimizer.pruning)  # masks what stayed dense; momentum goes along:
+    tuned.load_state_dict(sparse_state(graph, optimizer.state_dict(), "momentum."))
 
 While masks move, a layer is dense with zeros. Masks are part of the optimizer's state: checkpoints hold them, and a
 resumed run goes on bit for bit. A dropped weight cannot come back through momentum or decay: its gradient is masked
@@ -123,7 +127,7 @@ class Pruning:
         Raises:
             ValueError: a pattern that fits none of them, or nothing left.
         """
-        weights = [s for s in segments if s.product and s.trainable and len(s.shape) > 1]
+        weights = [s for s in segments if s.product and s.trainable]
         names = [s.full_name for s in weights]
         for pattern in (*self.include, *self.exclude):
             if not fnmatch.filter(names, pattern):
@@ -138,7 +142,7 @@ class Pruning:
         if not chosen:
             remedy = "the first layer stays dense unless include names it"
             raise checks.bad_value("Pruning", "include", "patterns that leave a weight to prune", self.include, remedy)
-        return chosen
+        return [s for s in chosen if len(s.shape) > 1]  # those of sparse layers are what pruning left
 
 
 def _scores(weight: np.ndarray, granularity: str) -> np.ndarray:
@@ -180,7 +184,7 @@ def magnitude_mask(
         scores[name] = _scores(weight, granularity)
         if masks is not None and name in masks:  # below any magnitude: dropped first
             scores[name] = np.where(_scores(masks[name], granularity) > 0, scores[name], -1.0)
-    groups = [list(scores)] if scope == "global" else [[name] for name in scores]
+    groups = [list(scores)] if scope == "global" and scores else [[name] for name in scores]
     kept: dict[str, np.ndarray] = {}
     for names in groups:
         kept |= _keep_largest({name: scores[name] for name in names}, weights, sparsity)
@@ -244,7 +248,7 @@ class PrunedSGD(SGD):
         super()._update(begin, end)
 
     def _prune(self, sparsity: float) -> None:
-        """Take the masks of the weights as they are now. Waits for the device; ranks have equal weights, hence masks."""
+        """Take the masks of the weights as they are. Waits for the device; ranks have equal weights, hence masks."""
         state = self.ops.to_host(self.arena.master)
         weights = {s.full_name: state[s.offset : s.offset + s.size].reshape(s.shape) for s in self.pruned}
         self._host_masks = magnitude_mask(
@@ -331,12 +335,16 @@ def _convertible(layer: Any) -> bool:
 def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
     """A dense model's state for the sparse one: each weight of a sparse layer at its pattern, all else as it is.
 
-    ``prefix``: what stands before the parameter's name, ``"momentum."`` for the state of `SGD`.
+    ``prefix``: what stands before the parameter's name: ``"momentum."`` for the state of an optimizer, whose masks of
+    sparse layers are left out.
     """
     found = dict(state)
     for layer in graph.layers:
+        if not isinstance(layer, (CSBLinear, CSBConv2d)):
+            continue
+        found.pop(f"{_MASK}{layer.name}.weight", None)
         name = f"{prefix}{layer.name}.weight"
-        if isinstance(layer, (CSBLinear, CSBConv2d)) and name in state:
+        if name in state:
             row, column = layer.pattern.coordinates()
             found[name] = np.ascontiguousarray(state[name].reshape(layer.pattern.shape)[row, column])
     return found
