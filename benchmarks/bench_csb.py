@@ -110,7 +110,8 @@ def measure(case: str, weight: np.ndarray, samples: int, sparsity: float, rounds
         for way in ours:
             yield {
                 "case": f"{case}/{100 * sparsity:g}%", "pass": name, "dtype": "fp32", "arm": way, "ms": least[way],
-                "spread": statistics.median(times[way]) / least[way] - 1, "peers": {p: least[p] for p in peers},
+                "spread": statistics.median(times[way]) / least[way] - 1, "floor_ms": None,
+                "peers": {p: least[p] for p in peers},
                 "sparsity": sparsity, "shape": [*weight.shape, samples], "rounds": rounds,
             }  # fmt: skip
 
