@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import checkpoint
+from minidl import checkpoint, data
 from minidl.sparse import CSBConv2d, CSBLinear, CubicSchedule, PrunedSGD, Pruning, magnitude_mask, sparse_state
 from minidl.sparse import to_sparse as convert
+from minidl.train import Trainer
 from tests.tolerance import draw
 
 f32 = np.float32
@@ -165,6 +166,30 @@ def test_a_resumed_run_goes_on_bit_for_bit(ops, rng, tmp_path, stop):
         assert got.keys() == wanted.keys()
         for name in wanted:
             np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+
+
+def test_a_trainer_keeps_masks_in_its_checkpoints(cpu_ops, tmp_path):
+    def run(folder, epochs):
+        graph = network()
+        model = m.Model(graph)
+        options = {"shape": (6, 6, 3), "num_classes": 5, "n": 24}
+        loader = data.Loader(data.dataset("synthetic", None, "train", **options), 8, transfer=model.ops.uploader())
+        optimizer = PrunedSGD(model, 0.05, 0.9, pruning=pruning())
+        return Trainer(
+            model, optimizer, m.SoftmaxCrossEntropy(), loader, schedule=lambda step: 0.05, epochs=epochs, output=folder
+        )
+
+    whole = run(tmp_path / "whole", 4)
+    whole.fit()
+    run(tmp_path / "parts", 2).fit()  # stops in the middle of the schedule
+    rest = run(tmp_path / "parts", 4)
+    rest.resume(tmp_path / "parts")
+    rest.fit()
+    assert max(whole.optimizer.sparsity().values()) == pytest.approx(0.8, abs=0.01)
+    for part in ("model", "optimizer"):
+        expected, got = (getattr(r, part).state_dict() for r in (whole, rest))
+        for name in expected:
+            np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
 
 def test_sparsity_zero_is_plain_sgd(cpu_ops, rng):
