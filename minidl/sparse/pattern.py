@@ -84,7 +84,7 @@ class CSBPattern:
         self._check()
         for array in (self.indptr, self.indices):
             array.setflags(write=False)
-        self._on: dict[str, tuple[Any, Any]] = {}
+        self._on: dict[tuple[str, type], tuple[Any, Any]] = {}
 
     def _check(self) -> None:
         """Refuse arrays that are no such pattern: kernels trust them."""
@@ -173,9 +173,10 @@ class CSBPattern:
         """``indptr`` and ``indices`` as arrays of an operation table; copied there once."""
         if ops.name == "cpu":
             return self.indptr, self.indices
-        if ops.name not in self._on:
-            self._on[ops.name] = ops.from_host(self.indptr), ops.from_host(self.indices)
-        return self._on[ops.name]
+        key = ops.name, ops.Array  # in a dry run the table's arrays are of another class, and empty
+        if key not in self._on:
+            self._on[key] = ops.from_host(self.indptr), ops.from_host(self.indices)
+        return self._on[key]
 
     @cached_property
     def fingerprint(self) -> int:
