@@ -17,7 +17,7 @@ from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
 
-_PACKED_FLOATS = 1 << 20  # of the dense operand at a time: what a shared cache holds
+_PACKED_FLOATS = 1 << 18  # of the dense operand at a time and for each thread: what a second-level cache holds
 _REUSE = 4  # uses of an element of the dense operand up to which packing it first does not pay
 _THREADS_FROM = 1 << 17  # multiply-adds below which one thread is as fast
 
@@ -59,11 +59,12 @@ def csb_matmul(
     y = empty(out_shape, float32)
     lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
     direct = lanes == 1 or (not features_last and values.size <= _REUSE * features)
-    packed = _packed(features, samples, lanes)
+    threads = _threads(values.size * samples)
+    packed = _packed(features, samples, lanes, threads)
     fullest = int(np.diff(indptr).max(initial=0))
     _csb.product(
         indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, fullest, lanes,
-        direct, packed, y, _threads(values.size * samples),
+        direct, packed, y, threads,
     )  # fmt: skip
     return stored(y, out_shape, x.dtype)
 
@@ -96,8 +97,8 @@ def csb_sampled(
             out.fill(0)
         return
     depth = min(_csb.DEPTH, round_up(samples, 16))
-    packed = _packed(sum(shape), samples, depth)
     threads = _threads(out.size * samples)
+    packed = _packed(sum(shape), samples, depth, threads)
     wide_dy, wide_x = rows_float32(dy), rows_float32(x)
     _csb.sampled(indptr, indices, shape, side, wide_dy, wide_x, features_last, depth, packed, accumulate, out, threads)
 
@@ -122,9 +123,9 @@ def _coordinates(indptr: Array, indices: Array, shape: Pair, side: int) -> tuple
     return block // max(across, 1) * side + (indices >> 8), block % max(across, 1) * side + (indices & 255)
 
 
-def _packed(features: int, samples: int, lanes: int) -> Array:
-    """Room for packed samples: as many tiles as the cache holds, one at least, no more than there are."""
-    tiles = max(1, min(_PACKED_FLOATS // max(features * lanes, 1), ceil_div(samples, lanes)))
+def _packed(features: int, samples: int, lanes: int, threads: int) -> Array:
+    """Room for packed samples: as many tiles as the caches hold, one for each thread at least, all at most."""
+    tiles = max(threads, min(threads * _PACKED_FLOATS // max(features * lanes, 1), ceil_div(samples, lanes)))
     return empty(max(tiles * features, 1) * lanes, float32)
 
 
