@@ -13,6 +13,7 @@ peers' first. Losing rows are printed first.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -57,7 +58,7 @@ def pruned(rng: np.random.Generator, rows: int, columns: int, sparsity: float) -
 
 def passes(weight: np.ndarray, samples: int, rng: np.random.Generator) -> Iterator[tuple[str, Ways, Ways]]:
     """(pass, ours, peers); of each way the result is features first, or the values at the pattern."""
-    from scipy import sparse
+    from scipy import sparse  # here: without it, --help still helps
 
     a = CSBMatrix.from_dense(weight)
     csr, transpose = sparse.csr_array(weight), sparse.csr_array(np.ascontiguousarray(weight.T))
@@ -123,6 +124,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if importlib.util.find_spec("scipy") is None:
+        sys.exit("bench_csb: SciPy is the peer of these products; install it with: pip install 'minidl[data]'")
     rows: list[dict[str, Any]] = []
     for case, (m, k, n) in SHAPES.items():
         for sparsity in args.sparsity if args.only in case else ():
