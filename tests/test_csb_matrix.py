@@ -259,6 +259,10 @@ DOORS = {
     "pointers": (lambda: CSBPattern([0, 1], [0], (4, 4), 2), ValueError, r"indptr must have shape \(5,\)"),
     "pointers that fall": (lambda: CSBPattern([0, 1, 0, 1, 1], [0], (4, 4), 2), ValueError, "indptr must be rising"),
     "pointers past the end": (lambda: CSBPattern([0, 1, 1, 1, 2], [0], (4, 4), 2), ValueError, "rising from 0 to 1"),
+    "index beyond two bytes": (
+        lambda: CSBPattern([0, 1, 1, 1, 1], np.array([65536]), (4, 4), 2), ValueError, r"indices must be in \[0, 65536",
+    ),
+    "pointers of floats": (lambda: CSBPattern([0.0, 1.0], [0], (1, 1), 2), TypeError, "indptr must be a vector of int"),
     "outside its block": (lambda: CSBPattern([0, 1, 1, 1, 1], [2], (4, 4), 2), ValueError, "within the blocks"),
     "past the last column": (lambda: CSBPattern([0, 0, 1, 1, 1], [1], (4, 3), 2), ValueError, "within the blocks"),
     "twice": (lambda: CSBPattern([0, 2, 2, 2, 2], [0, 0], (4, 4), 2), ValueError, "rising within each block"),

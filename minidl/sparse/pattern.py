@@ -79,8 +79,8 @@ class CSBPattern:
     def __init__(self, indptr: Any, indices: Any, shape: Pair, side: int):
         self.shape = _shape(shape)
         self.side = _side(side)
-        self.indptr = np.array(indptr, np.int32)
-        self.indices = np.array(indices, np.uint16)
+        self.indptr = _indices("indptr", indptr, 2**31).astype(np.int32)
+        self.indices = _indices("indices", indices, 2**16).astype(np.uint16)
         self._check()
         for array in (self.indptr, self.indices):
             array.setflags(write=False)
@@ -92,9 +92,7 @@ class CSBPattern:
         if self.indptr.shape != (blocks + 1,):
             raise checks.bad_shape("CSBPattern", "indptr", f"({blocks + 1},), a pointer per block and the end",
                                    self.indptr.shape)  # fmt: skip
-        if self.indices.ndim != 1:
-            raise checks.bad_shape("CSBPattern", "indices", "(nnz,)", self.indices.shape)
-        ends = self.indptr[0], self.indptr[-1]
+        ends = int(self.indptr[0]), int(self.indptr[-1])
         if ends != (0, self.indices.size) or (np.diff(self.indptr) < 0).any():
             raise checks.bad_value("CSBPattern", "indptr", f"rising from 0 to {self.indices.size}, the indices", ends)
         rows, columns = self.coordinates()
