@@ -135,6 +135,31 @@ class Graph:
         _placed.add(layer)
         return node
 
+    def replace(self, name: str, layer: Layer) -> Node:
+        """Put ``layer`` in the place of the one called ``name``, whose name it takes; before a model is built.
+
+        Raises:
+            ValueError: no such layer, or one with another output shape.
+            RuntimeError: ``layer`` stands in a graph already, or this graph belongs to a model.
+        """
+        old = self[name]
+        if layer in _placed:
+            raise checks.order(layer.name, "it stands in a graph already", "make another layer")
+        if old.layer.bound:
+            raise checks.order(name, "replaced in a graph that belongs to a model", "build the graph again")
+        own, layer.name = layer.name, name
+        try:
+            shape = layer.output_shape(*((1, *self.nodes[i].shape) for i in old.inputs))
+            if shape[1:] != old.shape:
+                raise checks.bad_shape(name, "output of its replacement", str(old.shape), shape[1:])
+        except BaseException:
+            layer.name = own
+            raise
+        node = Node(self, old.index, layer, old.inputs, old.shape)
+        self.nodes[old.index] = self._names[name] = node
+        _placed.add(layer)
+        return node
+
     @property
     def layers(self) -> list[Layer]:
         """All layers in execution order."""

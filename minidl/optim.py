@@ -55,7 +55,7 @@ class SGD:
         model: whose trainable parameters are updated.
         lr: learning rate; change it between steps through `set_lr`.
         momentum, weight_decay, nesterov: as above.
-        decay_norm_and_bias: False exempts biases and batch-norm parameters (all one-dimensional ones) from decay.
+        decay_norm_and_bias: False exempts biases and batch-norm parameters (one-dimensional, in no product) from decay.
         groups: exceptions by name; the first pattern that matches counts.
         loss_scale: first scale of the loss, for float16; it then doubles after 2000 good steps and halves on overflow.
 
@@ -112,7 +112,8 @@ class SGD:
     def _row(self, segment: Segment) -> tuple[float, float, float, float]:
         """One row of the segment table: learning-rate scale, weight decay, momentum scale, unused."""
         group = next((g for g in self.groups if fnmatch.fnmatchcase(segment.full_name, g.pattern)), None)
-        exempt = len(segment.shape) == 1 and not self.decay_norm_and_bias
+        # The values of a sparse weight are one-dimensional, too, but enter products.
+        exempt = len(segment.shape) == 1 and not segment.product and not self.decay_norm_and_bias
         decay = 0.0 if exempt else self.weight_decay
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay

@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"memory"},
+    {"memory", "sparse"},
     {"train"},
     {"bench"},
     {"launch", "cli"},

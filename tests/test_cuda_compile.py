@@ -220,6 +220,38 @@ def call_dropout() -> None:
         ops.dropout(ops.empty((6, 4099), dtype), 0.1, key, 0)
 
 
+# (M, K), side of a block, samples
+SPARSE = [
+    ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),
+]  # fmt: skip
+
+
+def call_csb() -> None:
+    for dtype, ((m, k), side, n), last in itertools.product(STORAGE, SPARSE, (False, True)):
+        indptr = ops.empty(-(-m // side) * -(-k // side) + 1, np.int32)
+        indices, values = ops.empty(m * k // 10, np.uint16), ops.empty(m * k // 10, dtype)
+        pattern, where = (indptr, indices), ((m, k), side)
+        x, dy = (ops.empty((n, f) if last else (f, n), dtype) for f in (k, m))
+        y = ops.csb_matmul(*pattern, values, x, *where, features_last=last, bias=ops.empty(m, np.float32), relu=True)
+        assert y.shape == dy.shape and y.dtype == dtype
+        assert ops.csb_matmul(*pattern, values, dy, *where, features_last=last, transposed=True).shape == x.shape
+        assert ops.csb_pick(*pattern, ops.csb_expand(*pattern, values, *where), *where).shape == values.shape
+        wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
+        ops.csb_matmul(*pattern, values, wide, *where, features_last=last)
+
+
+def call_csb_sampled() -> None:
+    for dtype, ((m, k), side, n), last in itertools.product(STORAGE, SPARSE, (False, True)):
+        indptr = ops.empty(-(-m // side) * -(-k // side) + 1, np.int32)
+        indices, out = ops.empty(m * k // 10, np.uint16), ops.empty(m * k // 10, np.float32)
+        x, dy = (ops.empty((n, f) if last else (f, n), dtype) for f in (k, m))
+        wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
+        for operand, accumulate in ((x, False), (wide, True)):
+            ops.csb_sampled(
+                indptr, indices, dy, operand, (m, k), side, features_last=last, out=out, accumulate=accumulate
+            )
+
+
 def call_loss() -> None:
     scale = ops.empty(1, np.float32)
     shapes = [(512, 1000), (6, 3), (0, 10), (2, 9, 9, 21), (4, 32000), (1, 1), (64, 64, 64, 2)]

@@ -37,6 +37,7 @@ from minidl.cpu.conv2d import (
     conv2d_backward_data,
     conv2d_backward_weight,
 )
+from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
 from minidl.cpu.join import add, concat
 from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
@@ -94,6 +95,10 @@ __all__ = [
     "dropout",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "csb_matmul",
+    "csb_sampled",
+    "csb_expand",
+    "csb_pick",
     "sgd_update",
     "find_nonfinite",
     "update_loss_scale",

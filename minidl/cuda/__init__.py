@@ -37,6 +37,7 @@ from minidl.cuda.conv2d import (
     conv2d_backward_data,
     conv2d_backward_weight,
 )
+from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.join import add, concat
@@ -95,6 +96,10 @@ __all__ = [
     "dropout",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "csb_matmul",
+    "csb_sampled",
+    "csb_expand",
+    "csb_pick",
     "sgd_update",
     "find_nonfinite",
     "update_loss_scale",

@@ -47,6 +47,25 @@ def test_two_ranks_resume_to_the_same_bits(tmp_path):
         assert answer["step"] == 8 and answer["whole"] == answer["parts"] == done.answers[0]["whole"]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_prune_alike_and_send_the_elements_only(ranks, tmp_path):
+    (tmp_path / "alone").mkdir()
+    alone = job.run_alone("pruning", tmp_path / "alone")
+    together = job.run("pruning", ranks, tmp_path)
+    assert alone.status == together.status == 0, alone.output + together.output
+    [expected] = alone.answers
+    for answer in together.answers:
+        assert answer == together.answers[0], "ranks must agree to the bit"
+        assert answer["masks"] == expected["masks"] and answer["sent"] == expected["sent"]
+        assert abs(answer["loss"] - expected["loss"]) <= 2e-5 * (1 + abs(expected["loss"]))
+        for name, value in expected["weights"].items():
+            np.testing.assert_allclose(answer["weights"][name], value, rtol=2e-4, atol=2e-5, err_msg=name)
+    elements = len(expected["weights"]["sparse.weight"])
+    assert elements < 0.25 * 64 * 192 and elements <= expected["sent"]["sparse"] < elements + 64
+    dropped = [name for name, mask in expected["masks"].items() if sum(mask) < 0.21 * len(mask)]
+    assert dropped == ["fc1.weight", "fc2.weight"]
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("device", [CUDA])
 def test_two_gpus_equal_one_cpu(device, alone, tmp_path, monkeypatch):

@@ -1,0 +1,148 @@
+"""Products with pruned weights in Compressed Sparse Blocks on the CPU, beside SciPy's CSR and dense NumPy, float32.
+
+    python benchmarks/bench_csb.py [--only TEXT] [--sparsity 0.9 ...] [--rounds N] [--json PATH]
+
+Passes are those of a layer: forward (A X), backward_data (A^T dY), backward_weight (dY X^T at the pattern only), each
+with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data the CSR
+of a transpose *stored beside it*, whose upkeep in training is not counted; it has no sampled product, so the dense one
+is its peer. Weights are pruned by magnitude, rows and columns differing in scale as in trained layers. Ways take turns,
+and each row gives the least of its rounds: other work of the machine can only add to it. Results are compared with the
+peers' first. Losing rows are printed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minidl.profile.results import result, write
+from minidl.profile.tables import show
+from minidl.sparse import CSBMatrix
+
+# (M, K, N): a linear layer, convolutions of ResNet-50 as matrices, a Transformer's, and few samples.
+SHAPES = {
+    "square": (2048, 2048, 256),
+    "resnet50/layer1.conv2": (64, 576, 3136),
+    "resnet50/layer3.conv2": (256, 2304, 784),
+    "resnet50/layer3.conv3": (1024, 256, 784),
+    "resnet50/layer4.conv1": (512, 2048, 392),
+    "transformer/ffn1": (2048, 512, 512),
+    "transformer/ffn2": (512, 2048, 512),
+    "skinny": (2048, 2048, 8),
+    "vector": (2048, 2048, 1),
+}
+SPARSITIES = (0.7, 0.8, 0.9, 0.95, 0.98)
+
+Ways = dict[str, Callable[[], Any]]
+
+
+def pruned(rng: np.random.Generator, rows: int, columns: int, sparsity: float) -> np.ndarray:
+    """A weight whose smallest elements are zero; rows and columns vary in scale as in trained layers."""
+    scale = np.exp(0.25 * rng.standard_normal((rows, 1)) + 0.35 * rng.standard_normal(columns))
+    weight = (scale * rng.standard_normal((rows, columns))).astype(np.float32)
+    dropped = np.argsort(np.abs(weight), axis=None, kind="stable")[: round(sparsity * weight.size)]
+    weight.reshape(-1)[dropped] = 0
+    return weight
+
+
+def passes(weight: np.ndarray, samples: int, rng: np.random.Generator) -> Iterator[tuple[str, Ways, Ways]]:
+    """(pass, ours, peers); of each way the result is features first, or the values at the pattern."""
+    from scipy import sparse  # here: without it, --help still helps
+
+    a = CSBMatrix.from_dense(weight)
+    csr, transpose = sparse.csr_array(weight), sparse.csr_array(np.ascontiguousarray(weight.T))
+    x, dy = (rng.standard_normal((n, samples), dtype=np.float32) for n in weight.shape[::-1])
+    x_last, dy_last = (np.ascontiguousarray(v.T) for v in (x, dy))
+    yield "forward", {"features-first": lambda: a @ x, "features-last": lambda: (x_last @ a.T).T}, {
+        "scipy-csr": lambda: csr @ x, "numpy-dense": lambda: weight @ x}  # fmt: skip
+    yield "backward_data", {"features-first": lambda: a.T @ dy, "features-last": lambda: (dy_last @ a).T}, {
+        "scipy-csr-of-transpose": lambda: transpose @ dy, "numpy-dense": lambda: weight.T @ dy}  # fmt: skip
+    row, column = a.pattern.coordinates()
+    yield (
+        "backward_weight",
+        {
+            "features-first": lambda: a.sampled(dy, x),
+            "features-last": lambda: a.sampled(dy_last, x_last, features_last=True),
+        },
+        {"numpy-dense": lambda: (dy @ x.T)[row, column]},
+    )
+    assert a.nbytes == 6 * a.nnz + a.pattern.indptr.nbytes
+
+
+def check(way: str, got: np.ndarray, others: list[np.ndarray]) -> None:
+    """Ours against the rivals' results, which share no code with it."""
+    for other in others:
+        worst = np.abs(got - other).max(initial=0) / max(float(np.abs(other).max(initial=0)), 1e-30)
+        if not worst < 1e-5:
+            sys.exit(f"bench_csb: {way} is off by {worst:.1e} of the largest element")
+
+
+def interleaved(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each round; in a round every way runs once, after one unmeasured call."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for i in range(rounds + 1):
+        for name, call in ways.items():
+            begin = time.perf_counter()
+            call()
+            if i:
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return times
+
+
+def measure(case: str, weight: np.ndarray, samples: int, sparsity: float, rounds: int) -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    for name, ours, peers in passes(weight, samples, rng):
+        rivals = [call() for call in peers.values()]
+        for way, call in ours.items():
+            check(f"{case} {name} {way}", call(), rivals)
+        times = interleaved(ours | peers, rounds)
+        least = {way: min(values) for way, values in times.items()}
+        for way in ours:
+            yield {
+                "case": f"{case}/{100 * sparsity:g}%", "pass": name, "dtype": "fp32", "arm": way, "ms": least[way],
+                "spread": statistics.median(times[way]) / least[way] - 1, "floor_ms": None,
+                "peers": {p: least[p] for p in peers},
+                "sparsity": sparsity, "shape": [*weight.shape, samples], "rounds": rounds,
+            }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if importlib.util.find_spec("scipy") is None:
+        sys.exit("bench_csb: SciPy is the peer of these products; install it with: pip install 'minidl[data]'")
+    rows: list[dict[str, Any]] = []
+    for case, (m, k, n) in SHAPES.items():
+        for sparsity in args.sparsity if args.only in case else ():
+            weight = pruned(np.random.default_rng(0), m, k, sparsity)
+            rows += measure(case, weight, n, sparsity, args.rounds)
+    for row in rows:
+        row["ratio_to_best_peer"] = min(row["peers"].values()) / row["ms"]
+    if args.json:
+        threads = os.environ.get("OMP_NUM_THREADS", "all")
+        write(args.json, result("bench_csb", rows, threads=threads, statistic="least of interleaved rounds"))
+    cells = [
+        [row["case"], row["pass"], row["arm"], f"{row['ms']:.3f}", f"{row['ratio_to_best_peer']:.2f}",
+         "  ".join(f"{name} {ms:.3f}" for name, ms in row["peers"].items())]
+        for row in sorted(rows, key=lambda row: row["ratio_to_best_peer"])
+    ]  # fmt: skip
+    show("Compressed Sparse Blocks on the CPU", ["case", "pass", "operands", "ms", "x best peer", "peers, ms"], cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Products with matrices in Compressed Sparse Blocks: packs the dense operand and spreads blocks over threads."""
+
+from cython.parallel cimport prange, threadid
+from libc.stddef cimport ptrdiff_t
+from libc.stdint cimport int32_t, uint16_t
+from libc.stdlib cimport free, malloc
+
+cdef extern from "_csb.h" nogil:
+    enum: CSB_DEPTH
+    ctypedef struct CsbMatrix:
+        const int32_t *indptr
+        const uint16_t *indices
+        const float *values
+        ptrdiff_t rows, columns, side, block_rows, block_columns
+    ctypedef struct CsbScratch:
+        uint16_t *items
+        float *values
+        float *outputs
+    ctypedef struct CsbProduct:
+        CsbMatrix a
+        int transposed, features_last, relu
+        ptrdiff_t lanes, pitch
+        const float *bias
+        float *y
+    void minidl_csb_pack(
+        const float *x, ptrdiff_t pitch, int features_last, ptrdiff_t samples, ptrdiff_t lanes, ptrdiff_t first,
+        ptrdiff_t last, ptrdiff_t tile, float *to)
+    void minidl_csb_product(
+        const CsbProduct *p, const float *x, ptrdiff_t step, ptrdiff_t tile, ptrdiff_t block, ptrdiff_t first,
+        ptrdiff_t last, ptrdiff_t sample, ptrdiff_t total, CsbScratch *scratch)
+    void minidl_csb_sampled(
+        const CsbMatrix *a, const float *dy, const float *x, ptrdiff_t depth, ptrdiff_t tiles, ptrdiff_t at, int first,
+        float *out)
+
+cdef extern from "stdlib.h" nogil:
+    void *aligned_alloc(size_t alignment, size_t size)
+
+cdef extern from *:
+    """
+    #ifdef _OPENMP
+    #include <omp.h>
+    #else
+    #define omp_get_max_threads() 1
+    #endif
+    """
+    int omp_get_max_threads() nogil
+
+DEPTH = CSB_DEPTH  # samples that a sampled product's tile holds, at most
+
+cdef ptrdiff_t STRIP = 256  # features of a packing task
+cdef ptrdiff_t PIECE = 8  # tiles that share one decoding of a block, or one packing
+
+
+def max_threads():
+    """Threads that a parallel loop may use: the cores, unless OMP_NUM_THREADS or a runtime says less."""
+    return omp_get_max_threads()
+
+
+cdef CsbMatrix matrix(const int32_t[::1] indptr, const uint16_t[::1] indices, tuple shape, ptrdiff_t side):
+    cdef CsbMatrix a
+    a.indptr, a.indices, a.values = &indptr[0], &indices[0] if indices.shape[0] else NULL, NULL
+    a.rows, a.columns = shape
+    a.side = side
+    a.block_rows, a.block_columns = (a.rows + side - 1) // side, (a.columns + side - 1) // side
+    return a
+
+
+cdef void pack(
+    const float *x, ptrdiff_t pitch, bint features_last, ptrdiff_t features, ptrdiff_t samples, ptrdiff_t lanes,
+    float *to, int threads
+) noexcept nogil:
+    """All ``samples`` samples from x on, as [tile][feature][lanes]."""
+    cdef ptrdiff_t strips = (features + STRIP - 1) // STRIP, some = PIECE * lanes, task, sample, first
+    for task in prange((samples + some - 1) // some * strips, schedule="static", num_threads=threads):
+        sample = task // strips * some
+        first = task % strips * STRIP
+        minidl_csb_pack(
+            x + sample * (pitch if features_last else 1), pitch, features_last, min(some, samples - sample), lanes,
+            first, min(first + STRIP, features), features * lanes, to + sample * features
+        )
+
+
+cdef CsbScratch *scratches(int threads, ptrdiff_t outputs, ptrdiff_t items) except NULL:
+    """One for each thread; `release` frees them."""
+    cdef CsbScratch *all = <CsbScratch *>malloc(threads * sizeof(CsbScratch))
+    cdef size_t size = outputs * sizeof(float) + items * (sizeof(float) + sizeof(uint16_t))
+    cdef int i
+    if all == NULL:
+        raise MemoryError
+    for i in range(threads):
+        # Vectors that straddle two cache lines load at half speed.
+        all[i].outputs = <float *>aligned_alloc(64, (size + 63) // 64 * 64)
+        if all[i].outputs == NULL:
+            release(all, i)
+            raise MemoryError
+        all[i].values = all[i].outputs + outputs
+        all[i].items = <uint16_t *>(all[i].values + items)
+    return all
+
+
+cdef void release(CsbScratch *all, int threads) noexcept:
+    cdef int i
+    for i in range(threads):
+        free(all[i].outputs)
+    free(all)
+
+
+cdef void multiply(
+    const CsbProduct *p, const float *x, ptrdiff_t step, ptrdiff_t tile, ptrdiff_t blocks, ptrdiff_t sample,
+    ptrdiff_t end, CsbScratch *scratch, int threads
+) noexcept nogil:
+    """All outputs of samples ``sample`` to ``end``, whose tiles lie ``tile`` apart and their features ``step``."""
+    cdef ptrdiff_t tiles = (end - sample + p.lanes - 1) // p.lanes, pieces, task
+    # Pieces as large as a scratch holds, unless some threads would then have nothing to do.
+    cdef ptrdiff_t piece = max(1, min(PIECE, tiles * blocks // (4 * threads)))
+    pieces = (tiles + piece - 1) // piece
+    for task in prange(blocks * pieces, schedule="dynamic", num_threads=threads):
+        minidl_csb_product(
+            p, x, step, tile, task // pieces, task % pieces * piece, min((task % pieces + 1) * piece, tiles), sample,
+            end, &scratch[threadid()]
+        )
+
+
+def product(
+    const int32_t[::1] indptr, const uint16_t[::1] indices, const float[::1] values, tuple shape, ptrdiff_t side,
+    const float[:, :] x, bint transposed, bint features_last, const float[::1] bias, bint relu, ptrdiff_t fullest,
+    ptrdiff_t lanes, bint direct, float[::1] packed, float[:, ::1] y, int threads
+):
+    """y = A x (or transposed), for x and y (features, samples), or (samples, features) with features_last.
+
+    ``packed`` has room for some whole tiles of ``lanes`` samples, which are packed unless ``direct``: then whole tiles
+    are read where they are, features first or a single sample. ``fullest``: the most nonzeros of a block.
+    """
+    cdef CsbProduct p
+    p.a = matrix(indptr, indices, shape, side)
+    p.a.values = &values[0] if values.shape[0] else NULL
+    p.transposed, p.features_last, p.relu, p.lanes = transposed, features_last, relu, lanes
+    p.bias = &bias[0] if bias is not None else NULL
+    p.y, p.pitch = &y[0, 0], y.shape[1]
+    cdef ptrdiff_t features = p.a.rows if transposed else p.a.columns
+    cdef ptrdiff_t blocks = p.a.block_columns if transposed else p.a.block_rows
+    cdef ptrdiff_t samples = y.shape[0] if features_last else y.shape[1], sample = 0, count
+    cdef ptrdiff_t pitch = x.strides[0] // <ptrdiff_t>sizeof(float), step = 1 if features_last else pitch
+    cdef ptrdiff_t chunk = packed.shape[0] // max(features, 1) // lanes * lanes
+    cdef const float *data = &x[0, 0] if features else NULL
+    cdef CsbScratch *scratch = scratches(threads, PIECE * side * lanes, fullest if transposed else 0)
+    with nogil:
+        if direct:
+            sample = samples // lanes * lanes
+            multiply(&p, data, step, lanes, blocks, 0, sample, scratch, threads)
+        while sample < samples:
+            count = min(chunk, samples - sample)
+            if features:
+                pack(data + sample * (pitch if features_last else 1), pitch, features_last, features, count, lanes,
+                     &packed[0], threads)
+            multiply(&p, &packed[0], lanes, features * lanes, blocks, sample, sample + count, scratch, threads)
+            sample += count
+    release(scratch, threads)
+
+
+def sampled(
+    const int32_t[::1] indptr, const uint16_t[::1] indices, tuple shape, ptrdiff_t side, const float[:, :] dy,
+    const float[:, :] x, bint features_last, ptrdiff_t depth, float[::1] packed, bint accumulate, float[::1] out,
+    int threads
+):
+    """out[i] (+)= sum over samples of dy[row of i] x[column of i], for the nonzeros i of the pattern."""
+    cdef CsbMatrix a = matrix(indptr, indices, shape, side)
+    cdef ptrdiff_t samples = dy.shape[0] if features_last else dy.shape[1]
+    cdef ptrdiff_t left = dy.strides[0] // <ptrdiff_t>sizeof(float), right = x.strides[0] // <ptrdiff_t>sizeof(float)
+    cdef ptrdiff_t chunk = packed.shape[0] // (a.rows + a.columns) // depth * depth
+    cdef ptrdiff_t sample, count, tiles, task
+    cdef float *second = &packed[0] + chunk * a.rows
+    for sample in range(0, samples, chunk):
+        count = min(chunk, samples - sample)
+        tiles = (count + depth - 1) // depth
+        with nogil:
+            pack(&dy[0, 0] + sample * (left if features_last else 1), left, features_last, a.rows, count, depth,
+                 &packed[0], threads)
+            pack(&x[0, 0] + sample * (right if features_last else 1), right, features_last, a.columns, count,
+                 depth, second, threads)
+            for task in prange(a.block_rows * a.block_columns, schedule="dynamic", num_threads=threads):
+                minidl_csb_sampled(&a, &packed[0], second, depth, tiles, task, not accumulate and sample == 0, &out[0])

@@ -1,0 +1,133 @@
+"""Products with a matrix in Compressed Sparse Blocks (`minidl.sparse.csb`); the kernels are in `_csb.h`.
+
+The pattern comes as its arrays: ``indptr`` (block rows * block columns + 1,) int32 in block-row-major order,
+``indices`` (nnz,) uint16 = row in block * 256 + column in block, row-major in a block; then ``shape`` (M, K) and the
+``side`` of a block.
+Only stored elements are multiplied: an infinity in the dense operand reaches no output that has no element for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minidl.cpu import _csb
+from minidl.cpu.array import Array, cast, empty, flat_float32, rows_float32, stored, zeros
+from minidl.precision import float32
+from minidl.shapes import Pair, ceil_div, round_up
+
+__all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
+
+_PACKED_FLOATS = 1 << 18  # of the dense operand at a time and for each thread: what a second-level cache holds
+_REUSE = 4  # uses of an element of the dense operand up to which packing it first does not pay
+_THREADS_FROM = 1 << 17  # multiply-adds below which one thread is as fast
+
+# Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
+_QUIET = np.errstate(over="ignore", invalid="ignore")
+
+
+def csb_matmul(
+    indptr: Array,
+    indices: Array,
+    values: Array,
+    x: Array,
+    shape: Pair,
+    side: int,
+    *,
+    transposed: bool = False,
+    features_last: bool = False,
+    bias: Array | None = None,
+    relu: bool = False,
+) -> Array:
+    """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
+
+    Args:
+        values: (nnz,) in a storage dtype.
+        x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
+        bias: (output features,) float32.
+
+    Returns:
+        (output features, samples), or (samples, output features), dense, in the dtype of x. The bits do not depend on
+        ``features_last``, on the number of samples or of threads.
+    """
+    wide = rows_float32(x)
+    samples, features = wide.shape if features_last else wide.shape[::-1]
+    inner, outer = shape if transposed else shape[::-1]
+    assert features == inner, (x.shape, shape, transposed, features_last)
+    out_shape = (samples, outer) if features_last else (outer, samples)
+    if samples == 0 or outer == 0:
+        return empty(out_shape, x.dtype)
+    y = empty(out_shape, float32)
+    lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
+    direct = lanes == 1 or (not features_last and values.size <= _REUSE * features)
+    threads = _threads(values.size * samples)
+    packed = _packed(features, samples, lanes, threads)
+    fullest = int(np.diff(indptr).max(initial=0))
+    _csb.product(
+        indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, fullest, lanes,
+        direct, packed, y, threads,
+    )  # fmt: skip
+    return stored(y, out_shape, x.dtype)
+
+
+def csb_sampled(
+    indptr: Array,
+    indices: Array,
+    dy: Array,
+    x: Array,
+    shape: Pair,
+    side: int,
+    *,
+    features_last: bool = False,
+    out: Array,
+    accumulate: bool = False,
+) -> None:
+    """The gradient of the values: ``out`` (nnz,) float32 = ``dy @ x.T`` at the pattern only; overwritten, or added to.
+
+    Args:
+        dy: (M, samples), or (samples, M) with ``features_last``.
+        x: (K, samples), or (samples, K); the dtype of dy; both dense or pitched.
+
+    Sums over samples run in a fixed order, the same in both orientations.
+    """
+    samples = dy.shape[0 if features_last else 1]
+    expected = [(samples, n) if features_last else (n, samples) for n in shape]
+    assert [dy.shape, x.shape] == expected and out.shape == indices.shape, (dy.shape, x.shape, shape, out.shape)
+    if samples == 0 or out.size == 0:
+        if not accumulate:
+            out.fill(0)
+        return
+    depth = min(_csb.DEPTH, round_up(samples, 16))
+    threads = _threads(out.size * samples)
+    packed = _packed(sum(shape), samples, depth, threads)
+    wide_dy, wide_x = rows_float32(dy), rows_float32(x)
+    _csb.sampled(indptr, indices, shape, side, wide_dy, wide_x, features_last, depth, packed, accumulate, out, threads)
+
+
+def csb_expand(indptr: Array, indices: Array, values: Array, shape: Pair, side: int) -> Array:
+    """The dense (M, K) matrix, in the dtype of ``values``."""
+    dense = zeros(shape, values.dtype)
+    dense[_coordinates(indptr, indices, shape, side)] = values
+    return dense
+
+
+def csb_pick(indptr: Array, indices: Array, dense: Array, shape: Pair, side: int) -> Array:
+    """The elements of a dense (M, K) matrix at the pattern, (nnz,) in its dtype, in the order of the values."""
+    assert dense.shape == tuple(shape), (dense.shape, shape)
+    return cast(dense[_coordinates(indptr, indices, shape, side)], dense.dtype)
+
+
+def _coordinates(indptr: Array, indices: Array, shape: Pair, side: int) -> tuple[Array, Array]:
+    """Row and column of every element, int64."""
+    across = ceil_div(shape[1], side)
+    block = np.repeat(np.arange(indptr.size - 1), np.diff(indptr))
+    return block // max(across, 1) * side + (indices >> 8), block % max(across, 1) * side + (indices & 255)
+
+
+def _packed(features: int, samples: int, lanes: int, threads: int) -> Array:
+    """Room for packed samples: as many tiles as the caches hold, one for each thread at least, all at most."""
+    tiles = max(threads, min(threads * _PACKED_FLOATS // max(features * lanes, 1), ceil_div(samples, lanes)))
+    return empty(max(tiles * features, 1) * lanes, float32)
+
+
+def _threads(products: int) -> int:
+    return 1 if products < _THREADS_FROM else _csb.max_threads()

@@ -1,0 +1,187 @@
+"""Products with a matrix in Compressed Sparse Blocks; the kernels are in csb.cu and csb_sampled.cu.
+
+The arrays of a pattern are those of `minidl.cpu.csb`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import as_rows, contiguous, empty, zeros
+from minidl.cuda.channel_sum import check_sum, sum_partials
+from minidl.cuda.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
+from minidl.precision import float32
+from minidl.shapes import Pair, ceil_div
+
+__all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
+
+THREADS = 256
+MOST_ROWS = 128  # output features of a thread block: 16 for each warp, as many as the registers hold
+TURNED_FLOATS = 64 * 256  # of a block's part of x in shared memory: 64 samples at the largest block side
+TILE, WARPS, STAGES = 64, 2, 3  # of the sampled product
+
+# The structures Problem of csb.cu and csb_sampled.cu.
+_PRODUCT = struct("x_pitch samples", "features depth across slices relu")
+_SAMPLED = struct("dy_pitch x_pitch samples chunk nnz", "rows columns across tiles_m tiles_n accumulate")
+
+
+def csb_matmul(
+    indptr: Any,
+    indices: Any,
+    values: Any,
+    x: Any,
+    shape: Pair,
+    side: int,
+    *,
+    transposed: bool = False,
+    features_last: bool = False,
+    bias: Any | None = None,
+    relu: bool = False,
+) -> Any:
+    """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
+
+    Args:
+        values: (nnz,) in a storage dtype.
+        x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
+        bias: (output features,) float32.
+
+    Returns:
+        (output features, samples), or (samples, output features), dense, in the dtype of x. The bits depend neither on
+        ``features_last`` nor on the number of samples.
+    """
+    code = _code("csb_matmul", "values", values, x)
+    x = as_rows(x)
+    count, length, pitch = rows(x)
+    samples, depth = (count, length) if features_last else (length, count)
+    summed, features = shape if transposed else shape[::-1]
+    if depth != summed:
+        raise checks.bad_shape("csb_matmul", "x", f"with {summed} features for a matrix {shape}", x.shape)
+    y = empty((samples, features) if features_last else (features, samples), x.dtype)
+    if y.size == 0:
+        return y
+    assert pitch * side < 2**32 and max(shape) < 2**30, (x.shape, shape)
+    tall = max(8, min(side, MOST_ROWS))
+    vec, vectors = _vectors(x, samples, features, side, tall, features_last)
+    slices = ceil_div(features, side) * ceil_div(side, tall)
+    across = ceil_div(shape[1], side)
+    problem = argument(
+        _PRODUCT, x_pitch=pitch, samples=samples, features=features, depth=depth, across=across, slices=slices,
+        relu=relu,
+    )  # fmt: skip
+    defines = {"DTYPE": code, "SIDE": side, "ROWS": tall, "VEC": vec, "FEATURES_LAST": int(features_last)}
+    defines |= {"TRANSPOSED": int(transposed)} | vectors
+    grid = slices * ceil_div(samples, 32 * vec)
+    assert grid < 2**31, (shape, samples)
+    shared = 4 * side * (32 * vec + 4) if features_last else 0
+    arrays = indptr, indices, values, x, bias, y
+    launch("csb", "csb_matmul_kernel", grid, THREADS, *arrays, problem, defines=defines, shared=shared)
+    return y
+
+
+def _vectors(x: Any, samples: int, features: int, side: int, tall: int, features_last: bool) -> tuple[int, dict]:
+    """Samples per lane, 1, 2 or 4, and the macros of the other accesses."""
+    vec = 4
+    while vec > 1 and 16 * vec >= samples:  # fewer samples than half of the lanes' registers
+        vec //= 2
+    if not features_last:
+        return math.gcd(vec, vector_width(x)), {}
+    while vec > 1 and 32 * vec * side > TURNED_FLOATS:
+        vec //= 2
+    widest = ACCESS // x.itemsize
+    each = tall // 8
+    return vec, {"VEC_X": math.gcd(widest, vector_width(x), side), "VEC_Y": math.gcd(widest, features, each, side)}
+
+
+def csb_sampled(
+    indptr: Any,
+    indices: Any,
+    dy: Any,
+    x: Any,
+    shape: Pair,
+    side: int,
+    *,
+    features_last: bool = False,
+    out: Any,
+    accumulate: bool = False,
+) -> None:
+    """The gradient of the values: ``out`` (nnz,) float32 = ``dy @ x.T`` at the pattern only; overwritten, or added to.
+
+    Args:
+        dy: (M, samples), or (samples, M) with ``features_last``.
+        x: (K, samples), or (samples, K); the dtype of dy; any row pitch.
+
+    Samples are summed in chunks that depend on the sizes alone, and the chunks in order.
+    """
+    who = "csb_sampled"
+    check_sum(who, out)
+    code = _code(who, "dy", dy, x)
+    dy, x = as_rows(dy), as_rows(x)
+    spans = rows(dy), rows(x)
+    samples = spans[0][0 if features_last else 1]
+    expected = [(samples, n) if features_last else (n, samples) for n in shape]
+    for name, array, wanted in zip(("dy", "x"), (dy, x), expected, strict=True):
+        if array.shape != wanted:
+            raise checks.bad_shape(who, name, str(wanted), array.shape)
+    if out.shape != indices.shape:
+        raise checks.bad_shape(who, "out", str(indices.shape), out.shape)
+    if out.size == 0 or samples == 0:
+        sum_partials(None, 0, out, accumulate)
+        return
+    tiles = ceil_div(shape[0], TILE), ceil_div(shape[1], TILE)
+    chunk = pixel_chunk(samples, tiles[0] * tiles[1])
+    chunks = ceil_div(samples, chunk)
+    problem = argument(
+        _SAMPLED, dy_pitch=spans[0][2], x_pitch=spans[1][2], samples=samples, chunk=chunk, nnz=out.size, rows=shape[0],
+        columns=shape[1], across=ceil_div(shape[1], side), tiles_m=tiles[0], tiles_n=tiles[1],
+        accumulate=accumulate and chunks == 1,
+    )  # fmt: skip
+    widest = ACCESS // dy.itemsize
+    defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": TILE, "TILE_N": TILE, "WARPS_M": WARPS}
+    defines |= {"WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last)}
+    defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": min(widest, vector_width(x))}
+    grid = tiles[0] * tiles[1] * chunks
+    assert grid < 2**31, (shape, samples)
+    shared = max(STAGES * DEPTH_BYTES * 2 * TILE, 4 * TILE * TILE)
+    partials = out if chunks == 1 else empty((chunks, out.size), float32)
+    arrays = indptr, indices, dy, x, partials
+    launch("csb_sampled", "csb_sampled_kernel", grid, 32 * WARPS**2, *arrays, problem, defines=defines, shared=shared)
+    if chunks > 1:
+        sum_partials(partials, chunks, out, accumulate)
+
+
+def csb_expand(indptr: Any, indices: Any, values: Any, shape: Pair, side: int) -> Any:
+    """The dense (M, K) matrix, in the dtype of ``values``."""
+    dense = zeros(shape, values.dtype)
+    _move("csb_expand", indptr, indices, values, dense, shape, side)
+    return dense
+
+
+def csb_pick(indptr: Any, indices: Any, dense: Any, shape: Pair, side: int) -> Any:
+    """The elements of a dense (M, K) matrix at the pattern, (nnz,) in its dtype, in the order of the values."""
+    if dense.shape != tuple(shape):
+        raise checks.bad_shape("csb_pick", "dense", str(tuple(shape)), dense.shape)
+    values = empty(indices.shape, dense.dtype)
+    _move("csb_pick", indptr, indices, contiguous(dense), values, shape, side)
+    return values
+
+
+def _move(name: str, indptr: Any, indices: Any, source: Any, target: Any, shape: Pair, side: int) -> None:
+    code = dtype_code(source, name, "values")
+    sizes = np.int64(shape[1]), np.int32(ceil_div(shape[1], side))
+    grid = indptr.size - 1 if indices.size else 0
+    defines = {"DTYPE": code, "SIDE": side}
+    launch("csb", f"{name}_kernel", grid, 256, indptr, indices, source, target, *sizes, defines=defines)
+
+
+def _code(who: str, name: str, first: Any, x: Any) -> int:
+    """The code of the one storage type of both arrays."""
+    code = dtype_code(first, who, name)
+    if x.dtype != first.dtype:
+        raise checks.bad_dtype(who, "x", first.dtype, x.dtype)
+    return code

@@ -1,0 +1,55 @@
+"""Trains a network with a sparse layer while another is pruned, on this rank's shards: ``pruning.py OUT``.
+
+Losses, weights, masks and the elements sent in a step go to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import minidl as m
+from minidl import data, dist
+from minidl.sparse import CSBLinear, CubicSchedule, PrunedSGD, Pruning
+from minidl.train import Trainer
+
+
+def network():
+    rng = np.random.default_rng(5)
+    weight = rng.standard_normal((64, 192)).astype(np.float32) / 8
+    graph = m.Graph()
+    x = m.Flatten()(graph.input((8, 8, 3)))
+    x = m.ReLU(name="relu1")(CSBLinear.from_dense(weight, mask=rng.random((64, 192)) < 0.2, name="sparse")(x))
+    x = m.ReLU(name="relu2")(m.Linear(64, 48, name="fc1")(x))
+    return graph.output(m.Linear(48, 4, name="fc2")(x))
+
+
+def main(out: Path) -> None:
+    comm = dist.init("cpu")
+    model = m.Model(network(), comm=comm, seed=3, group_bytes=0)
+    options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
+    loader = data.Loader(
+        data.dataset("synthetic", None, "train", **options), 7, rank=comm.rank, size=comm.size,
+        transfer=model.ops.uploader(),
+    )  # fmt: skip
+    pruning = Pruning(CubicSchedule(0.8, begin=2, end=8, frequency=2))
+    optimizer = PrunedSGD(model, 0.05, 0.9, weight_decay=1e-3, pruning=pruning)
+    run = Trainer(
+        model, optimizer, m.SoftmaxCrossEntropy(comm=comm), loader, schedule=lambda step: 0.05, epochs=3
+    )
+    row = run.fit()
+    answer = {
+        "loss": row["train_loss"],
+        "weights": {name: value.ravel().tolist() for name, value in model.state_dict().items()},
+        "masks": {name: mask.ravel().tolist() for name, mask in optimizer.masks().items()},
+        "sent": {message.name: message.end - message.begin for message in model.arena.messages},
+    }
+    (out / f"{comm.rank}.json").write_text(json.dumps(answer))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
