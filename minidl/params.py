@@ -262,7 +262,8 @@ class Arena:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
             span = partial(self.profiler.span, message.name, "all_reduce")
-            message.work = self.comm.start_all_reduce(self.grad[message.begin : message.end], span)
+            part = self.grad[message.begin : message.end]
+            message.work = self.comm.start_all_reduce(part, span, message.name)
 
     def abandon(self) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh."""

@@ -155,10 +155,10 @@ def test_two_ranks_on_one_gpu_are_named():
 
 def test_a_failure_tells_rank_and_step(monkeypatch):
     monkeypatch.setattr(abort, "context", {})
-    text = abort.describe(1, 4, "uncaught exception", "Traceback\n  line")
+    text = abort.describe("1", 4, "uncaught exception", "Traceback\n  line")
     assert text.startswith("minidl: rank 1 of 4 (") and text.endswith("): uncaught exception\nTraceback\n  line\n")
     abort.context.update(step=7, layer="fc")
-    assert ", step 7, layer fc): broken\n" in abort.describe(0, 2, "broken")
+    assert ", step 7, layer fc): broken\n" in abort.describe("0", 2, "broken")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing
     comm._nccl = SimpleNamespace(NCCL_FLOAT32=7, NCCL_SUM=0)
     comm._ops, comm._device, comm.closed, comm._captured = SimpleNamespace(Array=np.ndarray), 0, False, False
     comm._control = SimpleNamespace(
-        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda call: None
+        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda call, array, name: None
     )
     comm._inline, comm._messages = Engine(), Engine()
     comm._cuda = SimpleNamespace(

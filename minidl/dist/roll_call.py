@@ -1,44 +1,61 @@
-"""Who has left: finds ranks that ended while others wait for them, without any timeout.
+"""The ranks keep in touch beside their collectives: who has left, who waits for whom, who fails alike.
 
 All ranks make the same collective calls in the same order. Each counts its own; a rank that leaves tells the others
-how many it made. Whoever has entered a later call than that waits for ever, and knows it: it ends the job.
+how many it made. Whoever has entered a later call than that waits for ever, and knows it: it ends the job. Who waits
+long asks the others where they are (`minidl.dist.watchdog`).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from minidl.dist import abort
+from minidl.dist import abort, watchdog
+from minidl.dist.agree import rank_list
+from minidl.dist.calls import CallLog, Position, Waiting
 
 __all__ = ["RollCall"]
 
 PERIOD_SECONDS = 0.1
 GRACE_SECONDS = 1.0  # for all ranks to fail alike (a mistyped option, say) and so to end in good order
+SUSPECT_SECONDS = 2.0  # in one call before the others are asked
+ANSWER_SECONDS = 1.0
+WARN_SECONDS = 60.0
 _TAG = 1
+_LEFT, _ASK, _TOLD, _FAILED = range(4)
 
 
 class RollCall:
-    """Counts this rank's calls and listens, on a thread and a communicator of its own, for ranks that leave."""
+    """Listens, on a thread and a communicator of its own, for ranks that leave, ask or fail."""
 
-    def __init__(self, mpi: Any, world: Any) -> None:
-        self.calls = 0
+    def __init__(self, mpi: Any, world: Any, processes: Mapping[int, int]) -> None:
+        """``processes``: the process ids of the other ranks of this host, by rank."""
+        self.log = CallLog()
+        self.limit = watchdog.limit()
         self._mpi, self._comm = mpi, world.Dup()
-        self._call = "no call"
+        self._processes = dict(processes)
         self._left: dict[int, int] = {}  # rank -> calls it made before it left in good order
         self._told = 0  # ranks that have told of leaving
+        self._failed: dict[int, str] = {}  # rank -> how it fails
+        self._answers: dict[int, Position] = {}
+        self._asked: tuple[int, float] | None = None  # number of the call that was asked about, and when
+        self._warned = 0
+        self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
+        self._sent: list[Any] = []
         self._health: list[Callable[[], None]] = []
         self._gone = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="minidl-roll-call", daemon=True)
         self._listener.start()
 
-    def enter(self, call: str) -> None:
-        """Note that this rank now makes the collective ``call``."""
-        self._call = call
-        self.calls += 1
+    @property
+    def calls(self) -> int:
+        """The collectives that this rank has called so far."""
+        return self.log.made
 
     def watch(self, health: Callable[[], None]) -> None:
         """Run ``health`` now and then; an exception that it raises ends the job."""
@@ -47,8 +64,7 @@ class RollCall:
     def leave(self) -> None:
         """Tell the others and return when all have left. Does not return if this rank fails and they do not."""
         how = abort.departure()
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        told = [self._comm.isend((self.calls, how.code), rank, _TAG) for rank in others]
+        self._tell_all((_LEFT, (self.log.made, how.code)))
         everybody, since = self._comm.Ibarrier(), time.monotonic()
         while not everybody.Test():
             if how.code and time.monotonic() - since > GRACE_SECONDS:
@@ -56,34 +72,134 @@ class RollCall:
             time.sleep(0.005)
         self._gone.set()
         self._listener.join()
-        while self._told < len(others):
+        while self._told < self._comm.size - 1:
             self._hear()
-        self._mpi.Request.waitall(told)
+        self._mpi.Request.waitall(self._sent)
         self._comm.Free()
+
+    def alike(self, failure: str, seconds: float) -> list[int]:
+        """Tell the others of this rank's failure; the ranks, this one included, that told of the same in time."""
+        rank, end = self._comm.rank, time.monotonic() + seconds
+        if self._gone.is_set():
+            return [rank]
+        self._failed[rank] = failure
+        self._tell_all((_FAILED, failure))
+        while time.monotonic() < end and len(self._failed) < self._comm.size:
+            if threading.current_thread() is self._listener:
+                self._hear_all()
+            time.sleep(0.01)
+        return sorted(other for other, text in self._failed.items() if text == failure)
+
+    def _tell_all(self, message: tuple[int, Any]) -> None:
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._tell(rank, message)
+
+    def _tell(self, rank: int, message: tuple[int, Any]) -> None:
+        self._sent.append(self._comm.isend(message, rank, _TAG))
 
     def _hear(self) -> None:
         status = self._mpi.Status()
-        calls, code = self._comm.recv(source=self._mpi.ANY_SOURCE, tag=_TAG, status=status)
-        self._told += 1
-        if code == 0:  # a rank that fails speaks for itself
-            self._left[status.source] = calls
+        what, content = self._comm.recv(source=self._mpi.ANY_SOURCE, tag=_TAG, status=status)
+        rank = status.source
+        if what == _LEFT:
+            calls, code = content
+            self._told += 1
+            self._processes.pop(rank, None)
+            if code == 0:  # a rank that fails speaks for itself
+                self._left[rank] = calls
+        elif what == _ASK:
+            if not self._gone.is_set():
+                self._tell(rank, (_TOLD, self._position()))
+        elif what == _TOLD:
+            self._answers[rank] = content
+        elif what == _FAILED:
+            self._failed[rank] = content
+
+    def _hear_all(self) -> None:
+        while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
+            self._hear()
+
+    def _position(self) -> Position:
+        place, stack = watchdog.stack()
+        context = {key: str(value) for key, value in abort.context.items()}
+        return self.log.position(place=place, stack=stack, context=context)
 
     def _listen(self) -> None:
         try:
             while not self._gone.wait(PERIOD_SECONDS):
-                while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
-                    self._hear()
+                self._hear_all()
                 for health in self._health:
                     health()
                 self._find_missing()
+                self._find_dead()
+                self._find_stuck()
         except Exception:
             abort.abort("the engine reports an error", traceback.format_exc())
 
     def _find_missing(self) -> None:
-        call, calls = self._call, self.calls
+        call, calls = self.log.last, self.log.made
         for rank, made in self._left.items():
             if made < calls:
                 abort.abort(
                     f"waits in its collective call {calls} ({call}), but rank {rank} ended after {made}",
                     "every rank must make the same calls: uneven numbers of batches, or a call on some ranks only?",
                 )
+
+    def _find_dead(self) -> None:
+        """Ranks of this host whose process ended without a word, where the launcher does not end the job."""
+        for rank, process in list(self._processes.items()):
+            self._suspects[rank] = self._suspects.get(rank, 0) + 1 if _ended(process) else 0
+            if self._suspects[rank] > 1:
+                text = f"rank {rank} (process {process}) is gone without a word: killed, out of memory, or crashed"
+                abort.abort(text, alike=text)
+
+    # -- the watchdog -------------------------------------------------------------------------------------------------
+
+    def _find_stuck(self) -> None:
+        under_way = self.log.waiting()
+        suspect = min(SUSPECT_SECONDS, self.limit / 2)
+        if not under_way or under_way[0].seconds < suspect:
+            self._asked = None
+            return
+        waiting, now = under_way[0], time.monotonic()
+        over = waiting.seconds > self.limit
+        asked = self._asked
+        # Asked once, once more when the limit is reached, and before a warning.
+        if asked is None or asked[0] != waiting.call.number or (over and now - asked[1] > self.limit / 2):
+            self._answers.clear()
+            self._asked = asked = waiting.call.number, now
+            self._tell_all((_ASK, None))
+        answered = len(self._answers) == self._comm.size - 1
+        if not answered and now - asked[1] < ANSWER_SECONDS:
+            return
+        mine, told = self._position(), dict(self._answers)
+        if differs := watchdog.contradiction(self._comm.rank, mine, told):
+            abort.abort(f"{differs}", "every rank must make the same calls in the same order", alike=differs)
+        if over and (self._speaks(waiting, told) or waiting.seconds > self.limit + 3 * ANSWER_SECONDS):
+            headline, details = watchdog.report(waiting, self._comm.size, self._comm.rank, mine, told)
+            abort.abort(headline, details, watchdog.STATUS)
+        if waiting.seconds > WARN_SECONDS and self._warned != waiting.call.number and self._speaks(waiting, told):
+            self._warned = waiting.call.number
+            absent = rank_list(watchdog.missing(waiting, self._comm.size, self._comm.rank, told)) or "none"
+            abort.say(f"has waited {waiting.seconds:.0f} s in {waiting.call}; not there: {absent}")
+
+    def _speaks(self, waiting: Waiting, told: Mapping[int, Position]) -> bool:
+        """Whether this is the lowest of the ranks that wait in the call."""
+        number = waiting.call.number
+        lower = [rank for rank, position in told.items() if rank < self._comm.rank]
+        return not any(other.call.number == number for rank in lower for other in told[rank].waiting)
+
+
+def _ended(process: int) -> bool:
+    """Whether a process of this host has ended, its parent having taken notice or not."""
+    with suppress(OSError, IndexError):
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is there, and not ours
+        pass
+    return False

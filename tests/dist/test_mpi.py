@@ -14,13 +14,17 @@ from tests.dist.job import FAULTS
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_laws_hold(ranks, tmp_path):
-    done = job.run("laws", ranks, tmp_path, "cpu")
+@pytest.mark.parametrize(
+    ("engine", "ranks", "per_host"),
+    [("mpi", 2, 0), ("mpi", 3, 0), ("shm", 2, 0), ("shm", 3, 0), ("shm", 4, 0), ("shm", 4, 2), ("shm", 6, 3)],
+)
+def test_laws_hold(engine, ranks, per_host, tmp_path):
+    hosts = {"MINIDL_RANKS_PER_HOST": str(per_host)} if per_host else {}
+    done = job.run("laws", ranks, tmp_path, "cpu", engine, **hosts)
     assert done.status == 0, done.output
     assert [answer["rank"] for answer in done.answers] == list(range(ranks))
     for answer in done.answers:
-        assert answer["name"] == "mpi" and answer["size"] == ranks and answer["count"] > 100
+        assert answer["name"] == engine and answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
 
