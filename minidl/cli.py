@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.world().close()
         return status
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
-        print(f"minidl {arguments.verb}: {error}", file=sys.stderr, flush=True)
+        abort.tell(f"minidl {arguments.verb}: {error}")  # all ranks of the same: once
         sys.exit(2)
     except KeyboardInterrupt:
         _interrupted(arguments)

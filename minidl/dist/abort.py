@@ -2,7 +2,7 @@
 
 Without this a rank that raises, or calls ``sys.exit(3)``, leaves the others waiting in a collective for ever (seen
 with Open MPI 5.0 and MPICH 5.0, started as plain ``mpiexec python script.py``). `install` hooks the three ways in
-which Python reports a failure; each ends in `abort`, which speaks, then kills all ranks, in bounded time.
+which Python reports a failure, and a fourth that does not; each ends in `abort`, which speaks, then kills all ranks, in bounded time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from minidl.dist.agree import rank_list
 
-__all__ = ["Departure", "abort", "before_abort", "context", "departure", "describe", "exit_code", "install", "say", "tell"]
+__all__ = ["Departure", "abort", "before_abort", "context", "departure", "describe", "exit_code", "install", "parted", "say", "tell"]
 
 ALIKE_SECONDS = 0.5  # for other ranks to fail of the same
 ENGINE_SECONDS = 2.0  # for engines to let go of the GPU
@@ -53,6 +53,8 @@ class _Job:
 _job: _Job | None = None
 _engines: list[Callable[[], None]] = []
 _aborting = threading.Lock()
+_end_process = os._exit
+_parted = False  # all ranks have left in good order
 _exit: tuple[int, Departure] | None = None  # calls made before sys.exit, and its status
 
 
@@ -63,7 +65,7 @@ def install(
     calls: Callable[[], int],
     alike: Callable[[str, float], list[int]],
 ) -> None:
-    """Hook ``sys.excepthook``, ``threading.excepthook`` and ``sys.exit`` of this process, once.
+    """Hook ``sys.excepthook``, ``threading.excepthook``, ``sys.exit`` and ``os._exit`` of this process, once.
 
     Args:
         rank, size: this rank among all, for the message.
@@ -71,12 +73,20 @@ def install(
         calls: how many collectives this rank has called so far.
         alike: tells the others of a failure and waits some seconds; the ranks that told of the same.
     """
-    global _job
+    global _job, _parted
+    _parted = False
     first, _job = _job is None, _Job(rank, size, kill, calls, alike, os.getpid())
     if first:
         sys.excepthook = _except_hook(sys.excepthook)
         threading.excepthook = _thread_hook(threading.excepthook)
         sys.exit = _exit_hook(sys.exit)
+        os._exit = _hard_exit  # after which MPICH ends the other ranks and calls the job a success
+
+
+def parted() -> None:
+    """All ranks have left: from here on each may end as it likes."""
+    global _parted
+    _parted = True
 
 
 def before_abort(action: Callable[[], None]) -> None:
@@ -110,7 +120,7 @@ def abort(headline: str, details: str = "", code: int = 1, *, alike: str = "") -
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # another thread of this process is at it, and the first failure is the one to tell
     assert _job is not None, "abort before install"
-    last_resort = threading.Timer(ALIKE_SECONDS + ENGINE_SECONDS + KILL_SECONDS, os._exit, (code,))
+    last_resort = threading.Timer(ALIKE_SECONDS + ENGINE_SECONDS + KILL_SECONDS, _end_process, (code,))
     last_resort.daemon = True
     last_resort.start()
     with contextlib.suppress(Exception):
@@ -125,7 +135,7 @@ def abort(headline: str, details: str = "", code: int = 1, *, alike: str = "") -
     release.join(ENGINE_SECONDS)
     with contextlib.suppress(Exception):
         _job.kill(code)
-    os._exit(code)
+    _end_process(code)
 
 
 def tell(line: str) -> None:
@@ -207,6 +217,12 @@ def _thread_hook(previous: Callable[..., Any]) -> Callable[..., None]:
         abort(f"uncaught exception in thread {name}", "".join(trace), _code_of(args.exc_type))
 
     return hook
+
+
+def _hard_exit(status: int) -> NoReturn:
+    if not _foreign() and not _parted:
+        abort(f"os._exit({status}) called", "".join(traceback.format_stack(sys._getframe(1))), exit_code(status) or 1)
+    _end_process(status)
 
 
 def _exit_hook(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

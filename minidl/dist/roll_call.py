@@ -8,6 +8,7 @@ long asks the others where they are (`minidl.dist.watchdog`).
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
@@ -43,7 +44,7 @@ class RollCall:
         self._told = 0  # ranks that have told of leaving
         self._failed: dict[int, str] = {}  # rank -> how it fails
         self._answers: dict[int, Position] = {}
-        self._asked: tuple[int, float] | None = None  # number of the call that was asked about, and when
+        self._asked: tuple[int, bool, float] | None = None  # call that was asked about, beyond the limit?, when
         self._warned = 0
         self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
         self._sent: list[Any] = []
@@ -76,6 +77,7 @@ class RollCall:
             self._hear()
         self._mpi.Request.waitall(self._sent)
         self._comm.Free()
+        abort.parted()
 
     def alike(self, failure: str, seconds: float) -> list[int]:
         """Tell the others of this rank's failure; the ranks, this one included, that told of the same in time."""
@@ -158,31 +160,36 @@ class RollCall:
 
     def _find_stuck(self) -> None:
         under_way = self.log.waiting()
-        suspect = min(SUSPECT_SECONDS, self.limit / 2)
-        if not under_way or under_way[0].seconds < suspect:
+        if not under_way or under_way[0].seconds < min(SUSPECT_SECONDS, self.limit / 2):
             self._asked = None
             return
         waiting, now = under_way[0], time.monotonic()
         over = waiting.seconds > self.limit
-        asked = self._asked
-        # Asked once, once more when the limit is reached, and before a warning.
-        if asked is None or asked[0] != waiting.call.number or (over and now - asked[1] > self.limit / 2):
+        if self._asked is None or self._asked[:2] != (waiting.call.number, over):
             self._answers.clear()
-            self._asked = asked = waiting.call.number, now
+            self._asked = waiting.call.number, over, now
             self._tell_all((_ASK, None))
         answered = len(self._answers) == self._comm.size - 1
-        if not answered and now - asked[1] < ANSWER_SECONDS:
+        if not answered and now - self._asked[2] < ANSWER_SECONDS:
             return
         mine, told = self._position(), dict(self._answers)
         if differs := watchdog.contradiction(self._comm.rank, mine, told):
             abort.abort(f"{differs}", "every rank must make the same calls in the same order", alike=differs)
         if over and (self._speaks(waiting, told) or waiting.seconds > self.limit + 3 * ANSWER_SECONDS):
+            abort.before_abort(lambda: self._end_silent(told))
             headline, details = watchdog.report(waiting, self._comm.size, self._comm.rank, mine, told)
             abort.abort(headline, details, watchdog.STATUS)
         if waiting.seconds > WARN_SECONDS and self._warned != waiting.call.number and self._speaks(waiting, told):
             self._warned = waiting.call.number
             absent = rank_list(watchdog.missing(waiting, self._comm.size, self._comm.rank, told)) or "none"
             abort.say(f"has waited {waiting.seconds:.0f} s in {waiting.call}; not there: {absent}")
+
+    def _end_silent(self, told: Mapping[int, Position]) -> None:
+        """Kill the ranks of this host that do not answer: a stopped process outlives the launcher's polite signals."""
+        for rank, process in self._processes.items():
+            if rank not in told:
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
 
     def _speaks(self, waiting: Waiting, told: Mapping[int, Position]) -> bool:
         """Whether this is the lowest of the ranks that wait in the call."""

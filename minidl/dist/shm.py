@@ -26,7 +26,8 @@ from minidl.dist.threads import available_cores, ranks_sharing_cores
 
 __all__ = ["ShmCommunicator"]
 
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 1 << 20  # larger ones leave the caches, smaller ones wait more often
+ALL_CHUNKS_BYTES = 4 << 20  # of the ranks of a host together
 DIRECT_BYTES = 32 << 10
 SPINS = 2000  # looks at a flag, some tens of microseconds, where each rank has a core
 _KIND = {name: index for index, name in enumerate(_window.SUMMABLE)}
@@ -113,14 +114,14 @@ class ShmCommunicator(HostCommunicator):
 
     name = "shm"
 
-    def __init__(self, control: MPICommunicator, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, control: MPICommunicator, chunk_bytes: int = 0) -> None:
         """Join all ranks of ``control``, which is closed with this one; a collective.
 
         Raises:
             ValueError: on every rank, when a host has one rank only, or hosts have different numbers of them.
             RuntimeError: on every rank, when a rank cannot have the memory.
         """
-        self._control = control
+        self.control = control
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
         sizes = control.share(self.local_size)
@@ -129,19 +130,26 @@ class ShmCommunicator(HostCommunicator):
             raise checks.bad_value("init", "engine", "mpi where hosts do not all have the same ranks, two at least", found)
         # Who shares its core with others gives it to them at once.
         spins = SPINS if ranks_sharing_cores(control) <= len(available_cores()) else 0
-        inline, messages = (_lane(control, chunk_bytes, spins) for _ in range(2))
+        chunk = chunk_bytes or _chunk(self.local_size)
+        inline, messages = (_lane(control, chunk, spins) for _ in range(2))
         super().__init__(control.roll_call, inline, messages)
 
     def share(self, value: Any) -> list[Any]:
-        return self._control.share(value)
+        return self.control.share(value)
 
     def depart(self) -> None:
         self._departed = True
-        self._control.depart()
+        self.control.depart()
 
     def close(self) -> None:
         super().close()
-        self._control.close()
+        self.control.close()
+
+
+def _chunk(ranks: int) -> int:
+    """Bytes that travel at once: whole pages for each rank's slice."""
+    page = _window.PAGE_BYTES
+    return max(min(CHUNK_BYTES, ALL_CHUNKS_BYTES // ranks) // page, 1) * page
 
 
 def _lane(control: MPICommunicator, chunk: int, spins: int) -> Any:

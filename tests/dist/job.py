@@ -30,9 +30,18 @@ FAULTS = {
     "interrupt": (130, "KeyboardInterrupt"),
     "exit_with_status": (3, "sys.exit(3) called from"),
     "exit_with_text": (1, "sys.exit('no data') called from"),
+    "ends_without_a_word": (1, "os._exit(0) called"),
     "early_end": (1, "(all_reduce), but rank 1 ended after"),
     "early_end_while_a_message_is_awaited": (1, "(start_all_reduce), but rank 1 ended after"),
     "early_close": (1, "(all_reduce), but rank 1 ended after"),
+    "other_size": (1, "call 4, start_all_reduce of 900 float32 (conv1)"),
+    "other_dtype": (1, "call 4, all_reduce of 1000 int32"),
+    "other_order": (1, "start_all_reduce of 1000 float32 (conv2)"),
+    "other_call": (1, "share"),
+    "other_root": (1, "broadcast of 1000 float32 from rank 1"),
+    "blocking_or_not": (1, "start_all_reduce of 1000 float32"),
+    "sleeping": (124, "waits for"),
+    "stopped": (124, "does not answer"),
 }
 
 

@@ -1,0 +1,109 @@
+"""All-reduce between CPU ranks of one host, shared memory beside MPI, in one run and in turn.
+
+``python -m minidl.launch -n 2 benchmarks/bench_all_reduce.py --json out.json``. The arms: minidl's engine in shared
+memory, its MPI engine (which compares what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
+bare. A sample is a few calls one after another on float32, and the slowest rank's time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minidl import dist
+from minidl.dist.shm import ShmCommunicator
+from minidl.profile.results import machine_record, result, write
+from minidl.profile.tables import show
+
+SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100 << 20)
+
+
+def calls_of(size: int) -> int:
+    """All-reduces of a sample."""
+    return max(1, min(50, (4 << 20) // size))
+
+
+def sample(comm: dist.Communicator, reduce: Callable[[np.ndarray], None], array: np.ndarray, calls: int) -> float:
+    """Milliseconds per call on this rank."""
+    comm.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        reduce(array)
+    return (time.perf_counter() - started) * 1e3 / calls
+
+
+def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, list[float]]:
+    """Milliseconds of each arm, sample by sample; a collective."""
+    from mpi4py import MPI
+
+    arms = {
+        "shm": comm.all_reduce,
+        "mpi": comm.control.all_reduce,
+        "mpi4py": lambda array: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array),
+    }
+    array, calls = np.zeros(size // 4, np.float32), calls_of(size)
+    for reduce in arms.values():
+        reduce(array)
+    own = {name: [] for name in arms}
+    for _ in range(samples):
+        for name, reduce in arms.items():
+            own[name].append(sample(comm, reduce, array, calls))
+    return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in arms}
+
+
+def rows_of(size: int, ranks: int, times: dict[str, list[float]]) -> list[dict]:
+    """Rows of the result file: ours, each with the bare call beside it."""
+    peer = times["mpi4py"]
+    rows = []
+    for arm in ("shm", "mpi"):
+        low, median, high = statistics.quantiles(times[arm], n=4, method="inclusive")
+        rows.append(
+            {
+                "case": f"{size} bytes/{ranks} ranks", "pass": "all_reduce", "dtype": "fp32", "arm": arm, "ms": median,
+                "min_ms": min(times[arm]), "spread": (high - low) / median, "floor_ms": None, "bytes": size,
+                "ranks": ranks, "peers": {"mpi4py": statistics.median(peer)}, "peers_min": {"mpi4py": min(peer)},
+            }
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Measure all sizes and show them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--samples", type=int, default=9)
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
+    parser.add_argument("--chunk", type=int, default=0, help="bytes that travel at once in shared memory")
+    parser.add_argument("--json", help="result file")
+    options = parser.parse_args()
+    base = dist.init("cpu", "mpi")
+    if base.size == 1:
+        sys.exit("bench_all_reduce: start it with several ranks: python -m minidl.launch -n 2 " + sys.argv[0])
+    comm = ShmCommunicator(base, options.chunk)
+    rows = []
+    for size in (size for size in SIZES if size <= options.largest):
+        rows += rows_of(size, comm.size, measure(comm, size, options.samples))
+    if comm.rank == 0:
+        table = [
+            [
+                f"{a['bytes'] >> 10:,}", f"{a['min_ms']:.4f}", f"{a['ms']:.4f}", f"{b['min_ms']:.4f}", f"{b['ms']:.4f}",
+                f"{a['peers_min']['mpi4py']:.4f}", f"{a['peers']['mpi4py']:.4f}",
+                f"{a['peers_min']['mpi4py'] / a['min_ms']:.2f}",
+            ]
+            for a, b in zip(rows[::2], rows[1::2], strict=True)
+        ]  # fmt: skip
+        show(f"all-reduce, {comm.size} ranks, milliseconds", ["KiB", "shm min", "median", "mpi min", "median", "mpi4py min", "median", "gain (min)"], table)
+        if options.json:
+            write(Path(options.json), result("bench_all_reduce", rows, machine_record()))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
