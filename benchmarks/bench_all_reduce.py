@@ -99,7 +99,11 @@ def main() -> None:
             ]
             for a, b in zip(rows[::2], rows[1::2], strict=True)
         ]  # fmt: skip
-        show(f"all-reduce, {comm.size} ranks, milliseconds", ["KiB", "shm min", "median", "mpi min", "median", "mpi4py min", "median", "gain (min)"], table)
+        show(
+            f"all-reduce, {comm.size} ranks, milliseconds",
+            ["KiB", "shm min", "median", "mpi min", "median", "mpi4py min", "median", "gain (min)"],
+            table,
+        )
         if options.json:
             write(Path(options.json), result("bench_all_reduce", rows, machine_record()))
     comm.close()

@@ -49,6 +49,8 @@ class RollCall:
         self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
         self._sent: list[Any] = []
         self._health: list[Callable[[], None]] = []
+        self._signals = _open_signals()
+        self._interrupted: tuple[int, float] | None = None  # calls made when Ctrl-C came, and when
         self._gone = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="minidl-roll-call", daemon=True)
         self._listener.start()
@@ -77,6 +79,7 @@ class RollCall:
             self._hear()
         self._mpi.Request.waitall(self._sent)
         self._comm.Free()
+        _close_signals(self._signals)
         abort.parted()
 
     def alike(self, failure: str, seconds: float) -> list[int]:
@@ -135,6 +138,7 @@ class RollCall:
                     health()
                 self._find_missing()
                 self._find_dead()
+                self._find_interrupted()
                 self._find_stuck()
         except Exception:
             abort.abort("the engine reports an error", traceback.format_exc())
@@ -155,6 +159,19 @@ class RollCall:
             if self._suspects[rank] > 1:
                 text = f"rank {rank} (process {process}) is gone without a word: killed, out of memory, or crashed"
                 abort.abort(text, alike=text)
+
+    def _find_interrupted(self) -> None:
+        """Python raises KeyboardInterrupt when a call of MPI returns, which it may never do."""
+        if self._signals is None:
+            return
+        with suppress(BlockingIOError):
+            if signal.SIGINT in os.read(self._signals[0], 64):
+                self._interrupted = self.log.made, time.monotonic()
+        if self._interrupted is None or time.monotonic() - self._interrupted[1] < GRACE_SECONDS:
+            return
+        if self.log.made == self._interrupted[0] and self.log.waiting():
+            abort.abort("interrupted", "KeyboardInterrupt: while it waited for other ranks", 130, alike="KeyboardInterrupt: ")
+        self._interrupted = None
 
     # -- the watchdog -------------------------------------------------------------------------------------------------
 
@@ -196,6 +213,31 @@ class RollCall:
         number = waiting.call.number
         lower = [rank for rank, position in told.items() if rank < self._comm.rank]
         return not any(other.call.number == number for rank in lower for other in told[rank].waiting)
+
+
+def _open_signals() -> tuple[int, int] | None:
+    """A pipe through which the numbers of signals come at once; None where somebody else reads them."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    previous = signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
+    if previous == -1:
+        return ends
+    signal.set_wakeup_fd(previous)
+    for end in ends:
+        os.close(end)
+    return None
+
+
+def _close_signals(ends: tuple[int, int] | None) -> None:
+    if ends is None or threading.current_thread() is not threading.main_thread():
+        return
+    if (current := signal.set_wakeup_fd(-1)) != ends[1]:  # somebody else's by now
+        signal.set_wakeup_fd(current)
+    for end in ends:
+        os.close(end)
 
 
 def _ended(process: int) -> bool:

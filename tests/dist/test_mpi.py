@@ -1,4 +1,4 @@
-"""Real MPI jobs on this machine: the laws on several ranks, what `init` answers, how a job ends when a rank fails."""
+"""Real MPI jobs on this machine: the laws on several ranks and engines, and what `init` answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from minidl.dist import mpiexec
 from tests.dist import job
-from tests.dist.job import FAULTS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
 
@@ -131,33 +130,6 @@ def test_bound_ranks_use_their_own_core(tmp_path):
 def test_a_users_thread_count_wins(tmp_path):
     done = job.run("joining", 2, tmp_path, "threads", OMP_NUM_THREADS="2")
     assert [answer["omp"] for answer in done.answers] == ["2", "2"], done.output
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_failing_rank_ends_the_job(fault, tmp_path):
-    status, text = FAULTS[fault]
-    done = job.run("faults", 2, tmp_path, fault, "cpu")
-    assert done.status == status, done.output
-    assert text in done.output
-    assert "ending all ranks" in done.output
-    assert done.seconds < 5
-
-
-def test_the_failing_rank_tells_who_where_and_when(tmp_path):
-    done = job.run("faults", 3, tmp_path, "uncaught_exception", "cpu")
-    assert "minidl: rank 1 of 3 (" in done.output
-    assert ", step 12, layer layer1.0.conv2): uncaught exception" in done.output
-    assert "in uncaught_exception" in done.output  # the traceback
-    assert "rank 0 of 3" not in done.output
-
-
-@pytest.mark.parametrize(
-    "name", ["late_rank", "exit_that_is_caught", "message_never_awaited", "forked_child_fails", "all_exit_with_status"]
-)
-def test_what_is_no_fault_ends_in_good_order(name, tmp_path):
-    done = job.run("faults", 2, tmp_path, name, "cpu")
-    assert done.status == (3 if name == "all_exit_with_status" else 0), done.output
-    assert "ending all ranks" not in done.output
 
 
 def test_the_launcher_module_runs_a_script(tmp_path):

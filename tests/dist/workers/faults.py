@@ -154,6 +154,10 @@ def the_same_error_everywhere():
     raise ValueError("--lr must be positive")
 
 
+def errors_of_their_own():
+    raise ValueError(f"rank {comm.rank} has its own")
+
+
 def all_exit_with_status():
     sys.exit(3)
 
@@ -188,5 +192,6 @@ def forked_child_fails():
     time.sleep(0.5)
 
 
+Path(out, f"{comm.rank}.at").touch()
 globals()[name]()
 Path(out, f"{comm.rank}.json").write_text("{}")
