@@ -1,7 +1,7 @@
 """All-reduce between CPU ranks of one host, shared memory beside MPI, in one run and in turn.
 
 ``python -m minidl.launch -n 2 benchmarks/bench_all_reduce.py --json out.json``. The arms: minidl's engine in shared
-memory, its MPI engine (which compares what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
+memory, on arrays that lie there (as gradients do) and on any array (copied in and out), its MPI engine (which compares what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
 bare. A sample is a few calls one after another on float32, and the slowest rank's time counts.
 """
 
@@ -11,7 +11,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import dist
+from minidl.dist.communicator import place
 from minidl.dist.shm import ShmCommunicator
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 
+ARMS, PEER = ("shm", "shm-copied", "mpi"), "mpi4py"
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100 << 20)
 
 
@@ -44,35 +46,47 @@ def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, list[fl
     """Milliseconds of each arm, sample by sample; a collective."""
     from mpi4py import MPI
 
-    arms = {
-        "shm": comm.all_reduce,
-        "mpi": comm.control.all_reduce,
-        "mpi4py": lambda array: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array),
-    }
     array, calls = np.zeros(size // 4, np.float32), calls_of(size)
-    for reduce in arms.values():
-        reduce(array)
+    array[:] = 0  # the system hands out the pages now
+    arms = {
+        "shm": (comm.all_reduce, place(comm, array)),
+        "shm-copied": (comm.all_reduce, array),
+        "mpi": (comm.control.all_reduce, array),
+        "mpi4py": (lambda array: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array), array),
+    }
+    for reduce, message in arms.values():
+        reduce(message)
     own = {name: [] for name in arms}
     for _ in range(samples):
-        for name, reduce in arms.items():
-            own[name].append(sample(comm, reduce, array, calls))
+        for name, (reduce, message) in arms.items():
+            own[name].append(sample(comm, reduce, message, calls))
     return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in arms}
 
 
 def rows_of(size: int, ranks: int, times: dict[str, list[float]]) -> list[dict]:
     """Rows of the result file: ours, each with the bare call beside it."""
-    peer = times["mpi4py"]
+    peer = times[PEER]
     rows = []
-    for arm in ("shm", "mpi"):
+    for arm in ARMS:
         low, median, high = statistics.quantiles(times[arm], n=4, method="inclusive")
         rows.append(
             {
                 "case": f"{size} bytes/{ranks} ranks", "pass": "all_reduce", "dtype": "fp32", "arm": arm, "ms": median,
                 "min_ms": min(times[arm]), "spread": (high - low) / median, "floor_ms": None, "bytes": size,
-                "ranks": ranks, "peers": {"mpi4py": statistics.median(peer)}, "peers_min": {"mpi4py": min(peer)},
+                "ranks": ranks, "peers": {PEER: statistics.median(peer)}, "peers_min": {PEER: min(peer)},
             }
         )  # fmt: skip
     return rows
+
+
+def table_of(rows: list[dict]) -> Iterator[list[str]]:
+    """A line for each size; the gain is that of arrays in shared memory over the bare call."""
+    for first in range(0, len(rows), len(ARMS)):
+        ours = rows[first : first + len(ARMS)]
+        figures = [figure for row in ours for figure in (row["min_ms"], row["ms"])]
+        peer = ours[0]["peers_min"][PEER], ours[0]["peers"][PEER]
+        gain = f"{peer[0] / ours[0]['min_ms']:.2f}"
+        yield [f"{ours[0]['bytes'] >> 10:,}", *(f"{figure:.4f}" for figure in (*figures, *peer)), gain]
 
 
 def main() -> None:
@@ -91,19 +105,8 @@ def main() -> None:
     for size in (size for size in SIZES if size <= options.largest):
         rows += rows_of(size, comm.size, measure(comm, size, options.samples))
     if comm.rank == 0:
-        table = [
-            [
-                f"{a['bytes'] >> 10:,}", f"{a['min_ms']:.4f}", f"{a['ms']:.4f}", f"{b['min_ms']:.4f}", f"{b['ms']:.4f}",
-                f"{a['peers_min']['mpi4py']:.4f}", f"{a['peers']['mpi4py']:.4f}",
-                f"{a['peers_min']['mpi4py'] / a['min_ms']:.2f}",
-            ]
-            for a, b in zip(rows[::2], rows[1::2], strict=True)
-        ]  # fmt: skip
-        show(
-            f"all-reduce, {comm.size} ranks, milliseconds",
-            ["KiB", "shm min", "median", "mpi min", "median", "mpi4py min", "median", "gain (min)"],
-            table,
-        )
+        columns = ["KiB", *(f"{arm} {what}" for arm in (*ARMS, PEER) for what in ("min", "median")), "gain by minima"]
+        show(f"all-reduce, {comm.size} ranks, milliseconds", columns, list(table_of(rows)))
         if options.json:
             write(Path(options.json), result("bench_all_reduce", rows, machine_record()))
     comm.close()

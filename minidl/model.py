@@ -14,7 +14,7 @@ import numpy as np
 
 from minidl import backend, checkpoint, checks
 from minidl.dist.agree import require_same, require_same_arrays
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.params import Arena
@@ -93,6 +93,7 @@ class Model:
         self._shapes: tuple[int, ...] | None = None
         self.training = True
         self._agree()
+        self.arena.grad = place(comm, self.arena.grad)
 
     def _agree(self) -> None:
         """Refuse to train when ranks disagree about the plan or the starting weights."""

@@ -14,10 +14,11 @@
 
 #include "_simd.h"
 
-enum { NAME_BYTES = 112, YIELDS = 64, NAPS = 100, NAP_NANOSECONDS = 50000, BLOCK = 2048 };
+enum { NAME_BYTES = 104, YIELDS = 64, NAPS = 100, NAP_NANOSECONDS = 50000, BLOCK = 2048 };
 
 typedef struct {
     uint64_t code;         /* kind, dtype, root and size of a call */
+    uint64_t place;        /* of an array in a region that all share, 0 elsewhere */
     uint64_t number;       /* of the call, counted by its rank over all channels */
     char name[NAME_BYTES]; /* of the message, for people */
 } minidl_call;
@@ -69,6 +70,14 @@ MINIDL_INLINE int minidl_same_call(const minidl_flag *flags, int size, int parit
         const minidl_call *a = &flags[0].call[parity], *b = &flags[rank].call[parity];
         if (a->code != b->code || memcmp(a->name, b->name, NAME_BYTES)) return 0;
     }
+    return 1;
+}
+
+/* Whether their arrays lie at the same place of the ranks' regions, or none in one. */
+MINIDL_INLINE int minidl_same_place(const minidl_flag *flags, int size, int parity)
+{
+    for (int rank = 1; rank < size; rank++)
+        if (flags[0].call[parity].place != flags[rank].call[parity].place) return 0;
     return 1;
 }
 

@@ -15,6 +15,7 @@ cdef extern from "_window.h" nogil:
     int NAME_BYTES
     ctypedef struct minidl_call:
         uint64_t code
+        uint64_t place
         uint64_t number
         char *name
     ctypedef struct minidl_flag:
@@ -24,6 +25,7 @@ cdef extern from "_window.h" nogil:
     void minidl_arrive(minidl_flag *mine, uint64_t phase)
     int minidl_await(const minidl_flag *flags, int size, uint64_t phase, int spins)
     int minidl_same_call(const minidl_flag *flags, int size, int parity)
+    int minidl_same_place(const minidl_flag *flags, int size, int parity)
     void minidl_sum_float32(void *, const void *const *, int, Py_ssize_t) noexcept
     void minidl_sum_float64(void *, const void *const *, int, Py_ssize_t) noexcept
     void minidl_sum_int32(void *, const void *const *, int, Py_ssize_t) noexcept
@@ -33,6 +35,7 @@ cdef extern from "_window.h" nogil:
 cdef enum:
     MOST_RANKS = 1024
     PAGE = 4096
+    BLOCK_DOUBLES = 1024  # 8 KiB, which stay in the first cache
     LINE = 64  # bytes: no two ranks write into one cache line
 
 PAGE_BYTES = PAGE
@@ -98,15 +101,34 @@ cdef class Channel:
         Raises:
             Mismatch: on all ranks, when they are at different calls.
         """
-        cdef minidl_sum function = SUMS[kind]
-        cdef Py_ssize_t itemsize = cnp.PyArray_ITEMSIZE(array), n = cnp.PyArray_NBYTES(array)
-        cdef char *data = <char *>cnp.PyArray_DATA(array)
         self.begin(code, number, name)
         with nogil:
-            if self.size == 2 or n <= self.direct:
-                self.sum_all(data, n, itemsize, function)
+            self.sum_copied(
+                <char *>cnp.PyArray_DATA(array), cnp.PyArray_NBYTES(array), cnp.PyArray_ITEMSIZE(array), SUMS[kind], True
+            )
+        self.broken = False
+
+    def all_reduce_placed(
+        self, cnp.ndarray array, const uint64_t[::1] bases, Py_ssize_t offset, int kind, uint64_t code, uint64_t number,
+        bytes name,
+    ):
+        """`all_reduce` of arrays that lie in a region which all ranks see: nothing is copied.
+
+        Args:
+            bases: addresses of the ranks' parts of the region.
+            offset: of the array in this rank's part. Where the others' differ, sums go as in `all_reduce`.
+        """
+        cdef Py_ssize_t n = cnp.PyArray_NBYTES(array), itemsize = cnp.PyArray_ITEMSIZE(array)
+        cdef char *data = <char *>cnp.PyArray_DATA(array)
+        self.begin(code, number, name, <uint64_t>offset + 1)
+        with nogil:
+            self.meet(True)
+            self.phase += 1
+            if minidl_same_place(self.flags, self.size, (self.phase - 1) & 1):
+                self.sum_placed(&bases[0], offset, n, itemsize, SUMS[kind])
+                self.meet(False)
             else:
-                self.sum_slices(data, n, itemsize, function)
+                self.sum_copied(data, n, itemsize, SUMS[kind], False)
         self.broken = False
 
     def reduce_part(self, cnp.ndarray part, int kind, uint64_t code, uint64_t number, bytes name):
@@ -186,7 +208,7 @@ cdef class Channel:
 
     # -- phases -------------------------------------------------------------------------------------------------------
 
-    cdef begin(self, uint64_t code, uint64_t number, bytes name):
+    cdef begin(self, uint64_t code, uint64_t number, bytes name, uint64_t place=0):
         """Enter the first phase of a call and note which."""
         if self.broken:
             raise RuntimeError("an earlier call on this channel was interrupted")
@@ -194,7 +216,7 @@ cdef class Channel:
         self.phase += 1
         cdef minidl_call *call = &self.flags[self.rank].call[self.phase & 1]
         cdef Py_ssize_t length = min(len(name), NAME_BYTES)
-        call.code, call.number = code, number
+        call.code, call.place, call.number = code, place, number
         memset(call.name, 0, NAME_BYTES)
         memcpy(call.name, <const char *>name, length)
 
@@ -255,23 +277,68 @@ cdef class Channel:
         cdef (Py_ssize_t, Py_ssize_t) mine = self.slice_of(self.rank, n)
         return self.add(parity, mine[0], mine[1], itemsize, function, self.sums(parity) + mine[0])
 
-    cdef int sum_all(self, char *data, Py_ssize_t n, Py_ssize_t itemsize, minidl_sum function) except -1 nogil:
-        """Every rank adds up everything: one phase for each chunk."""
+    cdef int sum_copied(
+        self, char *data, Py_ssize_t n, Py_ssize_t itemsize, minidl_sum function, bint opening
+    ) except -1 nogil:
+        """Through the slots; ``opening``: with the first phase of the call."""
+        cdef bint again
+        if self.size == 2 or n <= self.direct:
+            again = self.sum_all(data, n, itemsize, function, opening)
+        else:
+            again = self.sum_slices(data, n, itemsize, function, opening)
+        if again:
+            self.phase += 1
+            self.sum_copied(data, n, itemsize, function, False)
+        return 0
+
+    cdef bint scattered(self) noexcept nogil:
+        """Whether arrays of this call lie in a region on some ranks, which start afresh when they learn it."""
+        return not minidl_same_place(self.flags, self.size, self.phase & 1)
+
+    cdef int sum_placed(
+        self, const uint64_t *bases, Py_ssize_t offset, Py_ssize_t n, Py_ssize_t itemsize, minidl_sum function
+    ) except -1 nogil:
+        """Add up this rank's slice, block by block, and write it to all ranks."""
+        cdef const void *inputs[MOST_RANKS]
+        cdef double block[BLOCK_DOUBLES]
+        cdef Py_ssize_t first, m
+        cdef (Py_ssize_t, Py_ssize_t) mine = self.slice_of(self.rank, n)
+        cdef int other
+        first = mine[0]
+        while first < mine[1]:
+            m = min(<Py_ssize_t>sizeof(block), mine[1] - first)
+            for other in range(self.size):
+                inputs[other] = <char *>bases[other] + offset + first
+            function(block, inputs, self.size, m // itemsize)
+            for other in range(self.size):
+                memcpy(<char *>bases[other] + offset + first, block, m)
+            first += m
+        return 0
+
+    cdef int sum_all(
+        self, char *data, Py_ssize_t n, Py_ssize_t itemsize, minidl_sum function, bint opening
+    ) except -1 nogil:
+        """Every rank adds up everything: one phase for each chunk. Returns 1 where it has to be done again."""
         cdef Py_ssize_t first = 0, m
         while True:
             m = min(self.chunk, n - first)
             memcpy(self.slot(self.phase & 1, self.rank), data + first, m)
-            self.meet(first == 0)
+            self.meet(opening and first == 0)
+            if opening and first == 0 and self.scattered():
+                return 1
             self.add(self.phase & 1, 0, m, itemsize, function, data + first)
             first += m
             if first >= n:
                 return 0
             self.phase += 1
 
-    cdef int sum_slices(self, char *data, Py_ssize_t n, Py_ssize_t itemsize, minidl_sum function) except -1 nogil:
+    cdef int sum_slices(
+        self, char *data, Py_ssize_t n, Py_ssize_t itemsize, minidl_sum function, bint opening
+    ) except -1 nogil:
         """Each rank adds up its slice. Within a phase: a chunk into the slot, the sum of the last, the last but one out.
 
-        The sum of a chunk is written in the phase after its slots, and read in the phase after that.
+        The sum of a chunk is written in the phase after its slots, and read in the phase after that. Returns 1 where it
+        has to be done again.
         """
         cdef Py_ssize_t chunks = (n + self.chunk - 1) // self.chunk, k
         cdef uint64_t start = self.phase
@@ -285,5 +352,7 @@ cdef class Channel:
                 memcpy(data + (k - 2) * self.chunk, self.sums((start + k) & 1), self.length(k - 2, n))
             if k <= chunks:
                 self.phase = start + k
-                self.meet(k == 0)
+                self.meet(opening and k == 0)
+            if opening and k == 0 and self.scattered():
+                return 1
         return 0

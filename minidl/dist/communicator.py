@@ -14,7 +14,7 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Span", "Work", "check_array", "check_root", "unseen"]
+__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Span", "Work", "check_array", "check_root", "place", "unseen"]
 
 Span = Callable[[Any], AbstractContextManager]
 
@@ -87,6 +87,15 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Part from the other ranks; a collective itself. Further calls do nothing."""
+
+
+def place(comm: Communicator, array: Any) -> Any:
+    """``array``, or its copy in memory where ``comm`` adds up fastest; a collective.
+
+    For arrays that are sent again and again, such as gradients. Engines may offer it as a method ``place``.
+    """
+    own = getattr(comm, "place", None)
+    return array if own is None else own(array)
 
 
 def check_array(who: str, array: Any, *, written: bool) -> None:

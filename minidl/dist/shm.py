@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -33,17 +34,38 @@ SPINS = 2000  # looks at a flag, some tens of microseconds, where each rank has 
 _KIND = {name: index for index, name in enumerate(_window.SUMMABLE)}
 
 
+class _Region:
+    """Memory in which each rank of a host has a part of the same size, and all see all parts."""
+
+    def __init__(self, memory: mmap.mmap, ranks: int, own: int, stride: int) -> None:
+        self.own, self.stride = own, stride
+        base = np.frombuffer(memory, np.uint8).ctypes.data
+        self.bases = np.array([base + rank * stride for rank in range(ranks)], np.uint64)
+        self.start = base + own * stride
+
+    def offset(self, address: int, nbytes: int) -> int:
+        """Of an array in this rank's part; -1 for one that is not in it."""
+        offset = address - self.start
+        return offset if 0 <= offset and offset + nbytes <= self.stride else -1
+
+
 class _ShmLane:
     """Shared memory among the ranks of a host."""
 
     summable = _window.SUMMABLE
 
-    def __init__(self, ranks: list[int], channel: _window.Channel, memory: mmap.mmap) -> None:
-        self._ranks, self.channel, self._memory = ranks, channel, memory
+    def __init__(self, ranks: list[int], channel: _window.Channel, regions: list[_Region]) -> None:
+        self._ranks, self.channel, self._regions = ranks, channel, regions
 
     def all_reduce(self, array: np.ndarray, call: Call) -> None:
+        kind, code, name = _KIND[array.dtype.name], call.code, call.name.encode()
         try:
-            self.channel.all_reduce(array, _KIND[array.dtype.name], call.code, call.number, call.name.encode())
+            for region in self._regions:
+                offset = region.offset(array.ctypes.data, array.nbytes)
+                if offset >= 0 and array.nbytes:
+                    self.channel.all_reduce_placed(array, region.bases, offset, kind, code, call.number, name)
+                    return
+            self.channel.all_reduce(array, kind, code, call.number, name)
         except _window.Mismatch as error:
             raise self._differ(error) from None
 
@@ -131,11 +153,30 @@ class ShmCommunicator(HostCommunicator):
         # Who shares its core with others gives it to them at once.
         spins = SPINS if ranks_sharing_cores(control) <= len(available_cores()) else 0
         chunk = chunk_bytes or _chunk(self.local_size)
-        inline, messages = (_lane(control, chunk, spins) for _ in range(2))
+        self._regions: list[_Region] = []
+        inline, messages = (_lane(control, chunk, spins, self._regions) for _ in range(2))
         super().__init__(control.roll_call, inline, messages)
 
     def share(self, value: Any) -> list[Any]:
         return self.control.share(value)
+
+    def place(self, array: np.ndarray) -> np.ndarray:
+        placed = any(region.offset(array.ctypes.data, array.nbytes) >= 0 for region in self._regions)
+        if placed or self.local_size < self.size:
+            return array
+        page = _window.PAGE_BYTES
+        rank, stride = self.local_rank, max(1, -(-array.nbytes // page)) * page
+        own = [(rank * stride, stride)]
+        try:
+            memory = _shared_memory(self.control, stride * self.local_size, own)
+        except RuntimeError:  # on all ranks: no room for it; sums copy then
+            return array
+        region = _Region(memory, self.local_size, rank, stride)
+        placed = np.frombuffer(memory, array.dtype, array.size, rank * stride)
+        placed[:] = array.reshape(-1)
+        self._regions.append(region)
+        weakref.finalize(placed, self._regions.remove, region)
+        return placed.reshape(array.shape)
 
     def depart(self) -> None:
         self._departed = True
@@ -152,31 +193,31 @@ def _chunk(ranks: int) -> int:
     return max(min(CHUNK_BYTES, ALL_CHUNKS_BYTES // ranks) // page, 1) * page
 
 
-def _lane(control: MPICommunicator, chunk: int, spins: int) -> Any:
-    memory = _shared_memory(control, chunk)
-    channel = _window.Channel(memory, control.local_rank, control.local_size, chunk, spins, DIRECT_BYTES)
-    host = _ShmLane(control.host_ranks, channel, memory)
+def _lane(control: MPICommunicator, chunk: int, spins: int, regions: list[_Region]) -> Any:
+    rank, ranks = control.local_rank, control.local_size
+    memory = _shared_memory(control, _window.channel_bytes(ranks, chunk), _window.parts(rank, ranks, chunk))
+    channel = _window.Channel(memory, rank, ranks, chunk, spins, DIRECT_BYTES)
+    host = _ShmLane(control.host_ranks, channel, regions)
     if control.local_size == control.size:
         return host
     mpi, world = control.mpi, control.mpi.COMM_WORLD
     return _Hierarchy(host, MPILane(mpi, world.Split(control.local_rank, key=world.rank)), MPILane(mpi, world.Dup()))
 
 
-def _shared_memory(control: MPICommunicator, chunk: int) -> mmap.mmap:
-    """Memory of a channel, zero at first, that the ranks of each host share; a collective.
+def _shared_memory(control: MPICommunicator, size: int, own: list[tuple[int, int]]) -> mmap.mmap:
+    """``size`` bytes, zero at first, that the ranks of each host share; a collective.
 
-    The file has no name any more when this returns, so it goes with the last rank, however that ends.
+    Each rank makes sure of the pages of its ``own`` parts, (start, length), which then lie near it. The file has no name any more when this returns, so it goes with the last rank, however that ends.
 
     Raises:
         RuntimeError: on every rank, when there is no room for it on one.
     """
-    rank, ranks = control.local_rank, control.local_size
-    size = _window.channel_bytes(ranks, chunk)
+    rank = control.local_rank
     what = f"sharing {size / 2**20:.1f} MiB of memory between the ranks of a host"
     names = together(control, what, lambda: _make_file(size) if rank == 0 else "")
     name, opened = names[control.host_ranks[0]], []
     try:
-        together(control, what, lambda: opened.append(_open_file(name, size, _window.parts(rank, ranks, chunk))))
+        together(control, what, lambda: opened.append(_open_file(name, size, own)))
     finally:
         if rank == 0:
             with suppress(OSError):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from minidl.dist import Communicator, Work, require_same, require_same_arrays
+from minidl.dist.communicator import place
 from minidl.precision import bfloat16
 
 SHAPES = [(), (1,), (0,), (7,), (3, 0, 5), (5, 13, 3), (70001,)]
@@ -129,6 +130,32 @@ class CommunicatorLaws:
         expected = self.make((1000,), "float32")
         expected[128:512] = self.every((1000,), "float32").sum(0)[128:512]
         np.testing.assert_array_equal(self.ops.to_host(arena), expected)
+
+    @pytest.mark.parametrize("dtype", SUMMED)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_placed_arrays_are_the_same_but_for_their_place(self, shape, dtype):
+        array = place(self.comm, self.send(self.make(shape, dtype)))
+        assert isinstance(array, self.ops.Array) and array.shape == shape and array.dtype == dtype
+        np.testing.assert_array_equal(self.ops.to_host(array), self.make(shape, dtype))
+        self.comm.start_all_reduce(array).wait()
+        np.testing.assert_array_equal(self.ops.to_host(array), self.every(shape, dtype).sum(0))
+
+    def test_slices_of_a_placed_arena_leave_their_neighbours_alone(self):
+        arena, expected = place(self.comm, self.send(self.make((9000,), "float32"))), self.make((9000,), "float32")
+        cuts = [0, 1, 64, 1000, 1001, 5000, 9000]
+        works = [self.comm.start_all_reduce(arena[i:j]) for i, j in zip(cuts[1:-2], cuts[2:-1], strict=True)]
+        for work in works:
+            work.wait()
+        expected[1:5000] = self.every((9000,), "float32").sum(0)[1:5000]
+        np.testing.assert_array_equal(self.ops.to_host(arena), expected)
+
+    def test_ranks_may_send_from_different_places(self):
+        arena = place(self.comm, self.send(self.make((9000,), "float32")))
+        for size in (9, 900):
+            mine = [arena[:size], arena[size : 2 * size], self.send(self.ops.to_host(arena[:size]).copy())][self.comm.rank % 3]
+            expected = np.sum(self.comm.share(self.ops.to_host(mine).copy()), axis=0)
+            self.comm.all_reduce(mine)
+            np.testing.assert_array_equal(self.ops.to_host(mine), expected)
 
     @pytest.mark.parametrize("call", ["all_reduce", "start_all_reduce", "broadcast", "all_gather"])
     def test_refuses_what_it_cannot_send(self, call):
