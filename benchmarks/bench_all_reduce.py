@@ -1,7 +1,8 @@
 """All-reduce between CPU ranks of one host, shared memory beside MPI, in one run and in turn.
 
 ``python -m minidl.launch -n 2 benchmarks/bench_all_reduce.py --json out.json``. The arms: minidl's engine in shared
-memory, on arrays that lie there (as gradients do) and on any array (copied in and out), its MPI engine (which compares what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
+memory, on arrays that lie there (as gradients do) and on any array (copied in and out), its MPI engine (which compares
+what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
 bare. A sample is a few calls one after another on float32, and the slowest rank's time counts.
 """
 

@@ -14,7 +14,7 @@
 
 #include "_simd.h"
 
-enum { NAME_BYTES = 104, YIELDS = 64, NAPS = 100, NAP_NANOSECONDS = 50000, BLOCK = 2048 };
+enum { NAME_BYTES = 104, YIELDS = 512, NAPS = 100, NAP_NANOSECONDS = 50000, BLOCK = 2048 };
 
 typedef struct {
     uint64_t code;         /* kind, dtype, root and size of a call */

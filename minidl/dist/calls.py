@@ -7,7 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "CallLog", "Position", "Waiting"]
+import numpy as np
+
+__all__ = ["Call", "CallLog", "Position", "Waiting", "dtype_name"]
 
 RECENT = 32
 _KINDS = ("all_reduce", "start_all_reduce", "all_gather", "broadcast", "barrier", "share")
@@ -17,6 +19,16 @@ _DTYPES = (
 )  # fmt: skip
 _OTHER_DTYPE = 255
 _SIZE_BITS, _ROOT_BITS = 40, 12
+
+_names: dict[np.dtype, str] = {}
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """``dtype.name``, for which NumPy takes microseconds."""
+    name = _names.get(dtype)
+    if name is None:
+        name = _names[dtype] = dtype.name
+    return name
 
 
 class Call(NamedTuple):
@@ -112,7 +124,8 @@ class CallLog:
     def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
         """Number a call."""
         self.made += 1
-        call = Call(self.made, kind) if array is None else Call(self.made, kind, array.size, str(array.dtype), root, name)
+        what = () if array is None else (array.size, dtype_name(array.dtype), root, name)
+        call = Call(self.made, kind, *what)
         self._recent.append(call)
         return call
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidl import backend, checks
-from minidl.dist.calls import Call
+from minidl.dist.calls import Call, dtype_name
 from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
 from minidl.dist.roll_call import RollCall
 
@@ -162,7 +162,7 @@ class HostCommunicator:
             remedy = "start with init(device='cuda') for arrays on a GPU"
             raise checks.bad_dtype(kind, "array", "a NumPy array", checks.describe(array), remedy)
         known = self._lanes[_INLINE].summable
-        if summed and array.dtype.name not in known:
+        if summed and dtype_name(array.dtype) not in known:
             remedy = "sum in float32, then convert"
             raise checks.bad_dtype(kind, "array", f"one of {', '.join(known)}", array.dtype, remedy)
         return self.enter(kind, array, root, name)

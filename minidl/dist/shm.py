@@ -20,7 +20,7 @@ import numpy as np
 from minidl import checks
 from minidl.dist import _window
 from minidl.dist.agree import together
-from minidl.dist.calls import Call
+from minidl.dist.calls import Call, dtype_name
 from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.mpi import MPICommunicator, MPILane
 from minidl.dist.threads import available_cores, ranks_sharing_cores
@@ -58,11 +58,11 @@ class _ShmLane:
         self._ranks, self.channel, self._regions = ranks, channel, regions
 
     def all_reduce(self, array: np.ndarray, call: Call) -> None:
-        kind, code, name = _KIND[array.dtype.name], call.code, call.name.encode()
+        kind, code, name = _KIND[dtype_name(array.dtype)], call.code, call.name.encode()
         try:
-            for region in self._regions:
-                offset = region.offset(array.ctypes.data, array.nbytes)
-                if offset >= 0 and array.nbytes:
+            address = array.ctypes.data if self._regions and array.nbytes else 0
+            for region in self._regions if address else ():
+                if (offset := region.offset(address, array.nbytes)) >= 0:
                     self.channel.all_reduce_placed(array, region.bases, offset, kind, code, call.number, name)
                     return
             self.channel.all_reduce(array, kind, code, call.number, name)
@@ -90,7 +90,7 @@ class _ShmLane:
     def part(self, part: np.ndarray, call: Call) -> np.ndarray:
         """This rank's share of the sum of at most a chunk, as an array in the shared memory."""
         try:
-            kind, name = _KIND[part.dtype.name], call.name.encode()
+            kind, name = _KIND[dtype_name(part.dtype)], call.name.encode()
             share = self.channel.reduce_part(part, kind, call.code, call.number, name)
         except _window.Mismatch as error:
             raise self._differ(error) from None
