@@ -1,4 +1,4 @@
-"""The command line: ``minidl train, bench, plot, info``. ``scripts/train.py`` is ``minidl train``."""
+"""The command line: ``minidl train, bench, plot, tune, info``. ``scripts/train.py`` is ``minidl train``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.backend import get_ops
 from minidl.bench import command as bench
+from minidl.bench import tuning
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.dist import abort
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
     bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
+    tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
     return top
 
@@ -187,7 +189,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
     print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; minidl train --help lists all options")
 
 
-_VERBS = {"train": _train, "bench": bench.run, "plot": plots.run, "info": _info}
+_VERBS = {"train": _train, "bench": bench.run, "plot": plots.run, "tune": tuning.run, "info": _info}
 
 if __name__ == "__main__":
     sys.exit(main())

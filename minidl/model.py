@@ -20,7 +20,7 @@ from minidl.layer import Layer
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Profiler
+from minidl.profile import Profiler, grouping
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
@@ -42,6 +42,7 @@ class Model:
         store: where tensors saved for backward live.
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
+            None: what `minidl tune comm` measured on this machine, else 4 MiB.
 
     Raises:
         ValueError: unknown names, a plan or starting weights that differ between ranks.
@@ -58,7 +59,7 @@ class Model:
         frozen: Sequence[str] = (),
         store: TensorStore | None = None,
         profiler: Profiler = NULL_PROFILER,
-        group_bytes: int = 4 << 20,
+        group_bytes: int | None = None,
     ):
         if not isinstance(graph, Graph):
             raise checks.bad_dtype(
@@ -86,7 +87,7 @@ class Model:
         services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
-        self.arena.connect(comm, group_bytes)
+        self.arena.connect(comm, grouping.group_bytes(self.ops, comm) if group_bytes is None else group_bytes)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
         self._needs_grad = _needs_grad(graph)
