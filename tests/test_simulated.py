@@ -112,3 +112,30 @@ def test_impossible_sizes_are_refused():
         SimulatedCommunicator(0, LINK)
     with pytest.raises(ValueError, match="local_size must be at most"):
         SimulatedCommunicator(2, LINK, local_size=3)
+
+
+def test_rounded_messages_are_half_as_long_and_keep_their_bound(cpu_ops):
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal((4, 6, 6, 2)).astype("float32"), rng.integers(0, 3, 4).astype("int32")
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        comm = virtual(4)
+        model = m.Model(network(), comm=comm, group_bytes=0, message_dtype=dtype)
+        loss = m.SoftmaxCrossEntropy(comm=comm)
+        loss.forward(model.forward(images), labels)
+        model.backward(loss.backward())
+        for _ in model.arena.finished():
+            pass
+        found[dtype] = model.arena.grad.copy(), [message.nbytes for message in comm.messages]
+    (exact, whole), (rounded, half) = found["fp32"], found["bf16"]
+    assert [2 * n for n in half] == whole
+    assert rounded.dtype == np.float32 and (exact != rounded).any()
+    u = 2.0**-8
+    assert (np.abs(rounded - exact) <= u * 2 * np.abs(exact) * (1 + 2 * u)).all()
+
+
+def test_one_rank_rounds_nothing_and_other_dtypes_are_refused(cpu_ops):
+    model = m.Model(network(), message_dtype="bf16")
+    assert model.arena.wire is model.arena.grad
+    with pytest.raises(ValueError, match="unknown message_dtype 'fp16'"):
+        m.Model(network(), message_dtype="fp16")

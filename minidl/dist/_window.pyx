@@ -64,6 +64,18 @@ def parts(int rank, int size, Py_ssize_t chunk):
     return own if rank else [*own, (size * PAGE + 2 * size * chunk, 2 * chunk)]
 
 
+def add_rows(cnp.ndarray rows, cnp.ndarray out, int kind):
+    """``out`` = the sum of the two or more ``rows``, in their order and as channels add; both dense."""
+    cdef const void *inputs[MOST_RANKS]
+    cdef Py_ssize_t n = cnp.PyArray_SIZE(out), row
+    cdef int count = rows.shape[0]
+    assert 2 <= count <= MOST_RANKS and cnp.PyArray_SIZE(rows) == count * n
+    for row in range(count):
+        inputs[row] = <char *>cnp.PyArray_DATA(rows) + row * cnp.PyArray_NBYTES(out)
+    with nogil:
+        SUMS[kind](cnp.PyArray_DATA(out), inputs, count, n)
+
+
 cdef class Channel:
     """One rank's end of a piece of shared memory.
 

@@ -130,8 +130,8 @@ class _Hierarchy:
 
 
 class ShmCommunicator(HostCommunicator):
-    """Ranks that meet in shared memory; arrays are NumPy's. Sums: float32, float64, int32, int64, and on one host
-    bfloat16 (added in float32, rounded once); other calls take any dtype.
+    """Ranks that meet in shared memory; arrays are NumPy's. Sums: float32, float64, int32, int64, bfloat16 (added in
+    float32, rounded once; with several hosts once for each host, and once more); other calls take any dtype.
     """
 
     name = "shm"

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=jo
     ("engine", "ranks", "per_host"),
     [("mpi", 2, 0), ("mpi", 3, 0), ("shm", 2, 0), ("shm", 3, 0), ("shm", 4, 0), ("shm", 4, 2)],
 )
-def test_laws_hold(engine, ranks, per_host, tmp_path):
+def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
+    if ranks > 3:  # MPI's waits spin, and four ranks may share two busy cores
+        monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
     hosts = {"MINIDL_RANKS_PER_HOST": str(per_host)} if per_host else {}
     done = job.run("laws", ranks, tmp_path, "cpu", engine, **hosts)
     assert done.status == 0, done.output
@@ -57,7 +59,7 @@ def test_refused_arrays_leave_the_ranks_in_step(tmp_path):
     assert done.status == 0, done.output
     for answer in done.answers:
         first, second, third = answer["errors"]
-        assert first.startswith("TypeError: all_reduce: array must be one of float32, float64, int32, int64")
+        assert first.startswith("TypeError: all_reduce: array must be one of float32, float64, int32, int64, bfloat16, got float")
         assert second.startswith("TypeError: start_all_reduce: array must be one of")
         assert third.startswith("ValueError: all_reduce: array must be writeable")
         assert answer["total"] == [2.0] * 4
