@@ -25,6 +25,8 @@ __all__ = ["RollCall"]
 PERIOD_SECONDS = 0.1
 GRACE_SECONDS = 1.0  # for all ranks to fail alike (a mistyped option, say) and so to end in good order
 SUSPECT_SECONDS = 2.0  # in one call before the others are asked
+STAGGER_SECONDS = 0.25  # later for each rank, up to 20 ranks: who is asked by a lower one need not ask
+DEFER_SECONDS = 10.0
 ANSWER_SECONDS = 1.0
 WARN_SECONDS = 60.0
 _TAG = 1
@@ -45,9 +47,11 @@ class RollCall:
         self._failed: dict[int, str] = {}  # rank -> how it fails
         self._answers: dict[int, Position] = {}
         self._asked: tuple[int, bool, float] | None = None  # call that was asked about, beyond the limit?, when
+        self._asked_by_lower = -DEFER_SECONDS  # when
         self._warned = 0
         self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
         self._sent: list[Any] = []
+        self._sending = threading.Lock()
         self._health: list[Callable[[], None]] = []
         self._signals = _open_signals()
         self._interrupted: tuple[int, float] | None = None  # calls made when Ctrl-C came, and when
@@ -101,7 +105,9 @@ class RollCall:
                 self._tell(rank, message)
 
     def _tell(self, rank: int, message: tuple[int, Any]) -> None:
-        self._sent.append(self._comm.isend(message, rank, _TAG))
+        with self._sending:
+            self._sent = [request for request in self._sent if not request.Test()]
+            self._sent.append(self._comm.isend(message, rank, _TAG))
 
     def _hear(self) -> None:
         status = self._mpi.Status()
@@ -114,6 +120,8 @@ class RollCall:
             if code == 0:  # a rank that fails speaks for itself
                 self._left[rank] = calls
         elif what == _ASK:
+            if rank < self._comm.rank:
+                self._asked_by_lower = time.monotonic()
             if not self._gone.is_set():
                 self._tell(rank, (_TOLD, self._position()))
         elif what == _TOLD:
@@ -176,12 +184,15 @@ class RollCall:
     # -- the watchdog -------------------------------------------------------------------------------------------------
 
     def _find_stuck(self) -> None:
-        under_way = self.log.waiting()
-        if not under_way or under_way[0].seconds < min(SUSPECT_SECONDS, self.limit / 2):
+        under_way, now = self.log.waiting(), time.monotonic()
+        stagger = STAGGER_SECONDS * min(self._comm.rank, 20)
+        if not under_way or under_way[0].seconds < min(SUSPECT_SECONDS, self.limit / 2) + stagger:
             self._asked = None
             return
-        waiting, now = under_way[0], time.monotonic()
-        over = waiting.seconds > self.limit
+        waiting = under_way[0]
+        over, last = waiting.seconds > self.limit + stagger, waiting.seconds > self.limit + stagger + DEFER_SECONDS
+        if now - self._asked_by_lower < DEFER_SECONDS and not last:
+            return  # that rank looks into it
         if self._asked is None or self._asked[:2] != (waiting.call.number, over):
             self._answers.clear()
             self._asked = waiting.call.number, over, now
@@ -192,7 +203,7 @@ class RollCall:
         mine, told = self._position(), dict(self._answers)
         if differs := watchdog.contradiction(self._comm.rank, mine, told):
             abort.abort(f"{differs}", "every rank must make the same calls in the same order", alike=differs)
-        if over and (self._speaks(waiting, told) or waiting.seconds > self.limit + 3 * ANSWER_SECONDS):
+        if over and (self._speaks(waiting, told) or last):
             abort.before_abort(lambda: self._end_silent(told))
             headline, details = watchdog.report(waiting, self._comm.size, self._comm.rank, mine, told)
             abort.abort(headline, details, watchdog.STATUS)

@@ -73,6 +73,27 @@ def test_one_failing_start_is_raised_on_every_rank(tmp_path):
         assert "pip install 'minidl[mpi]'" in answer["error"]
 
 
+def test_without_room_for_shared_memory_sums_go_by_mpi_and_one_rank_says_so(tmp_path):
+    done = job.run("joining", 3, tmp_path, "without_shared_memory")
+    assert done.status == 0, done.output
+    what = "MiB of memory between the ranks of a host failed: on rank 1: OSError: [Errno 28] No space left on device"
+    for answer in done.answers:
+        assert answer["name"] == "mpi" and answer["total"] == [3.0] * 3
+        assert answer["error"].startswith("RuntimeError: sharing ") and what in answer["error"]
+    assert done.output.count(f"{what}; sums go by MPI, which is slower") == 1
+
+
+def test_the_engine_is_the_users_and_the_same_everywhere(tmp_path):
+    done = job.run("joining", 2, tmp_path, "engines")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["different"] == (
+            "ValueError: init: on rank 0: engine shm; on rank 1: engine mpi; all ranks need the same"
+        )
+        assert answer["unknown"].startswith("ValueError: unknown engine 'smh'; did you mean 'shm'?")
+        assert answer["name"] == "mpi" and answer["auto"] == "shm"
+
+
 def test_cuda_without_gpu_is_refused_on_every_rank(tmp_path):
     done = job.run("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="")
     assert done.status == 0, done.output
