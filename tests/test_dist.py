@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from minidl import backend, launch
-from minidl.dist import SOLO, abort, facts, init, launched_size, mpiexec, require_same, require_same_arrays, world
+from minidl.dist import (
+    SOLO,
+    abort,
+    facts,
+    init,
+    launched_size,
+    mpiexec,
+    require_same,
+    require_same_arrays,
+    roll_call,
+    world,
+)
 from minidl.dist.agree import rank_list, together
 from minidl.dist.nccl import refuse_shared_devices
 from minidl.dist.threads import available_cores, cap_threads, count_sharing
@@ -178,6 +191,16 @@ def test_departure_of_a_rank_with_an_exception_on_its_way():
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert abort.departure().code == 130
+
+
+def test_a_process_has_ended_whether_or_not_its_parent_took_notice():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not roll_call._ended(child.pid) and not roll_call._ended(os.getpid())
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    assert roll_call._ended(child.pid)
+    child.wait()
+    assert roll_call._ended(child.pid)
 
 
 def test_ranks_share_only_the_cores_they_have_in_common():

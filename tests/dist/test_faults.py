@@ -73,12 +73,14 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
     assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
 
 
-def test_a_stopped_rank_is_named(tmp_path):
-    done = job.run("faults", 2, tmp_path, "stopped", "cpu", **LIMIT)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stopped_rank_is_named_whoever_it_is(culprit, tmp_path):
+    done = job.run("faults", 2, tmp_path, "stopped", "cpu", str(culprit), **LIMIT)
     # The launcher reports the abort, or that the stopped rank had to be killed, whichever it sees first.
     assert done.status in (124, 9, 137), done.output
-    assert "for rank 1; ending all ranks" in done.output
-    assert "  rank 1: does not answer: stopped" in done.output
+    assert f"minidl: rank {1 - culprit} of 2 (" in done.output
+    assert f"for rank {culprit}; ending all ranks" in done.output
+    assert f"  rank {culprit}: does not answer: stopped" in done.output
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):

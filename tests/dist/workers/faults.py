@@ -1,4 +1,7 @@
-"""One way in which a job can end, on purpose: ``faults.py OUT NAME DEVICE``. Rank 1 misbehaves, rank 0 waits for it."""
+"""One way in which a job can end, on purpose: ``faults.py OUT NAME DEVICE [RANK]``.
+
+Rank RANK (default 1) misbehaves, the others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ import numpy as np
 from minidl.backend import get_ops
 from minidl.dist import abort, init
 
-out, name, device = sys.argv[1:]
+out, name, device = sys.argv[1:4]
 comm = init(device)
 ops = get_ops(device)
 array = ops.from_host(np.ones(1000, "float32"))
-misbehaves = comm.rank == 1
+misbehaves = comm.rank == int(sys.argv[4] if len(sys.argv) > 4 else 1)
 
 
 def wait_for_the_others() -> None:
