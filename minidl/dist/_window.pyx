@@ -213,11 +213,6 @@ cdef class Channel:
             self.meet(True)
         self.broken = False
 
-    def positions(self):
-        """Phases that each rank has finished, in rank order: who is behind is waited for."""
-        cdef int other
-        return [self.flags[other].arrived for other in range(self.size)]
-
     # -- phases -------------------------------------------------------------------------------------------------------
 
     cdef begin(self, uint64_t code, uint64_t number, bytes name, uint64_t place=0):

@@ -2,12 +2,14 @@
 
 Without this a rank that raises, or calls ``sys.exit(3)``, leaves the others waiting in a collective for ever (seen
 with Open MPI 5.0 and MPICH 5.0, started as plain ``mpiexec python script.py``). `install` hooks the three ways in
-which Python reports a failure, and a fourth that does not; each ends in `abort`, which speaks, then kills all ranks, in bounded time.
+which Python reports a failure, and ``os._exit``; each ends in `abort`, which speaks, then kills all ranks, in bounded
+time. Of ranks that fail alike the lowest speaks for all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import sys
@@ -157,7 +159,7 @@ def say(line: str) -> None:
 def _ranks_alike(failure: str) -> list[int]:
     assert _job is not None
     try:
-        return _job.alike(failure, ALIKE_SECONDS)
+        return _job.alike(hashlib.sha256(failure.encode()).hexdigest(), ALIKE_SECONDS)
     except Exception:  # MPI is broken or gone: then everyone speaks for himself
         return [_job.rank]
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidl import backend, checks
+from minidl.dist.agree import by_value
 from minidl.dist.calls import Call, dtype_name
 from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
 from minidl.dist.roll_call import RollCall
@@ -49,8 +50,6 @@ class Lane(Protocol):
 
 def different_calls(calls: dict[int, Call]) -> RuntimeError:
     """The error, the same on all ranks, when these make different calls."""
-    from minidl.dist.agree import by_value
-
     told = by_value((f"call {call.number}, {call}" for call in calls.values()), calls)
     remedy = "every rank must make the same calls in the same order"
     return checks.order("communicator", f"collective calls differ: {told}", remedy)

@@ -81,7 +81,9 @@ class RollCall:
         self._listener.join()
         while self._told < self._comm.size - 1:
             self._hear()
-        self._mpi.Request.waitall(self._sent)
+        end = time.monotonic() + GRACE_SECONDS  # all but answers to ranks that have left since are received
+        while time.monotonic() < end and not self._mpi.Request.Testall(self._sent):
+            time.sleep(0.005)
         self._comm.Free()
         _close_signals(self._signals)
         abort.parted()
@@ -197,19 +199,22 @@ class RollCall:
             self._answers.clear()
             self._asked = waiting.call.number, over, now
             self._tell_all((_ASK, None))
-        answered = len(self._answers) == self._comm.size - 1
-        if not answered and now - self._asked[2] < ANSWER_SECONDS:
+        if len(self._answers) < self._comm.size - 1 and now - self._asked[2] < ANSWER_SECONDS:
             return
-        mine, told = self._position(), dict(self._answers)
-        if differs := watchdog.contradiction(self._comm.rank, mine, told):
-            abort.abort(f"{differs}", "every rank must make the same calls in the same order", alike=differs)
-        if over and (self._speaks(waiting, told) or last):
+        told = dict(self._answers)
+        self._judge(waiting, told, over and (self._speaks(waiting, told) or last))
+
+    def _judge(self, waiting: Waiting, told: Mapping[int, Position], over: bool) -> None:
+        """End the job if the ranks contradict each other, or the call is ``over``; else perhaps warn."""
+        rank, size, mine = self._comm.rank, self._comm.size, self._position()
+        if differs := watchdog.contradiction(rank, mine, told):
+            abort.abort(differs, "every rank must make the same calls in the same order", alike=differs)
+        if over:
             abort.before_abort(lambda: self._end_silent(told))
-            headline, details = watchdog.report(waiting, self._comm.size, self._comm.rank, mine, told)
-            abort.abort(headline, details, watchdog.STATUS)
+            abort.abort(*watchdog.report(waiting, size, rank, mine, told), watchdog.STATUS)
         if waiting.seconds > WARN_SECONDS and self._warned != waiting.call.number and self._speaks(waiting, told):
             self._warned = waiting.call.number
-            absent = rank_list(watchdog.missing(waiting, self._comm.size, self._comm.rank, told)) or "none"
+            absent = rank_list(watchdog.missing(waiting, size, rank, told)) or "none"
             abort.say(f"has waited {waiting.seconds:.0f} s in {waiting.call}; not there: {absent}")
 
     def _end_silent(self, told: Mapping[int, Position]) -> None:

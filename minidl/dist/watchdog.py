@@ -25,6 +25,7 @@ VARIABLE = "MINIDL_TIMEOUT"
 STATUS = 124  # of a job that hung, as that of timeout(1)
 _PACKAGE = str(Path(__file__).parent)
 _SHOWN_CALLS = 5
+_STACK_LETTERS = 4000  # the innermost: a message that MPI sends without asking the receiver
 
 
 def limit() -> float:
@@ -87,7 +88,7 @@ def stack() -> tuple[str, str]:
     lines = traceback.extract_stack(frame)
     outer = [line for line in lines if not line.filename.startswith(_PACKAGE)] or lines
     place = f"{outer[-1].filename}:{outer[-1].lineno} in {outer[-1].name}"
-    return place, "".join(traceback.format_list(lines))
+    return place, "".join(traceback.format_list(lines))[-_STACK_LETTERS:]
 
 
 def _doing(position: Position | None, waiting: Waiting) -> str:

@@ -124,9 +124,8 @@ def _on_host(comm: MPICommunicator, engine: str) -> Communicator:
     told = comm.share(engine)
     if len(set(told)) > 1:
         raise ValueError(f"init: {by_value(f'engine {name}' for name in told)}; all ranks need the same")
-    if engine == "mpi":
-        return comm
-    if engine == "auto" and len(set(sizes := comm.share(comm.local_size))) + (min(sizes) < 2) > 1:
+    sizes = set(comm.share(comm.local_size))
+    if engine == "mpi" or (engine == "auto" and (len(sizes) > 1 or min(sizes) < 2)):
         return comm
     try:
         return ShmCommunicator(comm)
