@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from minidl.dist import mpiexec
 from tests.dist import job
 from tests.dist.job import DIFFERENT_CALLS, FAULTS, LIMIT_SECONDS
 
@@ -59,6 +60,14 @@ def test_ranks_that_call_different_things_are_told_which(fault, engine, tmp_path
     assert done.seconds < 8  # found out at once, or when a rank has waited a little: the limit is ten minutes
 
 
+@pytest.mark.parametrize("fault", ["other_size", "other_order", "other_call"])
+def test_ranks_of_several_hosts_are_told_as_well(fault, tmp_path):
+    done = job.run("faults", 4, tmp_path, fault, "cpu", MINIDL_ENGINE="shm", MINIDL_RANKS_PER_HOST="2")
+    assert done.status == 1, done.output
+    assert re.search(r"collective calls? .*differs?: .*on rank 1: ", done.output), done.output
+    assert done.seconds < 15  # four ranks whose MPI spins on two cores
+
+
 @pytest.mark.parametrize("engine", ["shm", "mpi"])
 def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
     done = job.run("faults", 3, tmp_path, "sleeping", "cpu", MINIDL_ENGINE=engine, **LIMIT)
@@ -102,8 +111,9 @@ def test_ctrl_c_ends_ranks_that_wait(fault, engine, tmp_path):
         process.send_signal(signal.SIGINT)
         output = job.finish(process)
     assert time.monotonic() - interrupted < 8
-    assert process.returncode != 0 and output.count("ending all ranks") == 1, output
-    assert "KeyboardInterrupt" in output
+    assert process.returncode != 0, output
+    if mpiexec.find().family != "Open MPI":  # which kills its ranks before they can say a word
+        assert output.count("ending all ranks") == 1 and "KeyboardInterrupt" in output, output
 
 
 def test_ranks_that_fail_alike_speak_with_one_voice(tmp_path):
