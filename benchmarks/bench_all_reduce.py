@@ -1,9 +1,9 @@
 """All-reduce between CPU ranks of one host, shared memory beside MPI, in one run and in turn.
 
-``python -m minidl.launch -n 2 benchmarks/bench_all_reduce.py --json out.json``. The arms: minidl's engine in shared
-memory, on arrays that lie there (as gradients do) and on any array (copied in and out), its MPI engine (which compares
-what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
-bare. A sample is a few calls one after another on float32, and the slowest rank's time counts.
+``python benchmarks/bench_all_reduce.py --ranks 2 --json out.json``, or under mpiexec. The arms: minidl's engine in
+shared memory, on arrays that lie there (as gradients do) and on any array (copied in and out), its MPI engine (which
+compares what the ranks call before it sends), and as peer mpi4py's in-place Allreduce bare. A sample is a few calls one
+after another on float32, and the slowest rank's time counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import dist
+from minidl import dist, launch
 from minidl.dist.communicator import place
 from minidl.dist.shm import ShmCommunicator
 from minidl.profile.results import machine_record, result, write
@@ -93,14 +93,15 @@ def table_of(rows: list[dict]) -> Iterator[list[str]]:
 def main() -> None:
     """Measure all sizes and show them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="where no launcher started it")
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
     parser.add_argument("--chunk", type=int, default=0, help="bytes that travel at once in shared memory")
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
+    if dist.launched_size() == 1:
+        sys.exit(launch.main(["-n", str(options.ranks), __file__, *sys.argv[1:]]))
     base = dist.init("cpu", "mpi")
-    if base.size == 1:
-        sys.exit("bench_all_reduce: start it with several ranks: python -m minidl.launch -n 2 " + sys.argv[0])
     comm = ShmCommunicator(base, options.chunk)
     rows = []
     for size in (size for size in SIZES if size <= options.largest):

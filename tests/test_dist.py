@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,6 +202,31 @@ def test_a_process_has_ended_whether_or_not_its_parent_took_notice():
     assert roll_call._ended(child.pid)
     child.wait()
     assert roll_call._ended(child.pid)
+
+
+def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeypatch):
+    """Seen twice, so that a rank that ends in good order has been heard of; the next rank of the host, around the end."""
+    said = []
+
+    def aborted(text, **alike):
+        said.append(text)
+
+    monkeypatch.setattr(roll_call.abort, "abort", aborted)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ranks = roll_call.RollCall.__new__(roll_call.RollCall)
+    ranks._processes, ranks._suspects = {0: child.pid, 1: os.getpid()}, {}
+    ranks._comm = SimpleNamespace(rank=2, size=3)
+    for _ in range(3):
+        ranks._find_dead()
+    child.kill()
+    child.wait()
+    ranks._find_dead()
+    assert said == []
+    ranks._find_dead()
+    assert said == [f"rank 0 (process {child.pid}) is gone without a word: killed, out of memory, or crashed"]
+    ranks._processes.pop(0)  # it told of leaving
+    ranks._find_dead()
+    assert len(said) == 1
 
 
 def test_ranks_share_only_the_cores_they_have_in_common():

@@ -163,12 +163,19 @@ class RollCall:
                 )
 
     def _find_dead(self) -> None:
-        """Ranks of this host whose process ended without a word, where the launcher does not end the job."""
-        for rank, process in list(self._processes.items()):
-            self._suspects[rank] = self._suspects.get(rank, 0) + 1 if _ended(process) else 0
-            if self._suspects[rank] > 1:
-                text = f"rank {rank} (process {process}) is gone without a word: killed, out of memory, or crashed"
-                abort.abort(text, alike=text)
+        """A rank of this host whose process ended without a word, where the launcher does not end the job.
+
+        Each looks at the next one only, so that many ranks are no more work than few.
+        """
+        others = sorted(self._processes)
+        if not others:
+            return
+        rank = next((other for other in others if other > self._comm.rank), others[0])
+        process = self._processes[rank]
+        self._suspects[rank] = self._suspects.get(rank, 0) + 1 if _ended(process) else 0
+        if self._suspects[rank] > 1:
+            text = f"rank {rank} (process {process}) is gone without a word: killed, out of memory, or crashed"
+            abort.abort(text, alike=text)
 
     def _find_interrupted(self) -> None:
         """Python raises KeyboardInterrupt when a call of MPI returns, which it may never do."""
