@@ -205,7 +205,7 @@ def test_a_process_has_ended_whether_or_not_its_parent_took_notice():
 
 
 def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeypatch):
-    """Seen twice, so that a rank that ends in good order has been heard of; the next rank of the host, around the end."""
+    """Seen twice, so that a rank that ends in good order has been heard of; the next rank of the host, in a ring."""
     said = []
 
     def aborted(text, **alike):
@@ -311,7 +311,6 @@ def test_facts_never_raise_and_every_failure_has_a_remedy(monkeypatch):
 @pytest.mark.parametrize("capturing", [False, True])
 def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing, monkeypatch):
     """Destroying them under a live CUDA graph crashes; fakes stand for NCCL and for CUDA."""
-    from types import SimpleNamespace
 
     from minidl.dist import nccl
 
