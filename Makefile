@@ -33,7 +33,7 @@ except (ImportError, RuntimeError) as error:
 endef
 export REQUIRE_GPU
 
-.PHONY: help env build train test test-gpu sanitize test-mpi lint format bench clean distclean
+.PHONY: help env build train test test-gpu sanitize test-mpi lint format bench report clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -70,8 +70,11 @@ format: $(ENVIRONMENT) ## let ruff put the sources into shape
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: $(BUILT) ## run the benchmarks (BENCH=benchmarks/bench_conv.py for one)
+bench: $(BUILT) ## run the benchmarks (BENCH=benchmarks/bench_conv.py for one; docs/benchmarks.md has a command per table)
 	@for script in $(BENCH); do echo "$$script"; $(PY) "$$script" $(ARGS) || exit 1; done
+
+report: $(BUILT) ## make the tables and pictures of README.md and docs/ from benchmarks/results/
+	@$(PY) benchmarks/report.py --pictures
 
 clean: ## remove everything built, keep .venv
 	@rm -rf build minidl/build dist ./*.egg-info .pytest_cache .ruff_cache .hypothesis

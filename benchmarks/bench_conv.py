@@ -1,8 +1,13 @@
-"""Convolutions of ResNet-50, VGG-16 and U-Net, every distinct layer in each of its three passes, beside cuDNN.
+"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, every distinct layer in each of its three passes, beside
+PyTorch.
 
-``python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json`` needs a GPU and PyTorch. The peer runs in
-channels_last memory with cudnn.benchmark. Every timed output is compared with the peer's. The table lists first what
-costs the networks most against the peer: the time lost, weighted by how often the layer occurs.
+    python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
+    python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
+
+On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark. On the CPU it is oneDNN with as many threads, in
+channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
+output is compared with the peer's. The table lists first what costs the networks most against the best peer: the time
+lost, weighted by how often the layer occurs.
 """
 
 from __future__ import annotations
@@ -10,26 +15,30 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import cuda
+from minidl import backend, cuda
+from minidl.cpu import _conv2d
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Budget, DeviceTimer, input_sets
+from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
 __all__ = ["Layer", "floor_ms", "main"]
 
 PASSES = ("forward", "backward_data", "backward_weight")
+SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
 
 
 class Precision(NamedTuple):
@@ -84,6 +93,15 @@ class Layer:
         return itemsize * self.batch * (self.size**2 * self.channels + self.out_size**2 * self.filters)
 
 
+def _resnet18(batch: int = 256) -> list[Layer]:
+    layers = [Layer("ResNet-18", batch, 224, 3, 64, 7, 2, 1), Layer("ResNet-18", batch, 56, 64, 64, 3, 1, 4)]
+    for width, size in ((128, 56), (256, 28), (512, 14)):
+        layers.append(Layer("ResNet-18", batch, size, width // 2, width, 3, 2, 1))
+        layers.append(Layer("ResNet-18", batch, size, width // 2, width, 1, 2, 1))
+        layers.append(Layer("ResNet-18", batch, size // 2, width, width, 3, 1, 3))
+    return layers
+
+
 def _resnet50(batch: int = 256) -> list[Layer]:
     """Stride in the 3x3 convolution of a stage's first block."""
     layers = [Layer("ResNet-50", batch, 224, 3, 64, 7, 2, 1)]
@@ -132,7 +150,9 @@ def _merged(layers: list[Layer]) -> list[Layer]:
     return [Layer(*key, count) for key, count in counts.items()]
 
 
-NETWORKS: dict[str, Callable[[], list[Layer]]] = {"resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet}
+NETWORKS: dict[str, Callable[..., list[Layer]]] = {
+    "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet
+}  # fmt: skip
 
 
 def floor_ms(layer: Layer, precision: Precision, bandwidth: float) -> float:
@@ -143,34 +163,34 @@ def floor_ms(layer: Layer, precision: Precision, bandwidth: float) -> float:
 class _Arrays:
     """The arrays of one layer, as tensors of the peer and, of the same memory, as our arrays."""
 
-    def __init__(self, layer: Layer, precision: Precision, sets: int) -> None:
+    def __init__(self, layer: Layer, precision: Precision, sets: int, device: str) -> None:
         import torch
 
-        self.layer, self.precision = layer, precision
+        self.layer, self.precision, self.ops = layer, precision, backend.get_ops(device)
         kind = {bfloat16: torch.bfloat16, float16: torch.float16, float32: torch.float32}[precision.dtype]
 
         def draw(*shape: int) -> Any:
-            return torch.randn(shape, device="cuda").to(kind)
+            return torch.randn(shape, device=device).to(kind)
 
         n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
         self.x, self.dy = [draw(n, h, h, c) for _ in range(sets)], [draw(n, p, p, k) for _ in range(sets)]
         self.w = draw(k, r, r, c)
 
-    def ours(self, which: str) -> list[Callable[[], Any]]:
+    def array(self, tensor: Any) -> Any:
+        """Our array of a tensor's memory."""
+        dtype = self.precision.dtype
+        bits = tensor.view({2: _torch().int16, 4: _torch().int32}[dtype.itemsize])
+        if self.ops.name == "cpu":
+            return bits.numpy().view(dtype)
         import cupy
 
-        from minidl import cuda as ops
+        return cupy.from_dlpack(bits).view(dtype)
 
-        layer, dtype = self.layer, self.precision.dtype
-
-        def array(tensor: Any) -> Any:
-            bits = {2: _torch().int16, 4: _torch().int32}[dtype.itemsize]
-            return cupy.from_dlpack(tensor.view(bits)).view(dtype)
-
+    def ours(self, which: str) -> list[Callable[[], Any]]:
+        layer, ops, w = self.layer, self.ops, self.array(self.w)
         stride, padding = (layer.stride,) * 2, (layer.padding,) * 2
         options = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "tf32": self.precision.tf32}
-        w = array(self.w)
-        sets = [(array(x), array(dy)) for x, dy in zip(self.x, self.dy, strict=True)]
+        sets = [(self.array(x), self.array(dy)) for x, dy in zip(self.x, self.dy, strict=True)]
         if which == "forward":
             return [partial(ops.conv2d, x, w, **options) for x, _ in sets]
         if which == "backward_data":
@@ -180,22 +200,27 @@ class _Arrays:
             ops.conv2d_backward_weight(dy, x, **options, out=out)
             return out
 
-        return [partial(weight, dy, x, cupy.empty(w.shape, np.float32)) for x, dy in sets]
+        return [partial(weight, dy, x, ops.empty(w.shape, np.float32)) for x, dy in sets]
 
-    def peer(self, which: str) -> list[Callable[[], Any]]:
+    def peer(self, which: str, contiguous: bool = False) -> list[Callable[[], Any]]:
+        """In channels_last memory, or in contiguous NCHW."""
         torch, layer = _torch(), self.layer
-        w = _nchw(self.w)
+
+        def placed(tensor: Any) -> Any:
+            return _nchw(tensor).contiguous() if contiguous else _nchw(tensor)
+
+        w, xs, dys = placed(self.w), [placed(x) for x in self.x], [placed(dy) for dy in self.dy]
         stride, padding = [layer.stride] * 2, [layer.padding] * 2
         if which == "forward":
-            return [partial(torch.nn.functional.conv2d, _nchw(x), w, None, stride, padding) for x in self.x]
+            return [partial(torch.nn.functional.conv2d, x, w, None, stride, padding) for x in xs]
         mask = [which == "backward_data", which == "backward_weight", False]
         wanted = mask.index(True)
 
         def backward(dy: Any, x: Any) -> Any:
             arguments = (stride, padding, [1, 1], False, [0, 0], 1, mask)
-            return torch.ops.aten.convolution_backward(_nchw(dy), _nchw(x), w, None, *arguments)[wanted]
+            return torch.ops.aten.convolution_backward(dy, x, w, None, *arguments)[wanted]
 
-        return [partial(backward, dy, x) for dy, x in zip(self.dy, self.x, strict=True)]
+        return [partial(backward, dy, x) for dy, x in zip(dys, xs, strict=True)]
 
     def error(self, ours: Any, peer: Any) -> float:
         """Largest difference, relative to the largest value; NaN or infinity when ours is not finite."""
@@ -216,49 +241,121 @@ def _nchw(tensor: Any) -> Any:
     return tensor.permute(0, 3, 1, 2)
 
 
-def _measure(layer: Layer, name: str, bandwidth: float, cache: int, samples: int) -> list[dict[str, Any]]:
+def _measure(
+    layer: Layer, name: str, wanted: list[str], bandwidth: float, cache: int, samples: int
+) -> list[dict[str, Any]]:
+    """On the GPU."""
     import cupy
 
     from minidl.bench.torch_calls import time_calls
 
-    torch, precision = _torch(), PRECISIONS[name]
+    precision = PRECISIONS[name]
     sets = min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
-    arrays = _Arrays(layer, precision, sets)
+    arrays = _Arrays(layer, precision, sets, "cuda")
     rows = []
-    for which in PASSES:
-        if which == "backward_data" and layer.channels == 3:
-            continue  # no network asks for the gradient of its images
+    for which in _passes(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
-        error = arrays.error(ours[-1](), peer[-1]())
-        if not error <= precision.bound:
-            raise AssertionError(f"{layer.name} {which} {name}: {error:.1e} off the peer, more than {precision.bound}")
+        error = _checked(arrays, name, which, ours[-1](), peer[-1]())
         budget = Budget(samples, seconds=math.inf)
         mine, theirs = DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")
-        rows.append(
-            {
-                "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": mine.ms, "spread": mine.spread,
-                "floor_ms": floor_ms(layer, precision, bandwidth), "tflops": layer.flop / mine.ms * 1e-9,
-                "count": layer.count, "error": error,
-                "peers": {"cudnn": theirs.ms}, "peer_spread": theirs.spread,
-            }
-        )  # fmt: skip
+        floor = floor_ms(layer, precision, bandwidth)
+        rows.append(_row(layer, name, which, error, mine, {"cudnn": theirs}) | {"floor_ms": floor})
         del ours, peer
         cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
+        _torch().cuda.empty_cache()
     return rows
 
 
+def _measure_on_cpu(layer: Layer, name: str, wanted: list[str], samples: int) -> list[dict[str, Any]]:
+    arrays, rows = _Arrays(layer, PRECISIONS[name], 1, "cpu"), []
+    for which in _passes(layer, wanted):
+        (ours,), (last,), (contiguous,) = arrays.ours(which), arrays.peer(which), arrays.peer(which, contiguous=True)
+        error = _checked(arrays, name, which, ours(), last())
+        calls = {"minidl": ours, "onednn-channels-last": last, "onednn-contiguous": contiguous}
+        times = _by_turns(calls, samples)
+        row = _row(layer, name, which, error, times.pop("minidl"), times)
+        rows.append(row | _work_space(ours))
+    return rows
+
+
+def _by_turns(calls: dict[str, Callable[[], Any]], samples: int) -> dict[str, Timing]:
+    """Milliseconds per call, the calls sampled in turn."""
+
+    def elapsed(call: Callable[[], Any], repeats: int) -> float:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - started) / repeats * 1e3
+
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(samples):
+        for name, call in calls.items():
+            once = elapsed(call, 1)  # not counted: threads of the side before may still be spinning
+            taken[name].append(elapsed(call, max(1, math.ceil(SAMPLE_MS / once))))
+    return {name: Timing(tuple(ms)) for name, ms in taken.items()}
+
+
+def _work_space(call: Callable[[], Any]) -> dict[str, int]:
+    """Bytes of memory that our call takes beside its result: by thread, and shared (packed filters, partial sums)."""
+    module, taken = sys.modules["minidl.cpu.conv2d"], []
+
+    def spy(threads: int, floats: int) -> Any:
+        work = original(threads, floats)
+        taken.append(work)
+        return work
+
+    original = module._work
+    with mock.patch.object(module, "_work", spy):
+        call()
+    *shared, own = taken or [np.empty((1, 0))]
+    return {"thread_work_bytes": own.nbytes // own.shape[0], "shared_work_bytes": sum(work.nbytes for work in shared)}
+
+
+def _passes(layer: Layer, wanted: list[str]) -> list[str]:
+    """No network asks for the gradient of its images."""
+    return [which for which in wanted if which != "backward_data" or layer.channels > 3]
+
+
+def _checked(arrays: _Arrays, name: str, which: str, ours: Any, peer: Any) -> float:
+    """The error against the peer, refused when it is more than a rounding error."""
+    error, bound = arrays.error(ours, peer), PRECISIONS[name].bound
+    if not error <= bound:
+        raise AssertionError(f"{arrays.layer.name} {which} {name}: {error:.1e} off the peer, more than {bound}")
+    return error
+
+
+def _row(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
+    best = min(peers.values(), key=lambda timing: timing.ms)
+    return {
+        "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": ours.ms, "spread": ours.spread,
+        "min_ms": ours.min_ms, "floor_ms": None, "tflops": layer.flop / ours.ms * 1e-9,
+        "count": layer.count, "batch": layer.batch,
+        "error": error, "peers": {peer: timing.ms for peer, timing in peers.items()}, "peer_spread": best.spread,
+        "peer_min_ms": min(timing.min_ms for timing in peers.values()),
+    }  # fmt: skip
+
+
+def _best(row: dict[str, Any]) -> float:
+    """Milliseconds of the fastest peer."""
+    return min(row["peers"].values())
+
+
 def _lost(row: dict[str, Any]) -> float:
-    """Milliseconds per training step by which the peer is ahead."""
-    return row["count"] * (row["ms"] - row["peers"]["cudnn"])
+    """Milliseconds per training step by which the best peer is ahead."""
+    return row["count"] * (row["ms"] - _best(row))
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    peer = row["peers"]["cudnn"]
+    peers = [f"{ms:.3f}" for ms in row["peers"].values()]
+    if row["floor_ms"] is None:
+        figures = [f"{row['tflops'] * 1e3:.0f} G", f"{row['thread_work_bytes'] / 2**20:.2f}"]
+        figures.append(f"{row['shared_work_bytes'] / 2**20:.2f}")
+    else:
+        figures = [f"{row['tflops']:.0f} T", f"{row['floor_ms']:.3f}"]
     return [
-        f"{row['case']} {row['pass']}", row["dtype"], f"{row['ms']:.3f}", f"{row['spread']:.1%}",
-        f"{row['tflops']:.0f}", f"{row['floor_ms']:.3f}", f"{peer:.3f}", f"{peer / row['ms']:.2f}", str(row["count"]),
-        f"{_lost(row):+.3f}",
+        f"{row['case']} {row['pass']}", row["dtype"], f"{row['ms']:.3f}", f"{row['spread']:.1%}", *figures, *peers,
+        f"{row['peer_spread']:.1%}", f"{_best(row) / row['ms']:.2f}", f"{row['peer_min_ms'] / row['min_ms']:.2f}",
+        str(row["count"]), f"{_lost(row):+.3f}",
     ]  # fmt: skip
 
 
@@ -266,38 +363,61 @@ def _totals(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Per network, precision and pass: the sums over all layers, weighted by count."""
     sums: dict[tuple[str, ...], list[float]] = {}
     for row in rows:
-        total = sums.setdefault((row["case"].split()[0], row["dtype"], row["pass"]), [0.0, 0.0, 0.0])
-        for i, ms in enumerate((row["ms"], row["floor_ms"], row["peers"]["cudnn"])):
+        total = sums.setdefault((row["case"].split()[0], row["dtype"], row["pass"]), [0.0, 0.0])
+        for i, ms in enumerate((row["ms"], _best(row))):
             total[i] += row["count"] * ms
-    return [
-        [" ".join(key), f"{ms:.2f}", f"{floor:.2f}", f"{peer:.2f}", f"{peer / ms:.2f}"]
-        for key, (ms, floor, peer) in sums.items()
-    ]
+    return [[" ".join(key), f"{ms:.2f}", f"{peer:.2f}", f"{peer / ms:.2f}"] for key, (ms, peer) in sums.items()]
+
+
+def _show(rows: list[dict[str, Any]], device: str) -> None:
+    rows.sort(key=_lost, reverse=True)
+    middle = ["work MB/thread", "shared MB"] if device == "cpu" else ["floor ms"]
+    peers = [f"{name} ms" for name in rows[0]["peers"]]
+    columns = ["layer and pass", "type", "ms", "spread", "FLOP/s", *middle, *peers, "its spread", "speed"]
+    show("convolutions, worst first", [*columns, "of minima", "count", "lost ms"], [_cells(row) for row in rows])
+    columns = ["network, type, pass", "ms", "best peers ms", "speed against the best peers"]
+    show("all layers, weighted by count", columns, _totals(rows))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, help="default: bf16, on the CPU fp32")
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, help="default: all but resnet18, on the CPU resnet18")
+    parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=list(PASSES))
+    parser.add_argument("--batch", type=int, help="images (default: of a training step on a GPU; on the CPU 8)")
+    parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
+    parser.add_argument("--json", metavar="PATH", help="write the result file here")
+    a = parser.parse_args()
+    on_cpu = a.device == "cpu"
+    a.precision = a.precision or (["fp32"] if on_cpu else ["bf16"])
+    a.network = a.network or (["resnet18"] if on_cpu else ["resnet50", "vgg16", "unet"])
+    a.batch = a.batch or (8 if on_cpu else None)
+    if on_cpu and "tf32" in a.precision:
+        parser.error("TF32 exists on the GPU only")
+    return a
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["bf16"])
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
-    parser.add_argument("--json", metavar="PATH", help="write the result file here")
-    options = parser.parse_args()
-    torch = _torch()
-    torch.backends.cudnn.benchmark = True
-    machine, bandwidth = machine_record(), copy_bandwidth(cuda, DeviceTimer()) * 1e9
-    rows = []
-    for name in options.precision:
+    a = _arguments()
+    torch, machine, rows, more = _torch(), machine_record(), [], {}
+    if a.device == "cpu":
+        more["threads"] = _conv2d.max_threads()
+        torch.set_num_threads(more["threads"])
+    else:
+        torch.backends.cudnn.benchmark = True
+        bandwidth = copy_bandwidth(cuda, DeviceTimer()) * 1e9
+    for name in a.precision:
         torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
-        for network in options.network:
-            for layer in NETWORKS[network]():
-                rows += _measure(layer, name, bandwidth, machine["l2_bytes"], options.samples)
-    rows.sort(key=_lost, reverse=True)
-    columns = ["layer and pass", "type", "ms", "spread", "TFLOP/s", "floor ms", "cudnn ms", "speed", "count", "lost ms"]
-    show("convolutions, worst first", columns, map(_cells, rows))
-    columns = ["network, type, pass", "ms", "floor ms", "cudnn ms", "speed against cudnn"]
-    show("all layers, weighted by count", columns, _totals(rows))
-    if options.json:
-        write(options.json, result("bench_conv", rows, machine))
+        for network in a.network:
+            for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
+                if a.device == "cpu":
+                    rows += _measure_on_cpu(layer, name, a.passes, a.samples)
+                else:
+                    rows += _measure(layer, name, a.passes, bandwidth, machine["l2_bytes"], a.samples)
+    _show(rows, a.device)
+    if a.json:
+        write(a.json, result("bench_conv", rows, machine, **more))
 
 
 if __name__ == "__main__":

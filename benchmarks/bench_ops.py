@@ -110,7 +110,10 @@ def elementwise(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case
 
 
 def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]:
-    """The four passes of batch normalisation; the peer is PyTorch's synchronised batch norm, cut in the same places."""
+    """The four passes of batch normalisation; the peer is PyTorch's synchronised batch norm, cut in the same places.
+
+    Then those that a ReLU or a residual join shares; they have no peer.
+    """
     size, channels = math.prod(shape), shape[-1]
     width = DTYPES[dtype].itemsize
 
@@ -142,6 +145,17 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
         ("batch_norm_backward_apply", "backward_data", 3,
          ours(lambda dy, x, m, g: ops.batch_norm_backward_apply(dy, x, m, g, zero_sums, count), 2),
          torch_peer(lambda dy, x, g: torch_function("batch_norm_backward_elemt")(dy, x, g, g, g, g, g, g.int()), 2)),
+        ("batch_norm_apply + add, relu", "forward", 3,
+         ours(lambda x, z, m, g: ops.batch_norm_apply(x, m, g, g, add=z, relu=True), 2), {}),
+        ("batch_norm_apply + batch norm, relu", "forward", 3,
+         ours(lambda x, z, m, g: ops.batch_norm_apply(x, m, g, g, add=z, add_moments=m, add_gamma=g, add_beta=g,
+                                                      relu=True), 2), {}),
+        ("batch_norm_relu_backward_stats", "backward_weight", 2,
+         ours(lambda dy, x, m, g: ops.batch_norm_relu_backward_stats(dy, x, m, g, g), 2), {}),
+        ("batch_norm_relu_backward_apply", "backward_data", 3,
+         ours(lambda dy, x, m, g: ops.batch_norm_relu_backward_apply(dy, x, m, g, g, zero_sums, count), 2), {}),
+        ("batch_norm_join_backward_stats", "backward_weight", 4,
+         ours(lambda dy, y, x, m, g: ops.batch_norm_join_backward_stats(dy, y, x, m), 3), {}),
     ]  # fmt: skip
     for name, direction, arrays, make, peers in passes:
         yield Case(f"{name}/{label}", direction, dtype, arrays * width * size, make, peers)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
 from minidl import models
+from minidl.fusion import fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -42,6 +43,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--classes", type=int)
     p.add_argument("--batch", type=int, default=32)
     p.add_argument("--precision", nargs="+", default=["fp32"])
+    p.add_argument("--fusion", default="none", help="plan of batch-norm fusion, on our side")
     p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps on each side")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
     p.add_argument("--peers", nargs="*", default=None, help="of torch-eager, torch-graph, torch-compile; default: all")
@@ -70,6 +72,7 @@ def graph(a: argparse.Namespace) -> m.Graph:
 def ours(a: argparse.Namespace, mode: str) -> tuple[Step, Callable[[Any], float], m.Model]:
     """(one step, its loss as a number, the model)."""
     model = m.Model(graph(a), device=a.device, precision=mode)
+    fuse(model, a.fusion)
     optimizer = m.SGD(model, LR, MOMENTUM, DECAY)
     loss = m.SoftmaxCrossEntropy()
     images, labels = data(a)
@@ -175,7 +178,7 @@ def measure(a: argparse.Namespace, mode: str) -> dict[str, Any]:
         "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}",
         "pass": "step",
         "dtype": precision(mode).name,
-        "arm": "eager",
+        "arm": "eager" if a.fusion == "none" else f"eager, {a.fusion}",
         "ms": mine.ms,
         "spread": mine.spread,
         "floor_ms": None,

@@ -1,41 +1,47 @@
-"""The result tables of README.md, made from benchmarks/results/<machine>/*.json.
+"""The tables and pictures of README.md and docs/ that are made from benchmarks/results/<machine>/*.json, .json.gz.
 
-python benchmarks/report.py            rewrite the tables
-python benchmarks/report.py --check    exit 1 when README.md does not show what the files say
+python benchmarks/report.py             rewrite the tables
+python benchmarks/report.py --pictures  draw the pictures anew, too
+python benchmarks/report.py --check     exit 1 when a page does not show what the files say
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import layer_pages
+
+from minidl.bench import command
+from minidl.profile.plots import save
+from minidl.profile.results import load as results_of
+from minidl.profile.tables import markdown
+
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- results: made by benchmarks/report.py -->", "<!-- end of results -->"
 
 Row = dict[str, Any]
 
 
 def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
     """The result files of a machine whose names begin with ``benchmark``."""
-    return [json.loads(path.read_text()) for path in sorted((RESULTS / machine).glob(f"{benchmark}*.json"))]
+    return [results_of(path) for path in sorted((RESULTS / machine).glob(f"{benchmark}*.json*"))]
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table, first column to the left."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _machine(file: dict[str, Any]) -> str:
+    """In a word: the GPU, or how many cores."""
+    machine = file["machine"]
+    return machine.get("gpu") or f"CPU, {machine.get('cores', 2)} cores"
 
 
 def training() -> str:
     """Whole steps beside PyTorch, worst ratio first."""
     found = [
-        (row["ratio_to_best_peer"], file["machine"].get("gpu") or "CPU, 2 cores", row)
+        (row["ratio_to_best_peer"], _machine(file), row)
         for machine in sorted(path.name for path in RESULTS.iterdir())
         for file in load(machine, "bench_train")
         for row in file["rows"]
@@ -45,7 +51,7 @@ def training() -> str:
         peer, ms = min(row["peers"].items(), key=lambda item: item[1])
         figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{ratio:.2f}"]
         rows.append([row["case"], machine, row["dtype"], *figures])
-    return table(["training step", "machine", "dtype", "minidl ms", "PyTorch ms", "speed against PyTorch"], rows)
+    return markdown(["training step", "machine", "dtype", "minidl ms", "PyTorch ms", "speed against PyTorch"], rows)
 
 
 def operations() -> str:
@@ -65,24 +71,23 @@ def operations() -> str:
         lines.append((min(shares), [f"`{name}`", f"{min(shares):.0%}", f"{statistics.median(shares):.0%}", speed]))
     lines.sort(key=lambda line: line[0])
     head = ["memory-bound operation, H200", "worst share of copy", "median share", "speed against PyTorch's"]
-    return table(head, [line for _, line in lines])
+    return markdown(head, [line for _, line in lines])
 
 
 def convolutions() -> str:
-    """Geometric mean over layers of cuDNN's time over ours."""
-    groups: dict[tuple[str, str, str], list[float]] = {}
-    for file in load("h200", "bench_conv"):
-        for row in file["rows"]:
-            key = row["case"].split()[0], row["dtype"], row["pass"]
-            groups.setdefault(key, []).append(row["peers"]["cudnn"] / row["ms"])
-    lines = sorted(
-        (statistics.geometric_mean(ratios), network, dtype, passed, min(ratios))
-        for (network, dtype, passed), ratios in groups.items()
-    )
-    rows = [[network, dtype, passed, f"{mean:.2f}", f"{worst:.2f}"] for mean, network, dtype, passed, worst in lines]
+    """Geometric mean over layers of the library's time (cuDNN, oneDNN) over ours."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for machine in sorted(path.name for path in RESULTS.iterdir()):
+        for file in load(machine, "bench_conv"):
+            for row in file["rows"]:
+                key = row["case"].split()[0], _machine(file), row["dtype"], row["pass"]
+                groups.setdefault(key, []).append(min(row["peers"].values()) / row["ms"])
+    lines = sorted((statistics.geometric_mean(ratios), *key, min(ratios)) for key, ratios in groups.items())
+    rows = [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines]
     if not rows:
         return ""
-    return table(["convolutions of, H200", "dtype", "pass", "speed against cuDNN, mean", "worst layer"], rows)
+    head = ["convolutions of", "machine", "dtype", "pass", "speed against cuDNN or oneDNN, mean", "worst layer"]
+    return markdown(head, rows)
 
 
 def learning() -> str:
@@ -95,33 +100,119 @@ def learning() -> str:
                 what = [row["case"], machine, str(row["ranks"]), row["dtype"], str(row["steps"])]
                 rows.append([*what, f"{losses[0]:.3f} → {losses[-1]:.4f}", f"{row['test_accuracy']:.3f}"])
     head = ["network", "machine", "ranks", "dtype", "steps", "loss, first → last tenth", "test accuracy"]
-    return table(head, rows)
+    return markdown(head, rows)
 
 
-def text() -> str:
-    """The whole generated part."""
-    return "\n\n".join(part for part in (training(), convolutions(), operations(), learning()) if part)
+README_TABLES = {
+    "bench_train": training,
+    "bench_conv": convolutions,
+    "bench_ops": operations,
+    "bench_learning": learning,
+}
 
 
-def rewritten(readme: str) -> str:
-    """``readme`` with its generated part made anew."""
-    before, _, rest = readme.partition(BEGIN)
-    _, found, after = rest.partition(END)
+def results() -> str:
+    """The tables of README.md."""
+    return "\n\n".join(part for make in README_TABLES.values() if (part := make()))
+
+
+def commands() -> str:
+    """What made each file of results that a table of README.md shows."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/*.json*")):
+        name = next((name for name in README_TABLES if path.stem.startswith(name)), None)
+        if name is not None:
+            head = README_TABLES[name]().splitlines()[0].split("|")[1].strip()
+            lines.append([f"`{path.relative_to(RESULTS)}`", head, f"`{results_of(path)['command']}`"])
+    return markdown(["file of results", "table of README.md", "command"], lines)
+
+
+def options() -> str:
+    """Every option of ``minidl bench``, verb by verb, from its own parser."""
+    return "\n\n".join(f"### minidl bench {verb}\n\n{_options(command.parser_of(verb))}" for verb in command.VERBS)
+
+
+def _options(parser: argparse.ArgumentParser) -> str:
+    lines = []
+    for action in parser._actions:  # argparse has no public list of options
+        if action.dest != "help":
+            shown = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or [])) or "VALUE")
+            name = " ".join([*action.option_strings[-1:], shown + " ..." * (action.nargs == "+")]).strip()
+            lines.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
+    return markdown(["option", "", "default"], lines)
+
+
+def _default(action: argparse.Action) -> str:
+    value = action.default
+    if value in (None, False, []) or not action.option_strings:
+        return ""
+    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+def between(page: str, name: str, text: str) -> str:
+    """``page`` with what stands between the marks of ``name`` replaced.
+
+    Raises:
+        ValueError: when it has no such marks.
+    """
+    begin, end = f"<!-- {name}: made by benchmarks/report.py -->", f"<!-- end of {name} -->"
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise SystemExit(f"README.md lacks the marks {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{text()}\n\n{END}{after}"
+        raise ValueError(f"a page lacks the marks {begin} and {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"results": results},
+    "docs/benchmarks.md": {"commands": commands, "options": options},
+    "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
+}
+
+
+def pages() -> dict[Path, str]:
+    """Every page as the files of results have it."""
+    made = {}
+    for name, parts in PARTS.items():
+        text = (ROOT / name).read_text()
+        for mark, make in parts.items():
+            text = between(text, mark, make())
+        made[ROOT / name] = text
+    for network in layer_pages.of_networks(RESULTS):
+        made[ROOT / layer_pages.PAGE.format(network)] = layer_pages.page(RESULTS, network)
+    return made
+
+
+def draw() -> None:
+    """All pictures; those that no page shows any more go."""
+    folder = (ROOT / layer_pages.PAGE).parent
+    made = set()
+    for name, _, figure in layer_pages.pictures(RESULTS):
+        save(figure(), folder / f"{name}.png")
+        made.add(f"{name}.png")
+    for path in folder.glob("*.png"):
+        if path.name not in made:
+            path.unlink()
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--check", action="store_true", help="only compare")
+    p.add_argument("--pictures", action="store_true", help="draw the pictures, too")
     a = p.parse_args()
-    old = README.read_text()
-    new = rewritten(old)
+    differ = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
     if a.check:
-        print("README.md is up to date" if new == old else "README.md differs: run python benchmarks/report.py")
-        return int(new != old)
-    README.write_text(new)
+        for path in differ:
+            print(f"{path.relative_to(ROOT)} differs: run python benchmarks/report.py")
+        return int(bool(differ))
+    for path, text in differ.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if a.pictures:
+        draw()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``minidl train, bench, plot, tune, info``. ``scripts/train.py`` is ``minidl train``."""
+"""The command line: ``minidl train, bench, fuse, plot, tune, info``. ``scripts/train.py`` is ``minidl train``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.dist import abort
 from minidl.dist.doctor import facts
+from minidl.fusion import PLANS, fuse
+from minidl.fusion import command as fusing
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
 from minidl.optim import SGD
@@ -38,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     shown = argparse.ArgumentDefaultsHelpFormatter
     _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
     bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
+    fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
     tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
@@ -60,6 +63,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--weight-decay", type=float, default=5e-4)
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument(
@@ -146,6 +150,7 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     options = {"sync_batch_norm": True} if a.sync_batch_norm else {}
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
+    fuse(model, a.fusion)
     optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
 
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
@@ -189,7 +194,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
     print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; minidl train --help lists all options")
 
 
-_VERBS = {"train": _train, "bench": bench.run, "plot": plots.run, "tune": tuning.run, "info": _info}
+_VERBS = {"train": _train, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run, "info": _info}
 
 if __name__ == "__main__":
     sys.exit(main())

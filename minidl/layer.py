@@ -25,7 +25,7 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.shapes import Pair
 from minidl.store import TensorStore
-from minidl.value import Value
+from minidl.value import MaskedGradient, Value
 
 __all__ = ["Layer"]
 
@@ -48,6 +48,8 @@ class Layer:
     num_inputs = 1
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
+    accepts_masked = False  # backward takes a `MaskedGradient`
+    folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
     def __init__(self, name: str | None = None):
         if name is not None and not isinstance(name, str):
@@ -162,6 +164,8 @@ class Layer:
             ValueError: for a shape the layer cannot take.
             TypeError: for a dtype, array kind or device it cannot take.
         """
+        if self.folded is not None and (grad or self.training):
+            raise checks.order(self.name, "is folded for inference", "call model.train(), or forward(..., grad=False)")
         arrays = self._enter(x)
         self._grad_enabled = grad
         if grad:
@@ -255,9 +259,14 @@ class Layer:
         return arrays
 
     def _enter_gradient(self, dy: Any) -> Any:
-        array, ops = interop.take_in(dy, self.name, "dy")
-        if self.ops is not None and ops is not self.ops:
-            raise checks.bad_dtype(self.name, "dy", f"a {self.ops.name} array", f"a {ops.name} array")
+        if isinstance(dy, MaskedGradient):
+            if not self.accepts_masked:
+                raise checks.order(self.name, "got a gradient whose mask is owed", "call its finish() first")
+            array = dy
+        else:
+            array, ops = interop.take_in(dy, self.name, "dy")
+            if self.ops is not None and ops is not self.ops:
+                raise checks.bad_dtype(self.name, "dy", f"a {self.ops.name} array", f"a {ops.name} array")
         if self._kept is not None:
             expected = self.output_shape(*(shape for shape, _ in self._kept[1]))
             self._require_alike("dy", array, expected, self._kept[1][0][1])

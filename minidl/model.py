@@ -24,7 +24,7 @@ from minidl.profile import Profiler, grouping
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
-from minidl.value import Value, materialize
+from minidl.value import Value, finished, materialize
 
 __all__ = ["Model"]
 
@@ -176,9 +176,11 @@ class Model:
                 continue
             layer, dy = node.layer, grads[node.index]
             grads[node.index] = None
+            if not layer.accepts_masked:
+                dy = finished(self.ops, dy)
             layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
             single = node.inputs[0] if len(node.inputs) == 1 else None
-            dx = layer.backward(dy, add=grads[single] if single is not None else None)
+            dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
             if not layer.needs_input_grad:
                 continue
             if single is not None:
@@ -194,7 +196,7 @@ class Model:
                     grads[i] = part
                     continue
                 with self.profiler.span(node.name, "backward_data"):
-                    grads[i] = self.ops.add(grads[i], part)
+                    grads[i] = self.ops.add(finished(self.ops, grads[i]), finished(self.ops, part))
 
     def _check_input(self, x: Any) -> None:
         if backend.ops_of(x) is not self.ops:
@@ -218,11 +220,18 @@ class Model:
         return self.graph.layers
 
     def train(self, mode: bool = True) -> Model:
-        """Training mode: batch statistics, dropout."""
+        """Training mode: batch statistics, dropout; folded layers are unfolded."""
         self.training = mode
         for layer in self.layers:
             layer.training = mode
+        if mode:
+            self._unfold()
         return self
+
+    def _unfold(self) -> None:
+        """What `minidl.fusion.fold` computed is no longer that of the parameters."""
+        for layer in self.layers:
+            layer.folded = None
 
     def observe(self, profiler: Profiler) -> None:
         """Let ``profiler`` see every pass and message from now on."""
@@ -260,6 +269,7 @@ class Model:
         buffers = {f"{layer.name}.{name}": array for layer in self.layers for name, array in layer.buffers.items()}
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
         checkpoint.match(parameters | buffers, state, "state")
+        self._unfold()
         host = self.ops.to_host(self.arena.master).copy()
         for s in self.arena.segments:
             host[s.offset : s.offset + s.size] = state[s.full_name].reshape(-1)

@@ -3,6 +3,9 @@
 A layer may hand over a `Value` whose ``array`` is missing: the batch normalisation, residual sum and ReLU recorded in
 ``origin`` are then still to be done, by the consumer's own kernel if it can (fusion), else by `materialize`, one
 elementwise kernel. Either way the numbers are the same, so any fusion plan is correct; only bytes and time differ.
+
+Backward, a ReLU that finished such a value may hand down a `MaskedGradient`, whose mask is still owed, for the batch
+norm below to apply in its own kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Normalized", "Origin", "Value", "materialize"]
+__all__ = ["MaskedGradient", "Normalized", "Origin", "Value", "finished", "materialize"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,61 @@ def materialize(ops: ModuleType, value: Value) -> Value:
     if value.array is not None:
         return value
     assert value.origin is not None, "a value needs an array or an origin"
+    owed = [term for term in value.origin.terms if isinstance(term, Normalized)]
     array = None
-    terms = sorted(value.origin.terms, key=lambda term: isinstance(term, Normalized))  # plain terms first: added to
-    for i, term in enumerate(terms):
-        relu = value.origin.relu and i == len(terms) - 1
-        if isinstance(term, Normalized):
-            array = ops.batch_norm_apply(term.raw, term.moments, term.gamma, term.beta, add=array, relu=relu)
-        else:
+    for term in value.origin.terms:
+        if not isinstance(term, Normalized):
             array = term if array is None else ops.add(array, term)
-            array = ops.relu(array) if relu else array
+    relu = value.origin.relu
+    if array is None and len(owed) > 1:
+        array = _normalize_two(ops, owed.pop(0), owed.pop(0), relu and not owed)
+    for i, term in enumerate(owed):
+        last = relu and i == len(owed) - 1
+        array = ops.batch_norm_apply(term.raw, term.moments, term.gamma, term.beta, add=array, relu=last)
+    if relu and not any(isinstance(term, Normalized) for term in value.origin.terms):
+        array = ops.relu(array)
     return Value(array, value.origin, value.stats)
+
+
+def _normalize_two(ops: ModuleType, a: Normalized, b: Normalized, relu: bool) -> Any:
+    other = {"add": b.raw, "add_moments": b.moments, "add_gamma": b.gamma, "add_beta": b.beta}
+    return ops.batch_norm_apply(a.raw, a.moments, a.gamma, a.beta, **other, relu=relu)
+
+
+class MaskedGradient:
+    """The gradient of a ReLU's input, the mask still owed: ``dy`` where the ReLU's output was positive, else 0.
+
+    One object may travel down both branches of a join: who masks it first leaves the result for the others.
+
+    Attributes:
+        dy: gradient of the ReLU's output.
+        y: that output; None where it is the one batch norm ``term``, and follows from it.
+        term: the batch norm under the ReLU, if there is nothing else.
+        array: the masked gradient, once somebody has it.
+    """
+
+    __slots__ = ("array", "dy", "term", "y")
+
+    def __init__(self, dy: Any, *, y: Any = None, term: Normalized | None = None):
+        assert (y is None) != (term is None), "either the output or what it follows from"
+        self.dy, self.y, self.term, self.array = dy, y, term, None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.dy.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.dy.dtype
+
+    def finish(self, ops: ModuleType) -> Any:
+        """The masked gradient as an array."""
+        if self.array is None:
+            y = self.y if self.term is None else materialize(ops, Value(origin=Origin((self.term,), relu=True))).array
+            self.array = ops.relu_backward(self.dy, y)
+        return self.array
+
+
+def finished(ops: ModuleType, gradient: Any) -> Any:
+    """A gradient as an array; None stays None."""
+    return gradient.finish(ops) if isinstance(gradient, MaskedGradient) else gradient

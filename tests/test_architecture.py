@@ -22,6 +22,7 @@ LEVELS = [
     {"layers"},
     {"models", "data"},
     {"model"},
+    {"fusion"},
     {"loss", "optim"},
     {"train"},
     {"bench"},

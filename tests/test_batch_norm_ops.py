@@ -250,3 +250,77 @@ def test_the_parts_together_give_the_gradient(ops, rng, shape):
     assert_close(ops.to_host(dx), expected[0], float32, terms=8)
     assert_close(ops.to_host(dgamma), expected[1], float32, terms=rows, scale=4.0)
     assert_close(ops.to_host(dbeta), expected[2], float32, terms=rows, scale=4.0)
+
+
+# ------------------------------------------------------------------------------------------------ fused with its ReLU
+
+
+def assert_same(a, b):
+    """To the bit, but for the sign and payload of NaN."""
+    np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
+
+
+def near_zero(rng, shape, dtype, moments, gamma, beta):
+    """Inputs whose outputs lie on both sides of zero, some so close that they round to zero, some NaN."""
+    x = draw(rng, shape, dtype).astype(np.float64)
+    tiny = rng.choice([0.0, 2.0**-26, -(2.0**-26), 2.0**-24, 2.0**-135, 2.0**-133, 1e-3], shape)
+    root = moments[0] + (tiny - beta) / (gamma * moments[1])
+    x = np.where(rng.random(shape) < 0.5, x, root).astype(dtype)
+    x[rng.random(shape) < 0.02] = np.nan
+    return x
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("with_add", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_recomputed_mask_is_the_forward_passs_to_the_bit(ops, rng, dtype, shape, with_add, layout):
+    moments, (gamma, beta) = random_moments(rng, shape[-1]), vectors(rng, shape[-1])
+    moments[:, 0], gamma[0], beta[0] = (0, 1), 1, 0  # a channel that is its own output
+    x, dy, add = near_zero(rng, shape, dtype, moments, gamma, beta), *(draw(rng, shape, dtype) for _ in range(2))
+    x_, dy_, add_ = (place(ops, array, layout) for array in (x, dy, add))
+    affine = [ops.from_host(v) for v in (moments, gamma, beta)]
+    masked = ops.relu_backward(dy_, ops.batch_norm_apply(x_, *affine, relu=True))
+    plain = ops.batch_norm_backward_stats(masked, x_, affine[0])
+    fused = ops.batch_norm_relu_backward_stats(dy_, x_, *affine)
+    assert_same(ops.to_host(fused), ops.to_host(plain))
+    sums, count = ops.from_host(rng.standard_normal((2, shape[-1]))), ops.from_host(np.array([7.0]))
+    for given in ((sums, count), (None, None)):
+        options = {"add": add_ if with_add else None}
+        plain = ops.batch_norm_backward_apply(masked, x_, *affine[:2], *given, **options)
+        fused = ops.batch_norm_relu_backward_apply(dy_, x_, *affine, *given, **options)
+        assert fused.dtype == dtype
+        assert_same(ops.to_host(fused), ops.to_host(plain))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_behind_a_join_leave_the_masked_gradient(ops, rng, dtype, shape, layout):
+    dy, y, x = (draw(rng, shape, dtype) for _ in range(3))
+    y = np.maximum(y, 0).astype(dtype)
+    moments = ops.from_host(random_moments(rng, shape[-1]))
+    dy_, y_, x_ = (place(ops, array, layout) for array in (dy, y, x))
+    masked = ops.relu_backward(dy_, y_)
+    gradients = [ops.empty(shape[-1:], float32) for _ in range(4)]
+    plain = ops.batch_norm_backward_stats(masked, x_, moments, dgamma=gradients[0], dbeta=gradients[1])
+    sums, left = ops.batch_norm_join_backward_stats(dy_, y_, x_, moments, dgamma=gradients[2], dbeta=gradients[3])
+    for one, other in ((masked, left), (plain, sums), gradients[::2], gradients[1::2]):
+        assert_same(ops.to_host(one), ops.to_host(other))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_join_normalises_both_of_its_summands(ops, rng, dtype, shape, layout, affine):
+    x, add = draw(rng, shape, dtype), draw(rng, shape, dtype)
+    moments, add_moments = random_moments(rng, shape[-1]), random_moments(rng, shape[-1])
+    parameters = [*vectors(rng, shape[-1]), *vectors(rng, shape[-1])] if affine else [None] * 4
+    gamma, beta, add_gamma, add_beta = (None if p is None else ops.from_host(p) for p in parameters)
+    y = ops.batch_norm_apply(
+        place(ops, x, layout), ops.from_host(moments), gamma, beta,
+        add=place(ops, add, layout), add_moments=ops.from_host(add_moments), add_gamma=add_gamma, add_beta=add_beta,
+        relu=True,
+    )  # fmt: skip
+    other = reference.apply(add, add_moments.astype(np.float64), *parameters[2:])
+    expected = reference.apply(x, moments.astype(np.float64), *parameters[:2], other, relu=True)
+    assert y.dtype == dtype
+    assert_close(ops.to_host(y), expected, dtype, terms=8)

@@ -12,15 +12,15 @@ from minidl import models
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, Passes, cases
 from minidl.bench.rows import network_rows
-from minidl.bench.run import bench_layer, bench_network
+from minidl.bench.run import bench_layer, bench_network, beyond_roof, merged
 from minidl.bench.setup import Setup, layer_case, parse_layer, parse_shape
-from minidl.bench.summary import family, merged, network_table, shares
 from minidl.dist.communicator import SOLO
 from minidl.precision import precision
 from minidl.profile import results, timer
 from minidl.profile.cost import PassCost
+from minidl.profile.runs import NotInFile, family, runs
 from minidl.profile.timing import Budget, Timing
-from minidl.profile.views import VIEWS, footer, view
+from minidl.profile.views import VIEWS, default_view, footer, networks, tables, view
 
 QUICK = layers.Options(budget=Budget(samples=3, seconds=0.01, least=2, sample_ms=0.1))
 CEILINGS = {"copy_gb_per_s": 20.0, "matrix_tflops": {"fp32": 0.1, "bf16": 0.1}, "vector_tflops": {"fp32": 0.1}}
@@ -299,12 +299,40 @@ def test_transfer_wait_and_exposed_of_a_message():
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
+LACKING = {"comm": "measured on one rank", "kernels": "none were noted", "peers": "nothing was measured beside"}
+
+
+def only(content):
+    (run,) = runs(content, "file.json")
+    return run
+
+
 @pytest.mark.parametrize("name", VIEWS)
-def test_every_view_shows_every_file(name, content):
-    title, columns, cells = view(content, name)
-    assert "resnet20" in title and all(len(line) == len(columns) for line in cells)
+def test_every_view_shows_what_a_file_has_and_says_what_it_lacks(name, content):
+    run = only(content)
+    if name in LACKING:
+        with pytest.raises(NotInFile, match=f"file.json: no .*: {LACKING[name]}"):
+            view(run, name)
+        return
+    title, columns, cells = view(run, name)
+    assert cells and all(len(line) == len(columns) for line in cells)
+    if name != "networks":
+        assert "resnet20" in title
     if name in ("time", "memory"):
         assert any(line[0] == "layer3.2.conv2" for line in cells)
+
+
+def test_shares_of_the_table_are_of_the_times_within_the_step(content):
+    run = only(content)
+    _, columns, cells = view(run, "time")
+    within, share = columns.index("in step"), columns.index("share")
+    total = sum(float(line[within]) for line in cells if line[0] != "step")
+    assert total == pytest.approx(
+        sum(row["timings"]["step"]["ms"] for row in run.rows if row["pass"] != "step"), rel=0.01
+    )
+    for line in cells:
+        if line[0] != "step":
+            assert float(line[share].rstrip("%")) == pytest.approx(100 * float(line[within]) / total, abs=0.1)
 
 
 def test_absorbed_work_stays_a_line():
@@ -314,22 +342,72 @@ def test_absorbed_work_stays_a_line():
         content["rows"].append(
             row | {"index": len(content["rows"]), "ms": ms, "in": where, "type": "X", "output_shape": [1, 2]}
         )
-    cells = {line[0]: line for line in view(content, "time")[2]}
-    assert cells["bn1"][3] == "in conv2" and cells["conv2"][3] == "1.000"
+    cells = [line[3] for line in view(only(content), "time")[2]]
+    assert cells == ["1.000", "in conv2"]
+
+
+def test_layers_measured_alone_are_told_apart_by_their_case():
+    content = {"benchmark": "layers", "rows": []}
+    for case in ("ReLU/2x2x2x2", "ReLU/4x4x4x4"):
+        row = layers.empty_row(case, "relu", "forward", precision("fp32"), "cpu", 1)
+        content["rows"].append(row | {"index": 1, "ms": 1.0, "type": "ReLU", "output_shape": [2]})
+    assert [line[0] for line in view(only(content), "time")[2]] == ["ReLU/2x2x2x2", "ReLU/4x4x4x4"]
 
 
 def test_shares_add_up_to_one_and_name_the_kinds(content):
-    found = shares(content)
+    found = only(content).shares()
     assert sum(found.values()) == pytest.approx(1) and min(found.values()) > -0.05
-    assert {"convolution", "batch norm", "activation", "join", "pooling", "linear", "loss", "optimizer"} <= found.keys()
+    assert {"convolution", "batch norm", "ReLU", "joins", "pooling", "linear", "loss", "optimizer"} <= found.keys()
     assert family(rows_by_key(content)["conv1", "forward"]) == "convolution"
-    title, columns, cells = network_table([content])
-    assert len(cells) == 1 and len(cells[0]) == len(columns)
 
 
-def test_networks_merge_into_one_file(content):
-    both = merged([content, content])
-    assert len(both["rows"]) == 2 * len(content["rows"]) and len(both["points"]) == 2
+def with_batch(content, batch):
+    """The same file as if it were of another batch."""
+    setup = content["setup"] | {"batch": batch}
+    rows = [row | {"case": f"resnet20/16x16/b{batch}", "input_shapes": [[batch, 16, 16, 3]]} for row in content["rows"]]
+    return content | {"setup": setup, "rows": rows}
+
+
+def test_networks_merge_into_one_file_that_shows_all_of_them(content):
+    both = merged([content, with_batch(content, 4)])
+    assert len(both["rows"]) == 2 * len(content["rows"])
+    found = runs(both, "both.json")
+    assert [run.point["setup"]["batch"] for run in found] == [2, 4] == [run.rank_batch for run in found]
+    assert all(run.record["images_per_s"] > 0 for run in found)
+    assert (default_view(found), default_view(found[:1])) == ("networks", "time")
+    _, columns, cells = networks(found)
+    assert [line[columns.index("batch")] for line in cells] == ["2", "4"]
+    shown, reasons = tables(found, ["networks", "time", "comm"])
+    assert len(shown) == 1 + 2 and len(reasons) == 2 and all("both.json (resnet20" in text for text in reasons)
+    assert not any(line.startswith("eager step") for line in footer(both)), "whose step would that be?"
+
+
+def test_a_view_of_what_no_network_has_is_one_line(content):
+    whole = only(content | {"rows": [row for row in content["rows"] if row["pass"] == "forward"]})
+    with pytest.raises(NotInFile, match=r"file.json: no networks: no row of a whole step; run minidl bench model"):
+        networks([whole])
+    with pytest.raises(ValueError, match="unknown view 'times'; did you mean 'time'"):
+        view(whole, "times")
+
+
+@pytest.mark.parametrize(("timing", "share", "warned"), [
+    ("replayed", 1.3, True), ("cold", 1.3, True), ("hot", 1.3, False), ("graph_step", 1.3, False), ("cold", 1.1, False),
+    ("cold", None, False),
+])  # fmt: skip
+def test_passes_beyond_their_roof_tell_that_the_ceilings_are_too_low(timing, share, warned):
+    """Only where operands come from memory: the cache beats memory's roof."""
+    row = layers.empty_row("net", "conv1", "forward", precision("fp32"), "cpu", 1)
+    found = beyond_roof([row | {"roof_share": 0.9, "timing": timing}, row | {"roof_share": share, "timing": timing}])
+    assert bool(found) == warned
+    if warned:
+        assert "beat the roof: 1, most of all conv1 forward by 30%" in found[0] and "--remeasure" in found[0]
+
+
+def test_ceilings_that_are_too_low_are_in_the_warnings(cpu_ops):
+    text, slow = "ReLU()", CEILINGS | {"copy_gb_per_s": 1e-6}
+    setup = {"precision": "fp32", "device": "cpu", "ranks": 1}
+    content = bench_layer(layer_case(text, ["2x8x8x3"]), text, setup, SOLO, slow, options=QUICK)
+    assert any("--remeasure" in line for line in footer(content))
 
 
 def test_notes_say_what_the_figures_mean(content):
@@ -346,7 +424,7 @@ def test_a_layer_alone_has_its_passes(cpu_ops):
     content = bench_layer(layer_case(text, ["2x8x8x3"]), text, setup, SOLO, CEILINGS, options=QUICK)
     assert [row["pass"] for row in content["rows"]] == ["forward", "backward_weight", "backward_data"]
     assert all(row["case"] == "Conv2d(3, 4, 3)/2x8x8x3" for row in content["rows"])
-    assert results.REQUIRED and view(content, "roof")[2]
+    assert results.REQUIRED and view(only(content), "roof")[2]
 
 
 @pytest.mark.parametrize("text, words", [

@@ -69,6 +69,10 @@ CASES = [
     Case("1x1", (2, 6, 5, 24), (40, 1, 1)),
     Case("1x1-stride-2", (2, 7, 8, 12), (20, 1, 1), stride=(2, 2)),
     Case("1x1-padded", (2, 4, 3, 3), (5, 1, 1), padding=(2, 1), stride=(2, 2)),
+    Case("1x1-many-channels", (2, 3, 5, 300), (40, 1, 1)),
+    Case("1x1-stride-2-many-filters", (1, 5, 4, 33), (290, 1, 1), stride=(2, 2)),
+    Case("few-channels", (2, 6, 9, 4), (18, 2, 9), stride=(1, 2), padding=(1, 11)),
+    Case("few-channels-narrow", (3, 4, 1, 2), (5, 1, 4), stride=(2, 3), padding=(0, 3)),
     Case("linear", (7, 1, 1, 100), (31, 1, 1)),
     Case("linear-one-sample", (1, 1, 1, 257), (65, 1, 1)),
     Case("many-channels", (2, 4, 5, 67), (70, 3, 3), padding=(1, 1)),
@@ -293,6 +297,8 @@ def draw(*shape):
 for x, w, groups, padding in [
     (draw(9, 17, 19, 40), draw(72, 3, 3, 40), 1, (1, 1)),
     (draw(2, 30, 31, 64), draw(64, 3, 3, 1), 64, (1, 1)),
+    (draw(3, 40, 41, 3), draw(100, 5, 5, 3), 1, (2, 2)),
+    (draw(5, 9, 11, 300), draw(200, 1, 1, 300), 1, (0, 0)),
     (draw(33, 1, 1, 512), draw(384, 1, 1, 512), 1, (0, 0)),
     (draw(1, 1, 1, 4096), draw(1024, 1, 1, 4096), 1, (0, 0)),
 ]:
@@ -315,3 +321,25 @@ def test_same_bits_with_any_number_of_threads(cpu_ops):
         assert run.returncode == 0, run.stderr
         hashes.append(run.stdout)
     assert hashes[0] and hashes[1] == hashes[0] and hashes[2] == hashes[0]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward_data"])
+@pytest.mark.parametrize(
+    ("size", "channels", "filters", "kernel", "stride", "groups"),
+    [
+        (224, 3, 64, 7, 2, 1), (224, 64, 64, 3, 1, 1), (112, 512, 512, 3, 1, 1), (56, 64, 128, 1, 2, 1),
+        (7, 512, 512, 3, 1, 1), (7, 2048, 2048, 3, 1, 1), (16, 1024, 1024, 5, 2, 1), (56, 4096, 4096, 3, 1, 32),
+        (112, 960, 960, 5, 2, 960), (1024, 3, 16, 11, 4, 1),
+    ],
+)  # fmt: skip
+def test_a_thread_works_in_less_than_4_mb(cpu_ops, size, channels, filters, kernel, stride, groups, backward, threads):
+    """No matrix of all patches: work space does not grow with the batch, and not without bound with the layer."""
+    from minidl.cpu.conv2d_plan import apply_tasks, make_plan, reduce_tasks
+
+    shape = filters, kernel, kernel, channels // groups
+    options = (stride,) * 2, (kernel // 2,) * 2, (1, 1), groups
+    plan = make_plan((size, size), shape, *options, 32, backward)
+    for images in (1, 8, 256):
+        assert 4 * apply_tasks(plan, images, threads).scratch_floats <= 4 << 20
+        assert backward or 4 * reduce_tasks(plan, images, threads).scratch_floats <= 4 << 20

@@ -393,6 +393,13 @@ CASES = [
 ]  # fmt: skip
 
 
+def test_every_layer_is_computed_by_hand_and_counted():
+    every = {getattr(m.layers, name) for name in m.layers.__all__}
+    assert {type(layer) for layer, *_ in BY_HAND.values()} | {m.Add, m.Concat} == every
+    own_tests = {m.Dropout, m.Flatten, m.Add, m.Concat}  # below: random, a view, several inputs
+    assert {type(make()) for _, make, _ in CASES} | own_tests == every
+
+
 def run(layer, x, dy, training):
     """(output, input gradient, parameter gradients) of the layer itself, float64."""
     layer.training = training

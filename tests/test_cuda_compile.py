@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import ceiling, nvrtc
+from minidl.cuda import ceiling, conv2d_hopper, nvrtc
+from minidl.cuda.conv2d_family import TEXTBOOK, family
+from minidl.cuda.conv2d_halo import HALO_TILES
+from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.cuda.spin import spin
@@ -80,6 +84,11 @@ def call_batch_norm() -> None:
                 ops.batch_norm_apply(x, moments, add=add)
                 ops.batch_norm_backward_apply(x, x, moments, gamma, sums, count, add=add)
                 ops.batch_norm_backward_apply(x, x, moments, None, None, None, add=add)
+                for known in ((sums, count), (None, None)):
+                    ops.batch_norm_relu_backward_apply(x, x, moments, gamma, beta, *known, add=add)
+            ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
+            ops.batch_norm_relu_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
+            ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
 
 
 def call_activation() -> None:
@@ -137,9 +146,40 @@ def call_conv2d() -> None:
     for dtype, tf32 in ((float32, False), (float32, True), (bfloat16, False), (float16, False)):
         for shape, *rest in CONVOLUTIONS:
             _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
+            with family("generic"):
+                _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
         wide = ops.empty((2, 8, 8, 96), dtype)
         for start in (0, 4, 2, 1):
             _convolve(wide[..., start : start + 32], 48, (3, 3), (1, 1), (1, 1), (1, 1), 1, tf32=tf32)
+    for name in TEXTBOOK:
+        with family(name):
+            _convolve(ops.empty((2, 9, 11, 12), float32), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1, tf32=False)
+
+
+# (N, H, W, C), K, kernel, stride, padding of images with few channels
+STEMS = [
+    ((256, 224, 224, 3), 64, (7, 7), (2, 2), (3, 3)),
+    ((64, 224, 224, 3), 64, (3, 3), (1, 1), (1, 1)),
+    ((64, 224, 224, 3), 32, (3, 3), (2, 2), (1, 1)),
+    ((64, 227, 227, 3), 96, (11, 11), (4, 4), (0, 0)),
+    ((16, 128, 191, 3), 40, (5, 5), (1, 1), (2, 2)),
+    ((4, 64, 64, 4), 64, (11, 11), (1, 1), (5, 5)),
+    ((4, 64, 64, 4), 130, (7, 7), (2, 2), (3, 3)),
+    ((512, 28, 28, 1), 20, (5, 5), (1, 1), (0, 0)),
+    ((2, 15, 31, 2), 9, (2, 3), (3, 4), (1, 0)),
+]
+
+
+def call_conv2d_stem() -> None:
+    for dtype, (shape, filters, kernel, stride, padding) in zip(itertools.cycle((bfloat16, float16)), STEMS):
+        where = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1}
+        x, w = ops.empty(shape, dtype), ops.empty((filters, *kernel, shape[-1]), dtype)
+        y = ops.conv2d(x, w, *_parameters(filters), **where)
+        ops.conv2d_backward_weight(y, x, out=ops.empty(w.shape, np.float32), **where)
+        moved = ops.empty(x.size + 1, dtype)[1:].reshape(shape)
+        pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
+        ops.conv2d(moved, w, **where)
+        ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
 
 
 def call_channel_sum() -> None:
@@ -228,8 +268,11 @@ def _nvrtc_reason() -> str | None:
     return None
 
 
+_SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
+
+
 def _problems(launch, kernel, device) -> Iterator[str]:
-    """What would keep this launch from running on this device."""
+    """What would keep this launch from running on this device, or from running as it is meant to."""
     threads = int(np.prod(launch.block))
     if kernel.spill_bytes and (launch.stem, launch.name) not in ACCEPTED_SPILLS:
         yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
@@ -249,12 +292,31 @@ def test_every_variant_compiles_and_fits(stem, name):
         CALLS[stem]()
     variants = log.variants
     compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch)), strict=True))
-    problems = set()
+    problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
     for launch in log.launches:
         kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
         for problem in _problems(launch, kernels[launch.name], device):
             problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
     assert not problems, "\n".join(sorted(problems))
+
+
+@pytest.mark.parametrize("tile", (*conv2d_hopper.TILES, *HALO_TILES), ids=str)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_every_tile_of_hopper_compiles_and_fits(tile):
+    """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""
+    device, variants = BUILT_IN["H200"], set()
+    for code, backward, (kernel, stride) in itertools.product((1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
+        shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
+        conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
+        if tile in conv2d_hopper.candidates(conv, backward, device):
+            for launch in conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1)):
+                variants.add((launch.stem, tuple(launch.defines.items())))
+                assert launch.shared <= device.shared_per_block and launch.block == tile.threads
+    assert len(variants) >= 4
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch)):
+        (kernel,) = report.kernels
+        assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
+        assert kernel.registers * tile.threads * tile.resident <= REGISTERS
 
 
 @pytest.mark.parametrize("stem", CALLS)

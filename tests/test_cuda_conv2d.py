@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
+from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import (
     EXACT_TILES,
     HALF_TILES,
@@ -124,7 +125,7 @@ def _launches(device, run):
 
 
 @pytest.mark.parametrize("groups", [1, 4, 64], ids=["dense", "grouped", "depthwise"])
-def test_the_order_of_a_weight_gradients_sum_is_the_same_on_all_devices(groups):
+def test_the_order_of_a_weight_gradients_sum_is_the_same_on_all_devices_of_a_family(groups):
     """Chunks show in the second step's split and in the first step's blocks per tile."""
 
     def run():
@@ -143,8 +144,13 @@ def test_the_order_of_a_weight_gradients_sum_is_the_same_on_all_devices(groups):
         tiles = ceil_div(64 // groups, defines["TILE_M"]) * ceil_div(9 * 64 // groups, defines["TILE_N"])
         return launch.grid[0] // tiles
 
-    logs = [[chunks(launch) for launch in _launches(device, run)] for device in BUILT_IN.values()]
-    assert len(logs[0]) >= 4 and all(log == logs[0] for log in logs)
+    families = {}
+    for device in BUILT_IN.values():
+        launches = _launches(device, run)
+        families.setdefault(launches[0].stem, []).append([chunks(launch) for launch in launches])
+    assert len(families) == (2 if groups == 1 else 1)
+    for logs in families.values():
+        assert len(logs) >= 2 and len(logs[0]) >= 3 and all(log == logs[0] for log in logs)
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16], ids=["fp32", "bf16"])
@@ -173,7 +179,11 @@ def test_the_order_of_every_sum_is_the_same_for_misaligned_slices(dtype, channel
         ordering = []
         for launch in _launches(None, run):
             defines = dict(launch.defines)
-            if launch.name == "conv2d_kernel":
+            if launch.stem == "array":
+                continue  # a copy, where a family wants its operands dense
+            if launch.stem.startswith("conv2d_stem"):
+                ordering.append((launch.name, launch.grid, {k: v for k, v in defines.items() if "VEC" not in k}))
+            elif launch.name == "conv2d_kernel":
                 ordering.append((launch.name, defines["PACKED"]))
             elif launch.name == "conv2d_weight_kernel":
                 columns = 9 * wide_channels(channels, dtype.itemsize)
@@ -182,7 +192,9 @@ def test_the_order_of_every_sum_is_the_same_for_misaligned_slices(dtype, channel
             elif launch.name == "depthwise_weight_kernel":
                 slabs = ceil_div(channels, defines["LANES"] * defines["VEC"])
                 ordering.append((launch.name, defines["LANES"], defines["TAPS"], launch.grid[0] // slabs))
-            elif launch.name != "depthwise_kernel":  # each of its pixels sums its taps in order
+            elif launch.name == "conv2d_hopper_kernel":  # one order for all sizes
+                ordering.append(launch.name)
+            elif launch.name != "depthwise_kernel" and launch.stem != "array":  # its pixels sum taps in order; copies
                 ordering.append((launch.name, defines.get("SPLIT"), launch.grid))
         return ordering
 
@@ -203,7 +215,10 @@ def test_many_parity_classes_take_several_launches():
         w = ops.empty((8, 3, 3, 16), bfloat16)
         ops.conv2d_backward_data(ops.empty((2, 2, 2, 8), bfloat16), w, (2, 11, 11, 16), **options)
 
-    assert [launch.grid[1] for launch in _launches(None, run)] == [16, 9]
+    with family("generic"):
+        assert [launch.grid[1] for launch in _launches(None, run)] == [16, 9]
+    with family("hopper"):
+        assert len(_launches(None, run)) == 7, "four classes each"
 
 
 def test_tf32_of_16_bit_arrays_is_refused():
@@ -345,3 +360,46 @@ def test_more_than_two_to_the_31_elements(cuda_ops, rng):
     dx = cuda_ops.conv2d_backward_data(y, w, x.shape, **PLAIN)
     alone = cuda_ops.conv2d_backward_data(y[-2:], w, last.shape, **PLAIN)
     assert np.array_equal(cuda_ops.to_host(dx[-2:]).view(np.uint16), cuda_ops.to_host(alone).view(np.uint16))
+
+
+# ------------------------------------------------------------------------------------------------- textbook kernels
+
+
+TEXTBOOK_SHAPES = [
+    pytest.param((2, 17, 35, 3), (20, 3, 3), {"padding": (1, 1)}, id="ragged tiles"),
+    pytest.param((1, 9, 11, 9), (5, 1, 1), {}, id="1x1"),
+    pytest.param((2, 20, 19, 17), (33, 5, 3), {"stride": (2, 3), "padding": (2, 0), "dilation": (1, 2)}, id="strided"),
+    pytest.param((1, 2, 3, 8), (16, 5, 5), {"padding": (3, 2)}, id="filter over image"),
+]
+
+
+@pytest.mark.parametrize("name", ["direct", "tiled"])
+@pytest.mark.parametrize(("x_shape", "filters", "options"), TEXTBOOK_SHAPES)
+def test_textbook_kernels_equal_the_definition(cuda_ops, rng, name, x_shape, filters, options):
+    options = {**PLAIN, **options}
+    x, w = draw(rng, x_shape, float32), draw(rng, (*filters, x_shape[3]), float32)
+    bias = draw(rng, filters[0], float32)
+    with family(name):
+        y = cuda_ops.conv2d(*map(cuda_ops.from_host, (x, w, bias)), **options)
+    expected = reference.conv2d(x, w, bias, **options)
+    assert_close(cuda_ops.to_host(y), expected, float32, terms=x_shape[3] * filters[1] * filters[2] + 1, scale=4)
+
+
+def test_textbook_kernels_refuse_what_they_cannot_do():
+    from minidl import cuda as ops
+
+    def run(name, dtype=float32, kernel=3, **options):
+        x, w = ops.empty((1, 300, 300, 8), dtype), ops.empty((8, kernel, kernel, 8 // options.get("groups", 1)), dtype)
+        with dry_run(), family(name):
+            ops.conv2d(x, w, **PLAIN | options)
+
+    with dry_run():
+        for wrong in ({"dtype": bfloat16}, {"groups": 2}):
+            for name in ("direct", "tiled"):
+                with pytest.raises(ValueError, match=f"{name} family does not apply"):
+                    run(name, **wrong)
+        with pytest.raises(ValueError, match="tiled family does not apply"):
+            run("tiled", kernel=9, stride=(8, 8), dilation=(4, 4))
+        run("direct", kernel=9, stride=(8, 8), dilation=(4, 4))
+        with pytest.raises(ValueError, match="generic or hopper or stem"):
+            run("textbook")

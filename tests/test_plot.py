@@ -27,7 +27,7 @@ from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 
 from minidl.profile import plots  # noqa: E402
 from minidl.profile.plots import style  # noqa: E402
-from minidl.profile.plots.records import COMPUTE, family  # noqa: E402
+from minidl.profile.runs import COMPUTE, family  # noqa: E402
 
 CEILINGS = {
     "machine": "NVIDIA H200", "device": "cuda", "date": "2026-11-21T00:00:00+00:00", "copy_gb_per_s": 4230.0,
@@ -78,9 +78,11 @@ class Fake:
         layer, inputs, output = node.layer, [shapes[i] for i in node.inputs], shapes[node.index]
         cost = layer.cost(*inputs, itemsize=BYTES[self.dtype])
         parameters = sum(int(np.prod(spec.shape)) for spec in layer.specs)
+        left_out = {"backward_data"} if node.inputs == (0,) else set()
+        left_out |= set() if parameters else {"backward_weight"}
         for name in passes:
             work = getattr(cost, name)
-            if (name == "backward_data" and node.inputs == (0,)) or (name == "backward_weight" and not parameters):
+            if name in left_out:
                 continue
             kind = type(layer).__name__
             kept = int(np.prod(inputs[0])) * BYTES[self.dtype] * (kind in ("Conv2d", "BatchNorm2d", "Linear"))
@@ -88,7 +90,8 @@ class Fake:
             self.held += kept if name == "forward" else -kept if name == passes[-1] else 0
             self._sample()
             if name == "backward_weight" and self.ranks > 1:
-                self._all_reduce(layer.name, kind, node.index, parameters)
+                flop = sum(getattr(cost, p).flop for p in {"forward", *BACKWARD} - left_out)
+                self._all_reduce(layer.name, kind, node.index, parameters, flop)
 
     def _rate(self, kind):
         matrix = kind in ("Conv2d", "ConvTranspose2d", "Linear")
@@ -127,10 +130,9 @@ class Fake:
             "slowest_rank": 0, "kernels": None, "plan": None, "in": None, "energy_mj": None, "peers": {},
         } | more)  # fmt: skip
 
-    def _all_reduce(self, layer, kind, index, parameters):
+    def _all_reduce(self, layer, kind, index, parameters, flop):
         wire = 2 * (self.ranks - 1) / self.ranks * 4 * parameters
         transfer = (1e-3 * NETWORK["latency_us"] + 1e-6 * wire / NETWORK["bus_gb_per_s"]) * self.random.uniform(1, 1.2)
-        flop = sum(row["flop"] for row in self.rows if row["layer"] == layer and row["flop"])
         self.network_free = max(self.now, self.network_free) + transfer
         exposed = 0.0
         if index < 3:  # the last messages of a step have nothing left to hide behind
@@ -249,22 +251,82 @@ def test_ceilings_are_where_they_were_measured():
     assert "4,230 GB/s" in said and "774 TFLOP/s" in said and "60 TFLOP/s" in said and "cublas" in said
 
 
+def longest(run):
+    """The five longest passes that are not alike, and how many are like each."""
+    found = {}
+    for row in sorted((r for r in run.rows if r["pass"] in COMPUTE and r["tflops"]), key=lambda r: -run.ms(r)):
+        found.setdefault((row["type"], row["pass"], row["flop"], row["bytes"], tuple(row["output_shape"])), []).append(
+            row
+        )
+    return [(rows[0], len(rows) - 1) for rows in list(found.values())[:5]]
+
+
 @pytest.mark.parametrize("content", [fake(), fake("unet", 256, 16, ranks=4), resnet20()])
-def test_the_five_longest_passes_are_named_and_names_do_not_overlap(content):
+def test_the_five_longest_passes_are_named_once_and_names_do_not_overlap(content):
     run = only(content)
     figure = plots.roofline(run)
     axes = figure.axes[0]
-    longest = sorted((r for r in run.rows if r["pass"] in COMPUTE and r["tflops"]), key=lambda r: -r["ms"])[:5]
     figure.canvas.draw()
     labels = names(axes)
-    for label, row in zip(labels, longest, strict=True):
+    for label, (row, others) in zip(labels, longest(run), strict=True):
         share = f"{row['pass'].replace('_', ' ')} {row['ms'] / run.total_ms:.1%}, {row['roof_share']:.0%} of roof"
-        assert label.get_text() == f"{row['layer']}\n{share}"
+        like = f", {others} more like it" * bool(others)
+        assert label.get_text() == f"{row['layer']}{like}\n{share}"
         assert label.xy == (row["intensity"], row["tflops"])
+    assert len({label.get_text() for label in labels}) == 5
     boxes = [matplotlib.text.Text.get_window_extent(label) for label in labels]
     frame = axes.get_window_extent()
     assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
     assert all(frame.x0 <= b.x0 and b.x1 <= frame.x1 and frame.y0 <= b.y0 and b.y1 <= frame.y1 for b in boxes)
+
+
+def timed_within(content, way="graph_step", by=2.0):
+    """Passes of this file also timed within the step, where they take ``by`` times as long, every second four times."""
+    for i, row in enumerate(content["rows"]):
+        ms = row["ms"] * by * (1 + i % 2)
+        row["timings"][way] = row["timings"]["replayed"] | {"ms": ms, "samples_ms": [ms] * 5}
+    return content
+
+
+@pytest.mark.parametrize(("way", "words"), [("graph_step", "the captured step"), ("step", "the eager step")])
+def test_pictures_of_the_step_use_times_within_it_and_say_so(way, words):
+    plain, run = only(resnet20()), only(timed_within(resnet20(), way))
+    row = next(row for row in run.rows if row["pass"] == "forward")
+    assert run.ms(row) == row["timings"][way]["ms"] != plain.ms(row) == row["ms"]
+    parts = [row for row in run.rows if row["pass"] != "step"]
+    assert run.total_ms == pytest.approx(sum(row["timings"][way]["ms"] for row in parts))
+    bars, share = plots.bars(run).axes[0], plots.share([run]).axes[0]
+    drawn = sum(w for segment in widths(bars).values() for _, w in segment)
+    assert drawn == pytest.approx(run.total_ms) and words in bars.get_xlabel()
+    convolutions = sum(run.ms(row) for row in parts if row["type"] == "Conv2d")
+    assert widths(share)["convolution"][0][1] == pytest.approx(100 * convolutions / run.total_ms)
+    assert words in share.get_xlabel()
+    roofline = plots.roofline(run)
+    sizes = {(x, y): area for x, y, area, *_ in scatter(roofline.axes[0])}
+    drawn = [row for row in run.rows if row["pass"] in COMPUTE and row["tflops"]]
+    most = max(run.ms(row) for row in drawn)
+    places = [(row["intensity"], row["tflops"]) for row in drawn]
+    for row, place in zip(drawn, places, strict=True):
+        if places.count(place) == 1:
+            assert sizes[place] == pytest.approx(max(420 * run.ms(row) / most, 9.0))
+    assert words in " ".join(text.get_text() for text in roofline.texts)
+    assert "each pass alone, replayed" in roofline.axes[0].get_ylabel(), "where the points stand is another timing"
+    assert "each pass alone, replayed" in plots.bars(plain).axes[0].get_xlabel()
+
+
+def test_a_step_that_its_marks_lengthen_says_so():
+    run = only(timed_within(resnet20()))
+    said = " ".join(text.get_text() for text in plots.bars(run).texts)
+    assert f"lengthen the step to {run.total_ms:#.3g} ms" in said
+    assert "lengthen" not in " ".join(text.get_text() for text in plots.bars(only(resnet20())).texts)
+
+
+def test_one_roof_has_one_name():
+    """On a processor products run on the vector units: one line, one label."""
+    content = resnet20()
+    content["ceilings"]["vector_tflops"] = {"fp32": 774.2}
+    said = [text.get_text() for text in plots.roofline(only(content)).axes[0].texts]
+    assert not any("other arithmetic" in text for text in said) and sum("774 TFLOP/s" in text for text in said) == 1
 
 
 def test_the_roofline_of_chosen_passes():
@@ -288,7 +350,7 @@ def test_layers_measured_alone_share_one_roofline():
     run = only(content)
     figure = plots.roofline(run)
     assert len(scatter(figure.axes[0])) == sum(bool(row["tflops"]) for row in run.rows)
-    assert all("/alone\nforward" in label.get_text() for label in names(figure.axes[0]))
+    assert all("/alone" in label.get_text() and "\nforward" in label.get_text() for label in names(figure.axes[0]))
     assert sum(w for _, w in widths(plots.bars(run).axes[0])["forward"]) == pytest.approx(run.total_ms)
 
 
@@ -327,13 +389,14 @@ def test_messages_that_outlast_their_layer_are_solid():
 
 def test_a_message_of_several_layers_is_set_against_all_of_them():
     content = fake(batch=32, ranks=2)
-    last, first = [row for row in content["rows"] if row["pass"] == "all_reduce"][:2]
-    own = [r for r in content["rows"] if r["layer"] in (last["layer"], first["layer"]) and r["pass"] != "all_reduce"]
-    first["layer"] = f"{last['layer']}+{first['layer']}"
-    content["rows"].remove(last)
+    carrier, other = [row for row in content["rows"] if row["pass"] == "all_reduce"][:2]
+    own = [r for r in content["rows"] if r["layer"] in (carrier["layer"], other["layer"]) and r["pass"] != "all_reduce"]
+    other |= {"in": carrier["layer"], "ms": 0.0, "transfer_ms": None, "exposed_ms": None}
+    x = sum(r["flop"] for r in own) / (carrier["wire_bytes"] + other["wire_bytes"])
     y = 1e-9 * sum(r["flop"] for r in own) / sum(r["ms"] for r in own)
     points = scatter(plots.communication(only(content)).axes[0])
-    assert [p for p in points if p[:2] == pytest.approx((first["communication_intensity"], y))]
+    assert [p for p in points if p[:2] == pytest.approx((x, y))]
+    assert len(points) == sum(row["pass"] == "all_reduce" for row in content["rows"]) - 1
 
 
 # -- bars -------------------------------------------------------------------------------------------------------------
@@ -373,14 +436,15 @@ def test_large_networks_are_joined_by_block():
     assert any("joined by block" in text.get_text() for text in figure.texts)
 
 
-def test_exposed_time_of_a_joined_message_stands_at_its_first_layer():
+def test_waiting_for_the_other_ranks_losses_is_exposed_communication():
     content = fake("lenet", 32, 8, ranks=2)
-    row = next(row for row in content["rows"] if row["pass"] == "all_reduce" and row["layer"] == "conv1")
-    assert row["exposed_ms"] > 0
-    row["layer"], row["index"] = "conv1+conv2", None
-    axes = plots.bars(only(content)).axes[0]
-    assert "conv1+conv2" not in [label.get_text() for label in axes.get_yticklabels()]
-    assert widths(axes)["communication"][0][1] == pytest.approx(row["exposed_ms"])
+    wait = next(row for row in content["rows"] if row["layer"] == "loss") | {"pass": "wait", "ms": 0.5}
+    content["rows"].insert(-2, wait)
+    run = only(content)
+    drawn = widths(plots.bars(run).axes[0])["communication"]
+    exposed = [row["exposed_ms"] for row in run.rows if row["pass"] == "all_reduce"]
+    assert sum(w for _, w in drawn) == pytest.approx(sum(exposed) + 0.5)
+    assert run.shares()["exposed communication"] == pytest.approx((sum(exposed) + 0.5) / run.total_ms)
 
 
 def test_unaccounted_time_may_be_negative():
@@ -482,6 +546,58 @@ def test_shares_sum_to_the_step():
     assert drawn["exposed communication"][2][1] > 0 == drawn["exposed communication"][0][1]
 
 
+# -- layers over batches and ranks ------------------------------------------------------------------------------------
+
+
+def dots(axes):
+    """Per run the values by line."""
+    return [{round(y): x for x, y in collection.get_offsets()} for collection in axes.collections]
+
+
+def test_shares_and_intensities_of_each_layer_over_batches():
+    runs = [only(fake("lenet", 32, batch)) for batch in (8, 64)]
+    figure = plots.layers(runs)
+    share, intensity = figure.axes
+    lines = [label.get_text().split()[0] for label in share.get_yticklabels()]
+    assert lines == [*(layer.name for layer in runs[0].content and models.build("lenet", (32, 32, 3), 10).layers),
+                     "loss", "optimizer", "unaccounted"]  # fmt: skip
+    for run, shown, intense in zip(runs, dots(share), dots(intensity), strict=True):
+        assert sum(shown.values()) == pytest.approx(100)
+        for y, name in enumerate(lines[:-3]):
+            rows = [row for row in run.rows if row["layer"] == name]
+            assert shown[y] == pytest.approx(100 * sum(row["ms"] for row in rows) / run.total_ms)
+            flop, size = (sum(row[key] for row in rows) for key in ("flop", "bytes"))
+            assert (y in intense) == bool(flop)
+            if flop:
+                assert intense[y] == pytest.approx(flop / size)
+    assert any("ridge 183" in text.get_text() for text in intensity.texts), "774e3 / 4230"
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == ["batch 8", "batch 64"]
+
+
+def test_layers_of_large_networks_are_joined_by_block_and_of_small_ones_have_their_type():
+    lines = [label.get_text() for label in plots.layers([only(fake())]).axes[0].get_yticklabels()]
+    assert "layer3.5" in lines and "conv1  Conv2d" in lines and len(lines) < 40
+
+
+def test_series_are_of_one_network_over_batches_and_over_ranks():
+    runs = scaled([(1, 32), (1, 256), (2, 32)]) + [only(resnet20(), "small.json")]
+    found = {words: [(run.ranks, run.rank_batch) for run in members] for words, members in plots.series(runs)}
+    assert found == {
+        "resnet50 224×224 bf16 1 ranks": [(1, 32), (1, 256)],
+        "resnet50 224×224 bf16 b32 over ranks": [(1, 32), (2, 32)],
+        "resnet20 32×32 bf16 1 ranks": [(1, 64)],
+    }
+    many = [only(fake("lenet", 32, 2**i)) for i in range(9)]
+    with pytest.raises(plots.NotInFile, match="no layers: 9 batch sizes of lenet 32×32, and one picture holds 8"):
+        plots.layers(many)
+
+
+def test_seven_curves_of_scaling_are_too_many_for_one_picture():
+    runs = [only(fake("lenet", 32, batch, ranks=ranks)) for batch in range(1, 16, 2) for ranks in (1, 2)]
+    with pytest.raises(plots.NotInFile, match="no scaling: .* curves, and one picture holds 6; give fewer files"):
+        plots.scaling(runs)
+
+
 # -- looks ------------------------------------------------------------------------------------------------------------
 
 # Machado, Oliveira, Fernandes, "A physiologically-based model for simulation of color vision deficiency", 2009.
@@ -547,6 +663,17 @@ def test_svg_is_the_same_every_time_and_knows_no_date(monkeypatch):
     assert plots.render(figure, "png") == plots.render(figure, "png") and plots.render(figure, "png")[1:4] == b"PNG"
 
 
+def test_a_png_keeps_the_colours_of_single_keys(tmp_path):
+    """It has a palette; the key of the update is some twenty pixels wide."""
+    from PIL import Image
+
+    plots.save(plots.roofline(only(fake())), tmp_path / "roofline.png")
+    found = np.array(Image.open(tmp_path / "roofline.png").convert("RGB")).reshape(-1, 3).astype(int)
+    for name in COMPUTE:
+        wanted = np.array([round(255 * part) for part in to_rgb(style.PASSES[name])])
+        assert np.abs(found - wanted).max(axis=1).min() <= 20, name
+
+
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     figure = plots.bars(only(resnet20()))
     path = tmp_path / "new" / "bars.svg"
@@ -592,9 +719,10 @@ def test_all_makes_what_the_file_allows_and_says_why_not(save_as, tmp_path, caps
     path = save_as("one.json", resnet20())
     assert command(path, "--output", tmp_path / "out") == 0
     made = {p.name for p in (tmp_path / "out").iterdir()}
-    assert made == {f"one-{kind}.svg" for kind in ("roofline", "bars", "memory", "share")}
+    own = {f"one-{kind}.svg" for kind in ("roofline", "bars", "memory", "share")}
+    assert made == own | {"resnet20-32x32-bf16-1-ranks-layers.svg"}
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(plots.KINDS) and sum(line.startswith("wrote ") for line in lines) == 4
+    assert len(lines) == len(plots.KINDS) and sum(line.startswith("wrote ") for line in lines) == 5
     assert [line for line in lines if line.startswith(f"{path}: no communication roofline: measured on one rank")]
     assert [line for line in lines if line.startswith(f"{path}: no scaling: ")]
 
@@ -604,7 +732,7 @@ def test_each_run_of_a_file_has_its_own_pictures(save_as, tmp_path):
     content["rows"] += [row | {"arm": "torch"} for row in content["rows"]]
     command(save_as("a.json", content), "--kind", "bars", "--format", "png", "--output", tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "a-resnet20-32x32-b64-bf16-1ranks-bars.png", "a-resnet20-32x32-b64-bf16-torch-1ranks-bars.png"
+        "a-resnet20-32x32-b64-bf16-1-ranks-bars.png", "a-resnet20-32x32-b64-bf16-torch-1-ranks-bars.png"
     }  # fmt: skip
     with pytest.raises(plots.NotInFile, match="the samples of the memory are those of resnet20 32×32, batch 64, bf16$"):
         plots.memory(plots.runs(content, "a.json")[1])
@@ -652,6 +780,7 @@ def no_times(content):
         ("memory", without("memory"), "no memory: it has no samples of the memory"),
         ("scaling", lambda content: content, "no scaling: it takes one network, .* here are runs on 1"),
         ("share", no_times, "no share: no network with both its layers and its step"),
+        ("layers", no_times, "no layers: no network with its step; run minidl bench model"),
     ],
 )  # fmt: skip
 def test_what_a_file_lacks_is_said_in_one_line(save_as, tmp_path, kind, change, why):
@@ -687,6 +816,10 @@ def test_other_errors(save_as, tmp_path, monkeypatch):
     (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(ValueError, match="x.json: JSON, but not a result file"):
         command(tmp_path / "x.json")
+    row = {"case": "a", "pass": "forward", "dtype": "bf16", "arm": "minidl", "ms": 1.0, "spread": 0.0}
+    foreign = save_as("conv.json", result("bench_conv", [row | {"floor_ms": None, "peers": {}}], MACHINE))
+    with pytest.raises(ValueError, match="conv.json: no roofline: it has no measured ceilings"):
+        command(foreign, "--kind", "roofline")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"plots is not available .* pip install 'minidl\[plot\]'"):
         command(path, "--output", tmp_path / "out")

@@ -9,8 +9,14 @@ import time
 
 import pytest
 
+from minidl import cli
 from minidl.bench import sweep
+from minidl.bench.run import bench_network
+from minidl.bench.setup import Setup
+from minidl.dist.communicator import SOLO
+from minidl.profile import plots, results
 from minidl.profile.results import load
+from minidl.profile.runs import runs
 
 # Stands for `minidl bench`: notes that it was run, and writes what the verb would.
 FAKE = """
@@ -34,7 +40,7 @@ if behaviour == "stubborn":
 if behaviour in ("hang", "stubborn"):
     time.sleep(60)
 if behaviour == "several":
-    inner = [{"setup": {"batch": b}, "step": {}} for b in (1, 2)]
+    inner = [{"case": f"{a.model}/b{b}", "setup": {"batch": b}, "step": {}} for b in (1, 2)]
 row = {"case": f"{a.model}/b{a.batch}", "layer": "conv1", "pass": "forward", "dtype": a.precision or "fp32",
        "arm": "minidl", "ms": 1.0, "spread": 0.0, "floor_ms": None, "peers": {}, "ranks": ranks, "batch": None}
 machine = {"gpu": behaviour[8:] if behaviour.startswith("machine") else "NVIDIA H200"}
@@ -213,6 +219,7 @@ def test_a_sweep_merges_the_rows_of_all_points(folder, capsys):
     for row, point in zip(content["rows"], content["points"], strict=True):
         options = point["options"]
         assert {name: row[name] for name in options} == options
+        assert point["case"] == row["case"]
         assert point["setup"] == {"model": "resnet20", "batch": options["batch"]} and point["ranks"] == options["ranks"]
         assert point["error"] is None and point["seconds"] > 0
     assert content["points"][-1]["command"] == "layers --model=resnet20 --batch=64 --kernels"
@@ -342,6 +349,49 @@ def test_points_of_two_machines_are_not_mixed(folder, monkeypatch):
 
 def test_a_point_may_hold_several_networks(folder, monkeypatch):
     monkeypatch.setenv("FAKE_64", "several")
-    assert run(folder, GRID.replace("[1, 2]", "[1]")) == 0
+    assert run(folder, GRID.replace("ranks = [1, 2]", "kernels = [true]")) == 0
     points = load(folder / "grid.json")["points"]
+    assert [p["case"] for p in points] == [
+        "resnet20/b32, kernels=True", "resnet20/b1, kernels=True", "resnet20/b2, kernels=True",
+    ]  # fmt: skip
     assert [(p["options"]["batch"], p["setup"]["batch"]) for p in points] == [(32, 32), (64, 1), (64, 2)]
+
+
+# -- what becomes of the file -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept():
+    """The merged file of two batches, one of which two options were tried at, and a point that failed."""
+    ceilings = {"copy_gb_per_s": 20.0, "matrix_tflops": {"fp32": 0.1}, "vector_tflops": {"fp32": 0.1}}
+    points, outcomes = [], []
+    for batch, group_mb in ((2, 0), (2, 4), (4, 4), (8, 4)):
+        options = {"batch": batch, "group_mb": group_mb}
+        points.append(sweep.Point(options, ("model", f"--batch={batch}"), 1, f"batch {batch}"))
+        content = bench_network(Setup("lenet", batch, "fp32", "cpu"), SOLO, ceilings, isolated=False, seconds=0.01)
+        outcomes.append(content | {"sweep": {"seconds": 1.0}} if batch < 8 else RuntimeError("no memory"))
+    return json.loads(json.dumps(sweep._merged(points, outcomes)))
+
+
+def test_a_sweeps_file_is_shown_network_by_network(swept, tmp_path, capsys):
+    path = tmp_path / "grid.json"
+    results.write(path, swept)
+    assert cli.main(["bench", "show", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert told.count("lenet 32×32, group_mb=0 ") == 1 and told.count("lenet 32×32, group_mb=4 ") == 2
+    assert cli.main(["bench", "show", str(path), "--view", "time"]) == 0
+    assert capsys.readouterr().out.count("milliseconds, within the eager step") == 3
+    found = runs(swept, "grid.json")
+    assert [run.point["options"]["group_mb"] for run in found] == [0, 4, 4]
+    assert all(run.record["eager"]["ms"] == run.step["ms"] for run in found)
+
+
+def test_a_sweeps_file_is_compared_and_drawn(swept, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need minidl[plot]")
+    path = tmp_path / "grid.json"
+    results.write(path, swept)
+    assert cli.main(["bench", "compare", str(path), str(path), "--strict"]) == 0
+    written, reasons = plots.make([path], output=tmp_path / "out")
+    kinds = [name.stem for name in written]
+    assert "lenet-32x32-group-mb-4-fp32-1-ranks-layers" in kinds and "grid-share" in kinds
+    assert any("no scaling: it takes one network" in text for text in reasons)

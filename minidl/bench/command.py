@@ -5,27 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
-from minidl.bench.run import bench_layer, bench_network
+from minidl.bench.run import bench_layer, bench_network, merged
 from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
-from minidl.bench.summary import merged, network_table
 from minidl.dist.communicator import Communicator
+from minidl.fusion import PLANS
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Meter
 from minidl.profile.nvtx import NvtxRanges
 from minidl.profile.results import load, result, write, write_csv
+from minidl.profile.runs import runs
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget
 from minidl.profile.trace import write_trace
-from minidl.profile.views import VIEWS, footer, view
+from minidl.profile.views import VIEWS, default_view, footer, tables
 
-__all__ = ["add_arguments", "parser_of", "run"]
+__all__ = ["VERBS", "add_arguments", "parser_of", "run"]
 
 _UNACCOUNTED = 3  # exit status of --strict
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -34,7 +35,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verbs below ``minidl bench``."""
     verbs = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
-    for name, (text, add, _) in _VERBS.items():
+    for name, (text, add, _) in VERBS.items():
         add(verbs.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
 
 
@@ -44,16 +45,16 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     Raises:
         ValueError: for an unknown verb.
     """
-    if verb not in _VERBS:
-        raise checks.unknown("verb", verb, _VERBS)
+    if verb not in VERBS:
+        raise checks.unknown("verb", verb, VERBS)
     parser = argparse.ArgumentParser(prog=f"minidl bench {verb}")
-    _VERBS[verb][1](parser)
+    VERBS[verb][1](parser)
     return parser
 
 
 def run(a: argparse.Namespace) -> int:
     """One verb; the exit status."""
-    return _VERBS[a.bench][2](a)
+    return VERBS[a.bench][2](a)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
     p.add_argument("--energy", action="store_true", help="energy per call, by NVML; half a second for each pass")
     p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
     p.add_argument("--torch", metavar="MODULE:NAME", help="the same table for a torch.nn.Module instead")
-    p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"])
+    p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"], help="tables to print")
 
 
 def _add_model(p: argparse.ArgumentParser) -> None:
@@ -87,6 +88,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
@@ -101,8 +103,13 @@ def _add_network(p: argparse.ArgumentParser) -> None:
 
 
 def _add_show(p: argparse.ArgumentParser) -> None:
-    p.add_argument("file", metavar="FILE.json", help="a result file of bench layers or model, or of train --profile")
-    p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"])
+    p.add_argument(
+        "file", metavar="FILE.json", help="a result file of bench layers, model or sweep, or of train --profile"
+    )
+    p.add_argument(
+        "--view", nargs="+", choices=[*VIEWS, "all"],
+        help="tables to print; left out: time, and networks for a file of several",
+    )  # fmt: skip
 
 
 def _add_ceilings(p: argparse.ArgumentParser) -> None:
@@ -126,11 +133,15 @@ def _layers(a: argparse.Namespace) -> int:
         setup = {"precision": a.precision, "device": device, "ranks": comm.size}
         content = bench_layer(layer_case(a.layer, a.input), a.layer, setup, comm, known, **common)
     else:
-        setup = Setup(a.model, a.batch, a.precision, device, comm.size, a.image_size, a.classes)
+        setup = Setup(a.model, a.batch, a.precision, device, comm.size, a.image_size, a.classes, a.fusion)
         content = bench_network(setup, comm, known, **common, **_network_options(a))
+    if any(row["peers"] and row["type"] == "BatchNorm2d" for row in content["rows"]):
+        from minidl.bench.torch_calls import JOINT
+
+        content["warnings"].append(JOINT)
     progress("")
     if comm.rank == 0:
-        _print(a, content)
+        _print(a.view, content)
         _write(a, content)
     return _status(a, [content])
 
@@ -182,7 +193,7 @@ def _torch_module(a: argparse.Namespace) -> int:
     from minidl.bench.torch_peer import bench_command
 
     content = bench_command(a)
-    _print(a, content)
+    _print(a.view, content)
     _write(a, content)
     return 0
 
@@ -196,31 +207,39 @@ def _model(a: argparse.Namespace) -> int:
     for model in a.model:
         for precision in a.precision:
             for batch in a.batch:
-                setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes)
+                setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes, a.fusion)
                 told = lambda what, setup=setup: progress(f"{setup.title} {setup.precision}: {what}" if what else "")  # noqa: E731
                 contents.append(bench_network(setup, comm, known, isolated=False, progress=told, **_network_options(a)))
     progress("")
     if comm.rank == 0:
         content = contents[0] if len(contents) == 1 else merged(contents)
-        show(*network_table(contents))
-        for line in footer(content):
-            print(line)
+        _print(["networks"], content)
         _write(a, content)
     return _status(a, contents)
 
 
 def _show(a: argparse.Namespace) -> int:
     content = load(a.file)
-    if not content["rows"] or "timings" not in content["rows"][0]:
+    if not content["rows"] or any("timings" not in row for row in content["rows"]):
         raise ValueError(f"{a.file}: a result file of {content['benchmark']}, which has no table of layers")
-    _print(a, content)
+    _print(a.view, content, a.file)
     return 0
 
 
-def _print(a: argparse.Namespace, content: dict[str, Any]) -> None:
-    for name in VIEWS if "all" in a.view else a.view:
-        show(*view(content, name))
-    for line in footer(content):
+def _print(names: Sequence[str] | None, content: dict[str, Any], file: str = "this run") -> None:
+    """The tables asked for, what could not be shown, and what one must know beside them.
+
+    Raises:
+        ValueError: when a file has none of them.
+    """
+    found = runs(content, file)
+    names = names or [default_view(found)]
+    shown, reasons = tables(found, VIEWS if "all" in names else names)
+    if not shown and file != "this run":
+        raise ValueError(reasons[0] + (f" (and {len(reasons) - 1} more like it)" if len(reasons) > 1 else ""))
+    for table in shown:
+        show(*table)
+    for line in [*reasons, *footer(content)]:
         print(line)
 
 
@@ -248,7 +267,7 @@ def _sweep(a: argparse.Namespace) -> int:
     return sweep.run(a, parser_of)
 
 
-_VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "layers": ("each pass of each layer: time, intensity, share of the roofline, all-reduce", _add_layers, _layers),
     "model": ("whole networks: steps, and the share of each kind of layer", _add_model, _model),
     "show": ("the tables of a result file", _add_show, _show),

@@ -185,10 +185,10 @@ def _other_rows(table: Table) -> list[Row]:
     costs = {
         ("loss", "forward"): loss.forward,
         ("loss", "backward_data"): loss.backward_data,
-        ("optimizer", "update"): step.optimizer.cost(),
     }
     if step.model.comm.size > 1:
         costs["loss", "wait"] = PassCost()  # the ranks' totals are joined before the first gradient can be scaled
+    costs["optimizer", "update"] = step.optimizer.cost()
     rows = []
     for key, cost in costs.items():
         row = table.new(*key) | {"flop": cost.flop, "bytes": cost.bytes}

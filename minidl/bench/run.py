@@ -12,13 +12,14 @@ from minidl.bench.rows import Table, network_rows
 from minidl.bench.setup import Setup
 from minidl.bench.step import SavedBytes, TrainingStep
 from minidl.dist.communicator import Communicator
+from minidl.fusion import fuse
 from minidl.precision import precision as parse_precision
 from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
 from minidl.profile.energy import Meter, clock_warnings
 from minidl.profile.results import Row, result
 
-__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "step_record"]
+__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "step_record"]
 
 CONVENTIONS = (
     "FLOP: 2 per multiply-add, whole batch of one rank. MB and GB/s: 10^6 and 10^9 bytes; bytes are the fewest a pass "
@@ -26,6 +27,8 @@ CONVENTIONS = (
     "slowest rank."
 )
 _LEAST_ACCOUNTED = {"cuda": 0.95, "cpu": 0.90}
+_BEYOND = 1.15  # of its roof a pass cannot run; ceilings are measured to a few percent
+_OUT_OF_CACHE = ("replayed", "cold")  # within a step operands may still be in the cache, and beat memory's roof
 
 Progress = Callable[[str], None]
 
@@ -71,6 +74,7 @@ def bench_network(
         setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm, store=store,
         group_bytes=group_bytes,
     )  # fmt: skip
+    plan = fuse(step.model, setup.fusion)
     prepare(step)
     times = network.measure(step, seconds=seconds, capture=capture, progress=progress)
     saved = dict(store.by_layer)
@@ -79,10 +83,13 @@ def bench_network(
         setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes)
     )
     rows = network_rows(table)
+    for row in rows:
+        row["plan"] = plan.sites.get(row["layer"])
     content = _content("layers" if isolated else "model", rows, setup.record(), ceilings)
     content["setup"] |= {"group_bytes": group_bytes, "parameters": step.model.num_parameters}
     content["step"] = step_record(times, setup.batch, setup.ranks)
     content["warnings"] = [*times.warnings, *clock_warnings(clocks, meter.state()), *_closure(content["step"], setup)]
+    content["warnings"] += beyond_roof(rows)
     return content | {"spans": times.spans, "memory": times.memory}
 
 
@@ -107,7 +114,23 @@ def bench_layer(
     if comm.size > 1 and case.layer.specs:
         rows.append(_message(case, title, rows, ops, precision, comm, ceilings))
     content = _content("layers", rows, setup | {"layer": text, "batch": case.shapes[0][0]}, ceilings)
-    return content | {"step": {}, "warnings": clock_warnings(clocks, meter.state()), "spans": [], "memory": []}
+    warnings = [*clock_warnings(clocks, meter.state()), *beyond_roof(rows)]
+    return content | {"step": {}, "warnings": warnings, "spans": [], "memory": []}
+
+
+def merged(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One content of several networks' (same machine, same command); each one's setup and step stand in ``points``.
+
+    Samples of single rows are left out, whose medians and spreads stay: they would be nine tenths of a file.
+    """
+    first = contents[0]
+    points = [
+        {"case": c["rows"][0]["case"], **{key: c[key] for key in ("setup", "step", "warnings")}} for c in contents
+    ]
+    rows = [_without_samples(row) for content in contents for row in content["rows"]]
+    common = {key: first[key] for key in ("ceilings", "conventions")}
+    warnings = [f"{p['case']} {p['setup']['precision']}: {text}" for p in points for text in p["warnings"]]
+    return result(first["benchmark"], rows, first["machine"], **common, points=points, warnings=warnings)
 
 
 def _message(
@@ -154,3 +177,21 @@ def _closure(step: dict[str, Any], setup: Setup) -> list[str]:
                 f"the layers account for only {share:.1%} of the {name} step; the rest is launching and waiting"
             )
     return found
+
+
+def _without_samples(row: Row) -> Row:
+    timings = {way: record and record | {"samples_ms": []} for way, record in row["timings"].items()}
+    return row | {"timings": timings}
+
+
+def beyond_roof(rows: Sequence[Row]) -> list[str]:
+    """A warning where passes beat a roof that they cannot: then the ceilings are too low."""
+    beyond = [row for row in rows if row["timing"] in _OUT_OF_CACHE and (row["roof_share"] or 0.0) > _BEYOND]
+    if not beyond:
+        return []
+    most = max(beyond, key=lambda row: row["roof_share"])
+    return [
+        f"passes beat the roof: {len(beyond)}, most of all {most['layer']} {most['pass']} by "
+        f"{most['roof_share'] - 1:.0%}; the ceilings were measured while the machine was busier: measure them again "
+        f"with --remeasure when it is quiet"
+    ]

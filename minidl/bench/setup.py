@@ -26,6 +26,7 @@ class Setup:
         batch: samples of each rank.
         image_size: side of the square images; None: what is usual for the network.
         classes: None: likewise.
+        fusion: how batch norms are run, see `minidl.fusion.fuse`.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Setup:
     ranks: int = 1
     image_size: int | None = None
     classes: int | None = None
+    fusion: str = "none"
 
     @property
     def image(self) -> int:
@@ -66,6 +68,7 @@ class Setup:
         return {
             "model": self.model, "batch": self.batch, "precision": self.precision, "device": self.device,
             "ranks": self.ranks, "image_size": self.image, "classes": self.num_classes,
+            "fusion": self.fusion,
         }  # fmt: skip
 
 

@@ -267,9 +267,13 @@ def _merged(points: Sequence[Point], outcomes: Sequence[Outcome]) -> dict[str, A
 
 def _row(row: results.Row, point: Point) -> results.Row:
     """A row with the options that varied, and a case that no other point has."""
-    unseen = "".join(f", {name}={value}" for name, value in point.options.items() if name not in _IN_KEY)
     columns = {name: value for name, value in point.options.items() if row.get(name) is None}
-    return row | columns | {"case": f"{row['case']}{unseen}"}
+    return row | columns | {"case": _case(row["case"], point)}
+
+
+def _case(case: str, point: Point) -> str:
+    """A case with the options that varied and that nothing else of a row tells."""
+    return case + "".join(f", {name}={value}" for name, value in point.options.items() if name not in _IN_KEY)
 
 
 def _records(point: Point, outcome: Outcome) -> list[dict[str, Any]]:
@@ -278,7 +282,8 @@ def _records(point: Point, outcome: Outcome) -> list[dict[str, Any]]:
     if isinstance(outcome, RuntimeError):
         return [asked | dict.fromkeys(_FOUND) | {"error": str(outcome)}]
     made = {key: outcome.get(key) for key in _FOUND} | {"seconds": outcome["sweep"]["seconds"], "error": None}
-    return [asked | made | inner for inner in outcome.get("points") or [{}]]
+    inner = outcome.get("points") or [{"case": outcome["rows"][0]["case"]}]
+    return [asked | made | own | {"case": _case(own["case"], point)} for own in inner]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ from minidl.cpu.batch_norm import (
     batch_norm_backward_stats,
     batch_norm_eval_moments,
     batch_norm_finalize,
+    batch_norm_join_backward_stats,
+    batch_norm_relu_backward_apply,
+    batch_norm_relu_backward_stats,
     batch_norm_stats,
 )
 from minidl.cpu.conv2d import (
@@ -73,6 +76,9 @@ __all__ = [
     "batch_norm_apply",
     "batch_norm_backward_stats",
     "batch_norm_backward_apply",
+    "batch_norm_relu_backward_stats",
+    "batch_norm_relu_backward_apply",
+    "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
     "relu",
     "relu_backward",

@@ -62,23 +62,67 @@ static inline const Conv2dKernels *conv2d_kernels(int i)
     return i < count ? usable[i] : NULL;
 }
 
-/* to = filters of one block of output channels as [block of 16 inputs][tap][input][width], float32 */
+enum { MOST_WIDTH = 32 };  /* of a block of output channels, over all instruction sets */
+
+typedef float Conv2dQuad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t Conv2dIndices __attribute__((vector_size(16)));
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Conv2dIndices){__VA_ARGS__})
+#endif
+
+/* to[c][r] = from[r][c], four by four: number by number takes four times as long */
+static inline void conv2d_transpose(
+    const float *from, int64_t from_pitch, int64_t rows, int64_t cols, float *to, int64_t to_pitch)
+{
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4, from += 4 * from_pitch, to += 4) {
+        int64_t c = 0;
+        for (; c + 4 <= cols; c += 4) {
+            const float *source = from + c;
+            float *target = to + c * to_pitch;
+            const Conv2dQuad r0 = *(const Conv2dQuad *)source, r1 = *(const Conv2dQuad *)(source + from_pitch);
+            const Conv2dQuad r2 = *(const Conv2dQuad *)(source + 2 * from_pitch);
+            const Conv2dQuad r3 = *(const Conv2dQuad *)(source + 3 * from_pitch);
+            const Conv2dQuad low01 = SHUFFLE(r0, r1, 0, 4, 1, 5), high01 = SHUFFLE(r0, r1, 2, 6, 3, 7);
+            const Conv2dQuad low23 = SHUFFLE(r2, r3, 0, 4, 1, 5), high23 = SHUFFLE(r2, r3, 2, 6, 3, 7);
+            *(Conv2dQuad *)target = SHUFFLE(low01, low23, 0, 1, 4, 5);
+            *(Conv2dQuad *)(target + to_pitch) = SHUFFLE(low01, low23, 2, 3, 6, 7);
+            *(Conv2dQuad *)(target + 2 * to_pitch) = SHUFFLE(high01, high23, 0, 1, 4, 5);
+            *(Conv2dQuad *)(target + 3 * to_pitch) = SHUFFLE(high01, high23, 2, 3, 6, 7);
+        }
+        for (; c < cols; c++)
+            for (int64_t i = 0; i < 4; i++) to[c * to_pitch + i] = from[i * from_pitch + c];
+    }
+    for (; r < rows; r++, from += from_pitch, to++)
+        for (int64_t c = 0; c < cols; c++) to[c * to_pitch] = from[c];
+}
+
+/* to = filters of one block of output channels as [block of 16 inputs][tap][input][width], float32
+ *
+ * One of the two axes is dense in the filters (of a depthwise convolution, which has one input, none need be).
+ */
 static inline void conv2d_pack_filter(
     const Conv2dFilter *f, const char *from, int64_t dtype, int64_t inputs, int64_t count, int64_t width, float *to)
 {
+    float lines[MOST_WIDTH * LANES];
     for (int64_t c = 0; c < inputs; c += LANES) {
         const int64_t channels = inputs - c < LANES ? inputs - c : LANES;
-        for (int64_t t = 0; t < f->taps; t++)
-            for (int64_t i = c; i < c + channels; i++, to += width) {
-                const int64_t first = f->positions[t] + i * f->in_stride;
-                if (f->out_stride == 1)
-                    load_floats(to, from, first, count, dtype);
-                else if (dtype == FLOAT32)
-                    for (int64_t k = 0; k < count; k++) to[k] = ((const float *)from)[first + k * f->out_stride];
-                else
-                    for (int64_t k = 0; k < count; k++) load_floats(to + k, from, first + k * f->out_stride, 1, dtype);
-                for (int64_t k = count; k < width; k++) to[k] = 0.0f;
+        for (int64_t t = 0; t < f->taps; t++, to += channels * width) {
+            const int64_t first = f->positions[t] + c * f->in_stride;
+            if (count < width) memset(to, 0, channels * width * sizeof(float));
+            if (f->out_stride == 1) {
+                for (int64_t i = 0; i < channels; i++)
+                    load_floats(to + i * width, from, first + i * f->in_stride, count, dtype);
+            } else if (dtype == FLOAT32) {
+                conv2d_transpose((const float *)from + first, f->out_stride, count, channels, to, width);
+            } else {
+                for (int64_t k = 0; k < count; k++)
+                    load_floats(lines + k * LANES, from, first + k * f->out_stride, channels, dtype);
+                conv2d_transpose(lines, LANES, count, channels, to, width);
             }
+        }
     }
 }
 
@@ -88,18 +132,23 @@ static inline void conv2d_unpack_filter(
     float *to, int accumulate)
 {
     const int64_t size = f->taps * inputs * width;
+    float lines[MOST_WIDTH * LANES];
     for (int64_t chunk = 1; chunk < chunks; chunk++) {
         const float *restrict more = sums + chunk * stride;
         for (int64_t i = 0; i < size; i++) sums[i] += more[i];
     }
     for (int64_t c = 0; c < inputs; c += LANES) {
         const int64_t channels = inputs - c < LANES ? inputs - c : LANES;
-        for (int64_t t = 0; t < f->taps; t++)
-            for (int64_t i = c; i < c + channels; i++, sums += width) {
-                float *first = to + f->positions[t] + i * f->in_stride;
-                for (int64_t k = 0; k < count; k++)
-                    first[k * f->out_stride] = sums[k] + (accumulate ? first[k * f->out_stride] : 0.0f);
+        for (int64_t t = 0; t < f->taps; t++, sums += channels * width) {
+            float *first = to + f->positions[t] + c * f->in_stride;
+            if (!accumulate) {
+                conv2d_transpose(sums, width, channels, count, first, f->out_stride);
+                continue;
             }
+            conv2d_transpose(sums, width, channels, count, lines, LANES);
+            for (int64_t k = 0; k < count; k++)
+                for (int64_t i = 0; i < channels; i++) first[k * f->out_stride + i] += lines[k * LANES + i];
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Runs the convolution kernels of `_conv2d.h`: fills their records and spreads their tasks over threads.
 
-Arrays come as NumPy arrays with unit channel stride; what goes into the records is planned in `conv2d.py`.
+Arrays come as NumPy arrays with unit channel stride; what goes into the records is planned in `conv2d_plan.py`.
 """
 
 cimport numpy as cnp
@@ -22,6 +22,7 @@ cdef extern from "_conv2d.h" nogil:
     ctypedef struct Conv2dWindow:
         Conv2dTensor source
         int64_t height, width, top, left, step_y, step_x, span_y, phase, total, channels, blocks
+        int64_t fold, fold_step, line
     ctypedef struct Conv2dClass:
         int64_t row, col, rows, cols, taps
         const int64_t *offsets
@@ -38,7 +39,7 @@ cdef extern from "_conv2d.h" nogil:
         Conv2dWindow window
         Conv2dTensor grad
         int64_t depthwise, out_total, out_channels, out_blocks, all_blocks
-        int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, taps
+        int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, splits, taps
         const int64_t *offsets
         const int64_t *tap_rows
         const int64_t *tap_cols
@@ -116,61 +117,62 @@ cdef Conv2dWindow window(plan, cnp.ndarray source) except *:
     w.top, w.left, w.step_y, w.step_x = plan.top, plan.left, plan.step_y, plan.step_x
     w.span_y, w.phase = plan.span_y, plan.phase
     w.total, w.channels, w.blocks = source.shape[3], plan.channels, plan.blocks
+    w.fold, w.fold_step, w.line = plan.fold, plan.fold_step, plan.line_floats
     return w
 
 
-cdef class Filter:
-    """Where the filters of one class of outputs lie in a KRSC array."""
-
-    cdef Conv2dFilter record
-    cdef const int64_t[:, ::1] taps
-    cdef int64_t total, channels, blocks, inputs, width, depthwise
-
-    def __init__(self, plan, const int64_t[:, ::1] taps):
-        self.taps = taps
-        self.record.out_stride, self.record.in_stride = plan.filter_out_stride, plan.filter_in_stride
-        self.record.group_stride = plan.filter_group_stride
-        self.record.taps = taps.shape[1]
-        self.record.positions = &taps[0, 0] if taps.shape[1] else NULL
-        self.total, self.channels, self.depthwise = plan.out_total, plan.out_channels, plan.depthwise
-        self.width = plan.width
-        self.blocks = plan.out_blocks
-        self.inputs = 1 if self.depthwise else plan.channels
-
-    cdef int64_t block_size(self) noexcept nogil:
-        return self.record.taps * self.inputs * self.width
-
-    cdef int64_t count(self, int64_t block) noexcept nogil:
-        """Output channels of a block."""
-        cdef int64_t inside = block % self.blocks * self.width
-        return min(self.width, self.channels - inside, self.total - block // self.blocks * self.channels - inside)
-
-    cdef int64_t lanes(self, int64_t block) noexcept nogil:
-        """Output channels of a block with those that fill up its last vector."""
-        return self.width // 2 if not self.depthwise and 2 * self.count(block) <= self.width else self.width
-
-    cdef int64_t start(self, int64_t block) noexcept nogil:
-        """Position of a block's first filter."""
-        return (block // self.blocks * self.record.group_stride
-                + block % self.blocks * self.width * self.record.out_stride)
-
-    cdef void pack(self, const char *filters, int64_t dtype, int64_t block, float *to) noexcept nogil:
-        conv2d_pack_filter(
-            &self.record, filters + self.start(block) * (4 if dtype == 0 else 2), dtype, self.inputs,
-            self.count(block), self.lanes(block), to + block * self.block_size())
-
-    cdef void unpack(
-        self, float *partial, int64_t chunks, int64_t all_blocks, int64_t block, float *filters, bint accumulate
-    ) noexcept nogil:
-        conv2d_unpack_filter(
-            &self.record, partial + block * self.block_size(), chunks, all_blocks * self.block_size(), self.inputs,
-            self.count(block), self.lanes(block), filters + self.start(block), accumulate)
+cdef struct Filter:  # where the filters of one class of outputs lie in a KRSC array, and their packed copy
+    Conv2dFilter record
+    int64_t total, channels, blocks, inputs, width, depthwise
+    float *packed
 
 
-cdef void pack_filters(Filter f, const char *filters, int64_t dtype, int64_t blocks, float *to, int threads) noexcept:
-    cdef int64_t block
-    for block in prange(blocks, nogil=True, num_threads=threads):
-        f.pack(filters, dtype, block, to)
+cdef Filter filter_of(plan, const int64_t[:, ::1] taps, float *packed) except *:
+    """``taps`` is the plan's and lives as long."""
+    cdef Filter f
+    f.record.out_stride, f.record.in_stride = plan.filter_out_stride, plan.filter_in_stride
+    f.record.group_stride = plan.filter_group_stride
+    f.record.taps = taps.shape[1]
+    f.record.positions = &taps[0, 0] if taps.shape[1] else NULL
+    f.total, f.channels, f.depthwise = plan.out_total, plan.out_channels, plan.depthwise
+    f.width, f.blocks = plan.width, plan.out_blocks
+    f.inputs = 1 if f.depthwise else plan.channels
+    f.packed = packed
+    return f
+
+
+cdef int64_t block_size(const Filter *f) noexcept nogil:
+    return f.record.taps * f.inputs * f.width
+
+
+cdef int64_t count_of(const Filter *f, int64_t block) noexcept nogil:
+    """Output channels of a block."""
+    cdef int64_t inside = block % f.blocks * f.width
+    return min(f.width, f.channels - inside, f.total - block // f.blocks * f.channels - inside)
+
+
+cdef int64_t lanes(const Filter *f, int64_t block) noexcept nogil:
+    """Output channels of a block with those that fill up its last vector."""
+    return f.width // 2 if not f.depthwise and 2 * count_of(f, block) <= f.width else f.width
+
+
+cdef int64_t start(const Filter *f, int64_t block) noexcept nogil:
+    """Position of a block's first filter."""
+    return block // f.blocks * f.record.group_stride + block % f.blocks * f.width * f.record.out_stride
+
+
+cdef void pack(const Filter *f, const char *filters, int64_t dtype, int64_t block) noexcept nogil:
+    conv2d_pack_filter(
+        &f.record, filters + start(f, block) * (4 if dtype == 0 else 2), dtype, f.inputs, count_of(f, block),
+        lanes(f, block), f.packed + block * block_size(f))
+
+
+cdef void unpack(
+    const Filter *f, int64_t chunks, int64_t all_blocks, int64_t block, float *filters, bint accumulate
+) noexcept nogil:
+    conv2d_unpack_filter(
+        &f.record, f.packed + block * block_size(f), chunks, all_blocks * block_size(f), f.inputs,
+        count_of(f, block), lanes(f, block), filters + start(f, block), accumulate)
 
 
 def apply(
@@ -184,13 +186,14 @@ def apply(
     """
     cdef Conv2dApply p
     cdef Conv2dClass *classes
+    cdef Filter *parts
     cdef const int64_t[:, ::1] taps
     cdef float *work = aligned(scratch)
     cdef float *weights = aligned(packed)
+    cdef const char *data = <const char *>cnp.PyArray_DATA(filters)
     cdef int64_t pitch = scratch.shape[1], task, count = tasks.count
     cdef int64_t dtype = DTYPES[filters.dtype]
     cdef int threads = scratch.shape[0]
-    cdef Filter f
     p.window = window(plan, source)
     p.out, p.add = tensor(out), tensor(add)
     p.bias = <float *>cnp.PyArray_DATA(bias) if bias is not None else NULL
@@ -199,26 +202,29 @@ def apply(
     p.images, p.images_per_task = source.shape[0], tasks.images
     p.rows, p.rows_per_task, p.row_blocks = plan.rows, tasks.rows, tasks.row_blocks
     p.splits, p.class_count = tasks.splits, len(plan.classes)
+    p.out_blocks, p.all_blocks = plan.out_blocks, plan.all_blocks
     classes = <Conv2dClass *>malloc(p.class_count * sizeof(Conv2dClass))
-    if classes == NULL:
-        raise MemoryError
+    parts = <Filter *>malloc(p.class_count * sizeof(Filter))
     try:
+        if classes == NULL or parts == NULL:
+            raise MemoryError
         for i, c in enumerate(plan.classes):
-            f = Filter(plan, c.taps)
             taps = c.taps
-            p.out_blocks, p.all_blocks = f.blocks, plan.groups * f.blocks
+            parts[i] = filter_of(plan, taps, weights)
             classes[i].row, classes[i].col, classes[i].rows, classes[i].cols = c.row, c.col, c.rows, c.cols
-            classes[i].taps = f.record.taps
-            if f.record.taps:
+            classes[i].taps, classes[i].weights = taps.shape[1], weights
+            if taps.shape[1]:
                 classes[i].offsets, classes[i].tap_rows = &taps[1, 0], &taps[2, 0]
-            classes[i].weights = weights
-            pack_filters(f, <char *>cnp.PyArray_DATA(filters), dtype, p.all_blocks, weights, threads)
-            weights += p.all_blocks * f.block_size()
+            weights += p.all_blocks * block_size(&parts[i])
         p.classes = classes
+        # All classes in one loop: every loop waits for its last thread, which costs most where cores are shared.
+        for task in prange(p.class_count * p.all_blocks, nogil=True, num_threads=threads):
+            pack(&parts[task // p.all_blocks], data, dtype, task % p.all_blocks)
         for task in prange(count, nogil=True, schedule="dynamic", num_threads=threads):
             kernels.apply(&p, task, work + threadid() * pitch)
     finally:
         free(classes)
+        free(parts)
 
 
 def reduce(
@@ -228,7 +234,7 @@ def reduce(
     """filters (+)= gradient of the filters: sums over chunks of units of outputs, added up in the chunks' order."""
     cdef Conv2dReduce p
     cdef const int64_t[:, ::1] taps = plan.classes[0].taps
-    cdef Filter f = Filter(plan, plan.classes[0].taps)
+    cdef Filter f = filter_of(plan, taps, aligned(partial))
     cdef float *work = aligned(scratch)
     cdef float *target = <float *>cnp.PyArray_DATA(filters)
     cdef int64_t pitch = scratch.shape[1], task
@@ -236,19 +242,19 @@ def reduce(
     p.window = window(plan, source)
     p.grad = tensor(grad)
     p.depthwise, p.out_total, p.out_channels = plan.depthwise, plan.out_total, plan.out_channels
-    p.out_blocks, p.all_blocks = f.blocks, plan.groups * f.blocks
+    p.out_blocks, p.all_blocks = f.blocks, plan.all_blocks
     p.images, p.images_per_unit = grad.shape[0], units.images
     p.rows, p.cols = grad.shape[1], grad.shape[2]
     p.rows_per_unit, p.row_blocks = units.rows, units.row_blocks
-    p.units, p.chunks = units.count, units.chunks
+    p.units, p.chunks, p.splits = units.count, units.chunks, units.splits
     p.taps = f.record.taps
     if p.taps:
         p.offsets, p.tap_rows, p.tap_cols = &taps[1, 0], &taps[2, 0], &taps[3, 0]
-    p.partial = aligned(partial)
-    for task in prange(p.chunks * p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
+    p.partial = f.packed
+    for task in prange(p.chunks * p.splits, nogil=True, schedule="dynamic", num_threads=threads):
         kernels.reduce(&p, task, work + threadid() * pitch)
     for task in prange(p.all_blocks, nogil=True, schedule="dynamic", num_threads=threads):
-        f.unpack(p.partial, p.chunks, p.all_blocks, task, target, accumulate)
+        unpack(&f, p.chunks, p.all_blocks, task, target, accumulate)
 
 
 def channel_sum(cnp.ndarray rows, double[:, ::1] partial, int64_t block, int threads):

@@ -3,7 +3,9 @@
  * A task copies the source pixels it needs once, as float32 with the padding written out, into
  *     packed[block of 16 channels][image][row][phase][pixel][16],
  * where the phases are the residues of the column modulo the stride. Whatever stride, dilation and dtype, neighbouring
- * outputs of a tap then read pixels 64 bytes apart, and a tap is one offset. The inner loops hold a tile of outputs in
+ * outputs of a tap then read pixels 64 bytes apart, and a tap is one offset. A source of a few channels would leave most
+ * of the 16 empty: it is folded, which makes a row of the filter one tap and its pixels' channels those of one pixel,
+ * packed anew for every output. The inner loops hold a tile of outputs in
  * registers, broadcast one number of the source and multiply it by one or two vectors: there is no im2col matrix.
  * Sums run in an order given by the shapes alone. Blocking after Georganas et al., "Anatomy of High-Performance Deep
  * Learning Convolutions on SIMD Architectures", SC 2018.
@@ -51,10 +53,32 @@ INLINE void FN(pack_line)(
     memset(to + stop * LANES, 0, (w->phase - stop) * LANES * sizeof(float));
 }
 
+/* One line of a folded source, all blocks of it: to[pixel q] = the pixels left + q*fold_step + (0..fold), one after
+ * another. `whole` gets the line with its padding written out.
+ */
+INLINE void FN(pack_folded)(const Conv2dWindow *w, float *to, int64_t plane, int64_t line, int inside, float *whole)
+{
+    const int64_t channels = w->channels / w->fold, wide = (w->phase - 1) * w->fold_step + w->fold;
+    const int64_t start = w->left < 0 ? FN(least)(-w->left, wide) : 0;
+    const int64_t stop = inside && w->width - w->left > start ? FN(least)(w->width - w->left, wide) : start;
+    const int64_t from = line + (w->left + start) * w->source.pixel, pixel = w->source.pixel;
+    memset(whole, 0, start * channels * sizeof(float));
+    if (pixel == channels)
+        load_floats(whole + start * channels, w->source.data, from, (stop - start) * channels, w->source.dtype);
+    else
+        for (int64_t i = start; i < stop; i++)
+            load_floats(whole + i * channels, w->source.data, from + (i - start) * pixel, channels, w->source.dtype);
+    memset(whole + stop * channels, 0, ((wide - stop) * channels + LANES) * sizeof(float));
+    for (int64_t c = 0; c < w->channels; c += LANES, to += plane)
+        for (int64_t q = 0; q < w->phase; q++)
+            UNROLL for (int k = 0; k < LANES; k += VECTOR)
+                FN(store)(to + q * LANES + k, FN(load)(whole + q * w->fold_step * channels + c + k));
+}
+
 /* Copies what `rows` output rows of `images` images read, for `groups` groups from `group`. Returns the plane size. */
 TARGET static int64_t FN(pack)(
     const Conv2dWindow *w, float *to, int64_t group, int64_t groups, int64_t image, int64_t images, int64_t row,
-    int64_t rows)
+    int64_t rows, float *whole)
 {
     const int64_t tall = (rows - 1) * w->step_y + w->span_y + 1, wide = w->step_x * w->phase;
     const int64_t plane = images * tall * wide * LANES;
@@ -63,6 +87,10 @@ TARGET static int64_t FN(pack)(
         const int64_t from = (image + line / tall) * w->source.image + y * w->source.row;
         const int inside = y >= 0 && y < w->height;
         float *block = to + line * wide * LANES;
+        if (w->fold) {
+            FN(pack_folded)(w, block, plane, from, inside, whole);
+            continue;
+        }
         for (int64_t g = group; g < group + groups; g++)
             for (int64_t c = 0; c < w->channels; c += LANES, block += plane) {
                 const int64_t channel = g * w->channels + c;
@@ -80,21 +108,33 @@ typedef struct {
     int64_t x_image, x_row, grad_image, grad_row, images, rows, cols;
 } FN(Pixels);
 
+/* What the outputs of one row sum up: taps [begin, end) of `taps`, of `channels` source channels, whose blocks of 16
+ * lie `plane` apart; weights[block of 16 channels][tap][channel][width].
+ */
+typedef struct {
+    const int64_t *offsets;
+    int64_t begin, end, taps, channels, plane;
+} FN(Sum);
+
 /* sums[m][k] (+)= sum over taps and channels of x[m][tap][c] * weights[tap][c][k], for m pixels and v vectors of k */
 #define DEFINE_TILE(m, v)                                                                                             \
     TARGET static void FN(tile_##v##_##m)(                                                                            \
-        const float *x, const int64_t *offsets, int64_t taps, int64_t channels, const float *weights, float *sums,    \
-        int first)                                                                                                    \
+        const FN(Sum) *p, const float *x, const float *weights, float *sums, int first)                               \
     {                                                                                                                 \
         vec sum[m][v] = {{{0}}};                                                                                      \
-        for (int64_t t = 0; t < taps; t++) {                                                                          \
-            const float *tap = x + offsets[t];                                                                        \
-            for (int64_t c = 0; c < channels; c++, weights += v * VECTOR) {                                           \
-                vec weight[v];                                                                                        \
-                UNROLL for (int i = 0; i < v; i++) weight[i] = FN(load)(weights + i * VECTOR);                        \
-                UNROLL for (int j = 0; j < m; j++)                                                                    \
-                    UNROLL for (int i = 0; i < v; i++) sum[j][i] += tap[j * LANES + c] * weight[i];                   \
+        for (int64_t left = p->channels; left > 0; left -= LANES, x += p->plane) {                                    \
+            const int64_t channels = FN(least)(LANES, left);                                                          \
+            const float *from = weights + p->begin * channels * v * VECTOR;                                           \
+            for (int64_t t = p->begin; t < p->end; t++) {                                                             \
+                const float *tap = x + p->offsets[t];                                                                 \
+                for (int64_t c = 0; c < channels; c++, from += v * VECTOR) {                                          \
+                    vec weight[v];                                                                                    \
+                    UNROLL for (int i = 0; i < v; i++) weight[i] = FN(load)(from + i * VECTOR);                       \
+                    UNROLL for (int j = 0; j < m; j++)                                                                \
+                        UNROLL for (int i = 0; i < v; i++) sum[j][i] += tap[j * LANES + c] * weight[i];               \
+                }                                                                                                     \
             }                                                                                                         \
+            weights += p->taps * channels * v * VECTOR;                                                               \
         }                                                                                                             \
         UNROLL for (int j = 0; j < m; j++)                                                                            \
             UNROLL for (int i = 0; i < v; i++) {                                                                      \
@@ -106,13 +146,12 @@ typedef struct {
 
 /* The same where channel k of the output reads channel k of the source: weights[tap][k] */
 #define DEFINE_DEPTHWISE(m, v)                                                                                        \
-    TARGET static void FN(depthwise_##m)(                                                                             \
-        const float *x, const int64_t *offsets, int64_t taps, const float *weights, float *sums)                      \
+    TARGET static void FN(depthwise_##m)(const FN(Sum) *p, const float *x, const float *weights, float *sums)         \
     {                                                                                                                 \
         for (int64_t c = 0; c < LANES; c += VECTOR) {                                                                 \
             vec sum[m] = {{0}};                                                                                       \
-            for (int64_t t = 0; t < taps; t++) {                                                                      \
-                const float *tap = x + offsets[t] + c;                                                                \
+            for (int64_t t = p->begin; t < p->end; t++) {                                                             \
+                const float *tap = x + p->offsets[t] + c;                                                             \
                 const vec weight = FN(load)(weights + t * LANES + c);                                                 \
                 UNROLL for (int j = 0; j < m; j++) sum[j] += FN(load)(tap + j * LANES) * weight;                      \
             }                                                                                                         \
@@ -149,9 +188,9 @@ TILES1(DEFINE_OUTER, 1)
 TILES2(DEFINE_OUTER, 2)
 TILES1(DEFINE_DEPTHWISE, 1)
 
-typedef void (*FN(Tile))(const float *, const int64_t *, int64_t, int64_t, const float *, float *, int);
+typedef void (*FN(Tile))(const FN(Sum) *, const float *, const float *, float *, int);
 typedef void (*FN(Outer))(const FN(Pixels) *, int64_t, float *);
-typedef void (*FN(Depthwise))(const float *, const int64_t *, int64_t, const float *, float *);
+typedef void (*FN(Depthwise))(const FN(Sum) *, const float *, const float *, float *);
 #define NAME_TILE(m, v) FN(tile_##v##_##m),
 #define NAME_OUTER(m, v) FN(outer_##v##_##m),
 #define NAME_DEPTHWISE(m, v) FN(depthwise_##m),
@@ -167,27 +206,25 @@ INLINE int64_t FN(cut)(int64_t left, int64_t most)
     return (left + tiles - 1) / tiles;
 }
 
-/* Row `row` of the outputs of one block: sums[cols][width] (+)= the products with one block of source channels. */
+/* Row `row` of the outputs of one block: sums[cols][width] (+)= the products with `channels` source channels. */
 INLINE void FN(row)(
-    const Conv2dApply *p, const Conv2dClass *class, int64_t row, const float *x, int64_t channels,
+    const Conv2dApply *p, const Conv2dClass *class, int64_t row, const float *x, int64_t plane, int64_t channels,
     const float *weights, int64_t width, float *sums, int first)
 {
     const int64_t most = width == WIDTH && !p->depthwise ? FN(MOST2) : FN(MOST1);
     const int64_t y = row * p->window.step_y;
-    int64_t begin = 0, end = class->taps;
+    FN(Sum) sum = {class->offsets, 0, class->taps, class->taps, channels, plane};
     /* Taps are sorted by source row: those in the padding above and below come first and last. */
-    while (begin < end && y + class->tap_rows[begin] < 0) begin++;
-    while (begin < end && y + class->tap_rows[end - 1] >= p->window.height) end--;
-    weights += begin * channels * width;
+    while (sum.begin < sum.end && y + class->tap_rows[sum.begin] < 0) sum.begin++;
+    while (sum.begin < sum.end && y + class->tap_rows[sum.end - 1] >= p->window.height) sum.end--;
     for (int64_t done = 0; done < class->cols;) {
         const int64_t m = FN(cut)(class->cols - done, most);
         const float *from = x + done * LANES;
         float *to = sums + done * width;
         if (p->depthwise)
-            FN(depthwises)[m - 1](from, class->offsets + begin, end - begin, weights, to);
+            FN(depthwises)[m - 1](&sum, from, weights, to);
         else
-            (width == WIDTH ? FN(tiles2) : FN(tiles1))[m - 1](
-                from, class->offsets + begin, end - begin, channels, weights, to, first);
+            (width == WIDTH ? FN(tiles2) : FN(tiles1))[m - 1](&sum, from, weights, to, first);
         done += m;
     }
 }
@@ -242,15 +279,17 @@ TARGET static void FN(apply_block)(
     const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
     const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
     const float *weights = class->weights + block * class->taps * inputs * most;
-    for (int64_t c = 0; c < inputs; c += LANES, packed += plane) {
-        const int64_t channels = FN(least)(LANES, inputs - c);
+    const int64_t fit = class->taps ? TERMS_AT_ONCE / (class->taps * LANES) * LANES : inputs;
+    const int64_t step = fit < LANES ? LANES : fit;  /* source channels at a time */
+    for (int64_t c = 0; c < inputs; c += step, packed += step / LANES * plane) {
+        const int64_t channels = FN(least)(step, inputs - c);
         for (int64_t line = 0; line < images * rows; line++) {
             const int64_t b = line / rows, u = line % rows;
-            /* With a single block of source channels a row is finished at once and its sums stay in the L1 cache. */
-            float *to = sums + (inputs > LANES ? line * class->cols * width : 0);
+            /* With all source channels at a time a row is finished at once and its sums stay in the L1 cache. */
+            float *to = sums + (inputs > step ? line * class->cols * width : 0);
             const float *x = packed + (b * tall + u * w->step_y) * wide * LANES;
-            FN(row)(p, class, row + u, x, p->depthwise ? 1 : channels, weights, width, to, c == 0);
-            if (c + LANES < inputs) continue;
+            FN(row)(p, class, row + u, x, plane, channels, weights, width, to, c == 0);
+            if (c + step < inputs) continue;
             const int64_t y = class->row + (row + u) * p->out_step_y;
             const int64_t out = (image + b) * p->out.image + y * p->out.row + class->col * p->out.pixel + channel;
             const int64_t add = (image + b) * p->add.image + y * p->add.row + class->col * p->add.pixel + channel;
@@ -275,7 +314,9 @@ TARGET static void FN(apply)(const Conv2dApply *p, int64_t task, float *scratch)
     const int64_t images = FN(least)(p->images_per_task, p->images - image);
     const int64_t begin = split * p->all_blocks / p->splits, end = (split + 1) * p->all_blocks / p->splits;
     const int64_t group = begin / p->out_blocks, groups = (end - 1) / p->out_blocks + 1 - group;
-    const int64_t plane = FN(pack)(&p->window, scratch, group, groups, image, images, row, rows);
+    float *whole = scratch;
+    scratch += p->window.line;
+    const int64_t plane = FN(pack)(&p->window, scratch, group, groups, image, images, row, rows, whole);
     float *sums = scratch + groups * p->window.blocks * plane;
     for (int64_t block = begin; block < end; block++) {
         const float *packed = scratch + (block / p->out_blocks - group) * p->window.blocks * plane;
@@ -351,9 +392,9 @@ INLINE void FN(reduce_block)(
     pixels.x_image = ((rows - 1) * w->step_y + w->span_y + 1) * wide * LANES;
     pixels.grad_image = rows * pixels.grad_row;
     for (int64_t t = 0; t < p->taps; t++) {
-        int64_t u, q, u_end, q_end;
+        int64_t u, q = 0, u_end, q_end = p->cols;
         FN(clip)(row, rows, w->step_y, p->tap_rows[t], w->height, &u, &u_end);
-        FN(clip)(0, p->cols, w->step_x, p->tap_cols[t], w->width, &q, &q_end);
+        if (!w->fold) FN(clip)(0, p->cols, w->step_x, p->tap_cols[t], w->width, &q, &q_end);
         pixels.x = packed + p->offsets[t] + u * pixels.x_row + q * LANES;
         pixels.grad = grad + u * pixels.grad_row + q * width;
         pixels.rows = u_end - u, pixels.cols = q_end - q;
@@ -369,30 +410,44 @@ INLINE void FN(reduce_block)(
     }
 }
 
-/* Task: (chunk of units, one block of output channels); a unit is images_per_unit images by rows_per_unit rows. */
+/* One unit of one block of output channels: sums[block of 16 inputs][tap][input][width] */
+INLINE void FN(reduce_unit)(
+    const Conv2dReduce *p, int64_t block, const float *packed, int64_t plane, int64_t image, int64_t images, int64_t row,
+    int64_t rows, float *sums)
+{
+    const Conv2dWindow *w = &p->window;
+    const int64_t most = p->depthwise ? LANES : WIDTH, inputs = p->depthwise ? 1 : w->channels;
+    const int64_t inside = block % p->out_blocks * most, channel = block / p->out_blocks * p->out_channels + inside;
+    const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
+    const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
+    float *grad = (float *)packed + w->blocks * plane;
+    FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
+    for (int64_t c = 0; c < inputs; c += LANES, packed += plane) {
+        const int64_t channels = FN(least)(LANES, inputs - c);
+        FN(reduce_block)(p, packed, channels, width, grad, images, row, rows, sums);
+        sums += p->taps * channels * width;
+    }
+}
+
+/* Task: (chunk of units, one split of the output blocks); a unit is images_per_unit images by rows_per_unit rows. */
 TARGET static void FN(reduce)(const Conv2dReduce *p, int64_t task, float *scratch)
 {
     const Conv2dWindow *w = &p->window;
-    const int64_t block = task % p->all_blocks, chunk = task / p->all_blocks, group = block / p->out_blocks;
-    const int64_t most = p->depthwise ? LANES : WIDTH, inputs = p->depthwise ? 1 : w->channels;
-    const int64_t inside = block % p->out_blocks * most, channel = group * p->out_channels + inside;
-    const int64_t count = FN(least)(FN(least)(most, p->out_channels - inside), p->out_total - channel);
-    const int64_t width = p->depthwise || count > VECTOR ? most : VECTOR;
-    const int64_t size = p->taps * inputs * most;
-    float *sums = p->partial + (chunk * p->all_blocks + block) * size;
-    memset(sums, 0, size * sizeof(float));
+    const int64_t split = task % p->splits, chunk = task / p->splits;
+    const int64_t begin = split * p->all_blocks / p->splits, end = (split + 1) * p->all_blocks / p->splits;
+    const int64_t size = p->taps * (p->depthwise ? LANES : w->channels * WIDTH);
+    float *sums = p->partial + chunk * p->all_blocks * size, *packed = scratch + w->line;
+    memset(sums + begin * size, 0, (end - begin) * size * sizeof(float));
     for (int64_t unit = chunk * p->units / p->chunks; unit < (chunk + 1) * p->units / p->chunks; unit++) {
         const int64_t row = unit % p->row_blocks * p->rows_per_unit;
         const int64_t image = unit / p->row_blocks * p->images_per_unit;
         const int64_t rows = FN(least)(p->rows_per_unit, p->rows - row);
         const int64_t images = FN(least)(p->images_per_unit, p->images - image);
-        const int64_t plane = FN(pack)(w, scratch, group, 1, image, images, row, rows);
-        float *grad = scratch + w->blocks * plane, *to = sums;
-        FN(pack_grad)(p, grad, channel, count, width, image, images, row, rows);
-        for (int64_t c = 0; c < inputs; c += LANES) {
-            const int64_t channels = FN(least)(LANES, inputs - c);
-            FN(reduce_block)(p, scratch + c / LANES * plane, channels, width, grad, images, row, rows, to);
-            to += p->taps * channels * width;
+        int64_t plane = 0;
+        for (int64_t block = begin; block < end; block++) {
+            if (block == begin || block % p->out_blocks == 0)
+                plane = FN(pack)(w, packed, block / p->out_blocks, 1, image, images, row, rows, scratch);
+            FN(reduce_unit)(p, block, packed, plane, image, images, row, rows, sums + block * size);
         }
     }
 }

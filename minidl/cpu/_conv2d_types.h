@@ -16,6 +16,10 @@
 #endif
 
 enum { LANES = 16 };  /* channels of a source block: 64 bytes, so that pixels lie at constant displacements */
+/* Products that an output sums up in a register where a block of 16 channels has fewer: short sums round less, and their
+ * filters stay in the L1 cache from one row to the next. Part of the order of summation.
+ */
+enum { TERMS_AT_ONCE = 128 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 /* An activation with unit channel stride; strides in elements. */
@@ -36,6 +40,8 @@ typedef struct {
     int64_t span_y;                     /* largest i of all taps */
     int64_t phase;                      /* packed pixels per phase; a packed row has step_x phases */
     int64_t total, channels, blocks;    /* channels in all; channels and blocks of 16 channels per group */
+    int64_t fold, fold_step;            /* pixels that count as one, 0 or step_x = 1; columns from one to the next */
+    int64_t line;                       /* work space for a line of a folded source, a multiple of 16 */
 } Conv2dWindow;
 
 /* Outputs that share one list of taps: all of a forward pass, one residue class of a strided data gradient. */
@@ -66,7 +72,7 @@ typedef struct {
     Conv2dTensor grad;
     int64_t depthwise;
     int64_t out_total, out_channels, out_blocks, all_blocks;
-    int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks;
+    int64_t images, images_per_unit, rows, cols, rows_per_unit, row_blocks, units, chunks, splits;
     int64_t taps;
     const int64_t *offsets, *tap_rows, *tap_cols;  /* (taps,) as above; and the columns */
     float *partial;                     /* (chunks, output blocks, source channels * taps * width) */

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu import _batch_norm
+from minidl.cpu.activation import relu_backward
 from minidl.cpu.array import Array, empty, rows_float32, stored
 from minidl.precision import float32
 
@@ -19,6 +20,9 @@ __all__ = [
     "batch_norm_backward_stats",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
+    "batch_norm_join_backward_stats",
+    "batch_norm_relu_backward_apply",
+    "batch_norm_relu_backward_stats",
     "batch_norm_stats",
 ]
 
@@ -78,6 +82,9 @@ def batch_norm_apply(
     beta: Array | None = None,
     *,
     add: Array | None = None,
+    add_moments: Array | None = None,
+    add_gamma: Array | None = None,
+    add_beta: Array | None = None,
     relu: bool = False,
 ) -> Array:
     """``(x - mean) * rstd * gamma + beta``, then ``+ add``, then ``max(., 0)``; float32 with one rounding at the end.
@@ -87,12 +94,20 @@ def batch_norm_apply(
         moments: (2, C) float32.
         gamma, beta: (C,) float32; None stands for ones and zeros.
         add: shape and dtype of ``x``.
+        add_moments, add_gamma, add_beta: with moments ``add`` is batch-normalised too: the join of a residual block
+            with a projection.
     """
     assert moments.shape == (2, x.shape[-1]) and (add is None or add.shape == x.shape), "shapes disagree"
-    assert all(p is None or p.shape == x.shape[-1:] for p in (gamma, beta)), "gamma and beta have one value per channel"
-    x_rows = rows_float32(x)
+    assert add is not None or add_moments is None, "moments of nothing"
+    affine = (gamma, beta, add_gamma, add_beta)
+    assert all(p is None or p.shape == x.shape[-1:] for p in affine), "gamma and beta have one value per channel"
+    x_rows, add_rows = rows_float32(x), None if add is None else rows_float32(add)
+    if add_moments is not None:
+        normalised = empty(x_rows.shape, float32)
+        _batch_norm.apply(add_rows, add_moments, add_gamma, add_beta, None, False, normalised)
+        add_rows = normalised
     y = empty(x_rows.shape, float32)
-    _batch_norm.apply(x_rows, moments, gamma, beta, None if add is None else rows_float32(add), relu, y)
+    _batch_norm.apply(x_rows, moments, gamma, beta, add_rows, relu, y)
     return stored(y, x.shape, x.dtype)
 
 
@@ -122,6 +137,43 @@ def batch_norm_backward_stats(
         if out is not None:
             np.add(value, out if accumulate else 0.0, out=out, casting="same_kind")
     return sums
+
+
+def batch_norm_relu_backward_stats(
+    dy: Array,
+    x: Array,
+    moments: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    *,
+    dgamma: Array | None = None,
+    dbeta: Array | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """`batch_norm_backward_stats` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient.
+
+    It counts where the output was positive, which is recomputed from ``x`` with the forward pass's rounding.
+    """
+    masked = _masked(dy, x, moments, gamma, beta)
+    return batch_norm_backward_stats(masked, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_join_backward_stats(
+    dy: Array,
+    y: Array,
+    x: Array,
+    moments: Array,
+    *,
+    dgamma: Array | None = None,
+    dbeta: Array | None = None,
+    accumulate: bool = False,
+) -> tuple[Array, Array]:
+    """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``.
+
+    ``y`` is the output of a ReLU over a sum with this batch norm in it; the other summands get ``g`` too.
+    """
+    masked = relu_backward(dy, y)
+    return batch_norm_backward_stats(masked, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate), masked
 
 
 def batch_norm_backward_apply(
@@ -154,3 +206,22 @@ def batch_norm_backward_apply(
     add_rows = None if add is None else rows_float32(add)
     _batch_norm.backward_apply(dy_rows, x_rows, moments, gamma, sums, total, add_rows, dx)
     return stored(dx, dy.shape, dy.dtype)
+
+
+def batch_norm_relu_backward_apply(
+    dy: Array,
+    x: Array,
+    moments: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    sums: Array | None,
+    count: Array | None,
+    *,
+    add: Array | None = None,
+) -> Array:
+    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
+    return batch_norm_backward_apply(_masked(dy, x, moments, gamma, beta), x, moments, gamma, sums, count, add=add)
+
+
+def _masked(dy: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None) -> Array:
+    return relu_backward(dy, batch_norm_apply(x, moments, gamma, beta, relu=True))

@@ -1,32 +1,21 @@
-"""Convolution on the CPU: the geometry of its passes, cut into tasks for the kernels in `_conv2d.h`.
+"""Convolution on the CPU: its passes on arrays, for the kernels in `_conv2d.h`, planned in `conv2d_plan.py`.
 
-Forward and data gradient are the same operation to the kernels: every output is a sum over *taps*, each the product of
-one source pixel and one filter position. The outputs of a strided data gradient fall into residue classes modulo the
-stride, and each class has its own taps, so that no product with an inserted zero is computed. A Linear layer (one pixel
-in, one pixel out) is a plain matrix product and goes to BLAS.
+A Linear layer (one pixel in, one pixel out) is a plain matrix product and goes to BLAS.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
 from minidl.cpu.array import Array, cast, contiguous, empty, rows, zeros
+from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
 __all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
 
-_LANES = 16  # channels of a source block, as in the kernels
-_TASK_PIXELS = 512  # outputs of a task: many enough to reuse a block of filters, few enough to stay in the L2 cache
-_TASK_FLOATS = 1 << 17  # packed source of a task when groups allow to choose: half of a usual L2 cache
-_UNIT_PIXELS = 256  # outputs summed up before a partial filter gradient is touched; part of the order of summation
-_PARTIALS = 16  # tasks of a filter gradient, as far as its size allows; part of the order of summation
-_THREAD_FLOPS = 1 << 20  # less than this is not worth waking a thread
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
 
@@ -34,227 +23,11 @@ _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a ti
 _QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
-@dataclass(frozen=True, eq=False)
-class _Class:
-    """Outputs with the same taps: the first one, how many, and ``taps``, (4, T) int64: each tap's position in the
-    filters and in the packed source, and the row and column that output (0, 0) reads.
-    """
-
-    row: int
-    col: int
-    rows: int
-    cols: int
-    taps: Array
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """Geometry of one pass; the names are those of the records in `_conv2d_types.h`.
-
-    ``groups`` counts groups as the kernels see them: a depthwise convolution has groups of 16 channels.
-    """
-
-    groups: int
-    channels: int
-    out_channels: int
-    out_total: int
-    depthwise: bool
-    width: int  # output channels of a block
-    filter_out_stride: int
-    filter_in_stride: int
-    filter_group_stride: int
-    top: int
-    left: int
-    step_y: int
-    step_x: int
-    span_y: int
-    phase: int
-    out_step_y: int
-    out_step_x: int
-    rows: int
-    cols: int
-    classes: tuple[_Class, ...]
-
-    @property
-    def blocks(self) -> int:
-        """Source blocks of a group."""
-        return ceil_div(self.channels, _LANES)
-
-    @property
-    def out_blocks(self) -> int:
-        """Output blocks of a group."""
-        return ceil_div(self.out_channels, self.width)
-
-    @property
-    def all_blocks(self) -> int:
-        return self.groups * self.out_blocks
-
-    @property
-    def filter_floats(self) -> int:
-        """Packed filters of all classes."""
-        taps = sum(c.taps.shape[1] for c in self.classes)
-        return self.all_blocks * self.width * taps * (1 if self.depthwise else self.channels)
-
-    @property
-    def flops(self) -> int:
-        """Of one image."""
-        products = sum(c.rows * c.cols * c.taps.shape[1] for c in self.classes)
-        return 2 * products * self.groups * self.out_channels * (1 if self.depthwise else self.channels)
-
-    def packed_floats(self, images: int, rows: int) -> int:
-        """Packed source of one group for so many images and output rows."""
-        tall = (rows - 1) * self.step_y + self.span_y + 1
-        return self.blocks * images * tall * self.step_x * self.phase * _LANES
-
-
-@dataclass(frozen=True)
-class _Tasks:
-    """``images`` images by ``rows`` rows of outputs at a time; in a forward pass or data gradient with the output
-    blocks cut into ``splits`` parts, in a filter gradient gathered into ``chunks`` partial sums.
-    """
-
-    images: int
-    rows: int
-    row_blocks: int
-    splits: int
-    chunks: int
-    count: int
-    threads: int
-    scratch_floats: int
-
-
-# An axis of a pass: per class the first output, how many, and its taps (filter position, source offset) by offset.
-_Axis = list[tuple[int, int, list[tuple[int, int]]]]
-
-
-def _forward_axis(size: int, kernel: int, stride: int, padding: int, dilation: int, out: int) -> _Axis:
-    taps = [(r, r * dilation - padding) for r in range(kernel)]
-    return [(0, out, [(r, at) for r, at in taps if at < size and at + (out - 1) * stride >= 0])]
-
-
-def _backward_axis(size: int, kernel: int, stride: int, padding: int, dilation: int, out: int) -> _Axis:
-    # dx[stride*u + a] gathers dy[u + (a + padding - r*dilation)/stride] over the r for which that is an integer.
-    axis = []
-    for a in range(min(stride, size)):
-        count = ceil_div(size - a, stride)
-        taps = [(r, divmod(a + padding - r * dilation, stride)) for r in range(kernel)]
-        taps = [(r, at) for r, (at, rest) in taps if rest == 0 and at < out and at + count > 0]
-        axis.append((a, count, taps[::-1]))
-    return axis
-
-
-def _span(axis: _Axis) -> tuple[int, int]:
-    """Smallest source offset of all taps, and the largest one relative to it."""
-    offsets = [at for _, _, taps in axis for _, at in taps] or [0]
-    return min(offsets), max(offsets) - min(offsets)
-
-
-@lru_cache(maxsize=1024)
-def _plan(
-    image: Pair,
-    filters: tuple[int, ...],
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
-    width: int,
-    backward: bool,
-) -> _Plan:
-    """The plan of a forward pass over images of that size, or of the data gradient with respect to them.
-
-    width: output channels that a kernel computes at a time.
-    """
-    K, R, S, C = filters
-    sizes = zip(image, (R, S), stride, padding, dilation, strict=True)
-    make = _backward_axis if backward else _forward_axis
-    ys, xs = (make(*axis, shapes.conv_output_size(*axis)) for axis in sizes)
-    (top, span_y), (left, span_x) = _span(ys), _span(xs)
-    step_y, step_x = (1, 1) if backward else stride
-    phase = ceil_div((xs[0][1] - 1) * step_x + span_x + 1, step_x)
-
-    def place(y: int, x: int) -> int:
-        return ((y - top) * step_x * phase + (x - left) % step_x * phase + (x - left) // step_x) * _LANES
-
-    classes = tuple(
-        _Class(
-            row, col, count_y, count_x,
-            np.array([((r * S + s) * C, place(y, x), y, x) for r, y in taps_y for s, x in taps_x], np.int64)
-            .reshape(-1, 4).T.copy(),
-        )
-        for row, count_y, taps_y in ys
-        for col, count_x, taps_x in xs
-    )  # fmt: skip
-    depthwise = C == 1 and groups == K > 1
-    inner, outer = (K // groups, C) if backward else (C, K // groups)
-    out_stride, in_stride = (1, R * S * C) if backward else (R * S * C, 1)
-    if depthwise:
-        inner = outer = _LANES
-        out_stride, in_stride = R * S, 0
-    return _Plan(
-        groups=ceil_div(K, _LANES) if depthwise else groups,
-        channels=inner,
-        out_channels=outer,
-        out_total=C * groups if backward else K,
-        depthwise=depthwise,
-        width=_LANES if depthwise else width,
-        filter_out_stride=out_stride,
-        filter_in_stride=in_stride,
-        filter_group_stride=(_LANES if depthwise else K // groups) * R * S * C,
-        top=top, left=left, step_y=step_y, step_x=step_x, span_y=span_y, phase=phase,
-        out_step_y=stride[0] if backward else 1,
-        out_step_x=stride[1] if backward else 1,
-        rows=ys[0][1], cols=xs[0][1],
-        classes=classes,
-    )  # fmt: skip
-
-
-def _threads(available: int, tasks: int, flops: int) -> int:
-    return max(1, min(available, tasks, flops // _THREAD_FLOPS))
-
-
-def _blocking(plan: _Plan, images: int, pixels: int) -> tuple[int, int, int]:
-    """Images and rows of about ``pixels`` outputs, and the number of such row blocks of an image."""
-    rows_per_block = ceil_div(plan.rows, ceil_div(plan.rows, max(1, pixels // plan.cols)))
-    row_blocks = ceil_div(plan.rows, rows_per_block)
-    together = max(1, min(images, pixels // (plan.rows * plan.cols))) if row_blocks == 1 else 1
-    return together, rows_per_block, row_blocks
-
-
-@lru_cache(maxsize=1024)
-def _apply_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
-    """Nothing here changes a bit of the result: every output is summed within one task, in the order of its taps."""
-    wanted = 4 * available
-    together, block, row_blocks = _blocking(plan, images, _TASK_PIXELS)
-    together = min(together, ceil_div(images, wanted))
-    places = ceil_div(images, together) * row_blocks
-    splits = ceil_div(wanted, places) if places < wanted else 1
-    if plan.groups > 1:
-        splits = max(splits, plan.groups * plan.packed_floats(together, block) // _TASK_FLOATS)
-    splits = min(splits, plan.all_blocks)
-    # A split of b blocks that starts inside a group touches one group more than its size tells.
-    groups = min(plan.groups, (ceil_div(plan.all_blocks, splits) + plan.out_blocks - 2) // plan.out_blocks + 1)
-    sums = plan.cols * plan.width * (together * block if plan.blocks > 1 else 1)
-    threads = _threads(available, places * splits, images * plan.flops)
-    scratch = groups * plan.packed_floats(together, block) + sums
-    return _Tasks(together, block, row_blocks, splits, 0, places * splits, threads, scratch)
-
-
-@lru_cache(maxsize=1024)
-def _reduce_tasks(plan: _Plan, images: int, available: int) -> _Tasks:
-    """Units and chunks are part of the order of summation, so they follow from the shapes alone."""
-    together, block, row_blocks = _blocking(plan, images, _UNIT_PIXELS)
-    units = ceil_div(images, together) * row_blocks
-    chunks = min(units, max(1, _PARTIALS // plan.all_blocks))
-    threads = _threads(available, chunks * plan.all_blocks, images * plan.flops)
-    scratch = plan.packed_floats(together, block) + together * block * plan.cols * plan.width
-    return _Tasks(together, block, row_blocks, 0, chunks, units, threads, scratch)
-
-
-def _apply(plan: _Plan, source: Array, filters: Array, out: Array, bias: Array | None, add: Array | None) -> Array:
+def _apply(plan: Plan, source: Array, filters: Array, out: Array, bias: Array | None, add: Array | None) -> Array:
     """Fills ``out`` with one pass, see `_plan`."""
     if out.size == 0:
         return out
-    tasks = _apply_tasks(plan, out.shape[0], _conv2d.max_threads())
+    tasks = apply_tasks(plan, out.shape[0], _conv2d.max_threads())
     if bias is not None:
         bias = np.concatenate([bias, zeros(plan.width, float32)])
     packed, scratch = _work(1, plan.filter_floats), _work(tasks.threads, tasks.scratch_floats)
@@ -264,7 +37,7 @@ def _apply(plan: _Plan, source: Array, filters: Array, out: Array, bias: Array |
 
 def _work(threads: int, floats: int) -> Array:
     """Work space of so many float32 per thread, starting anywhere before the first multiple of 64 bytes."""
-    return empty((threads, shapes.round_up(floats + _LANES, _LANES)), float32)
+    return empty((threads, shapes.round_up(floats + LANES, LANES)), float32)
 
 
 def _unit_channels(x: Array) -> Array:
@@ -312,7 +85,7 @@ def conv2d(
     if _is_linear(x.shape, w.shape, padding, groups):
         return _linear(x, w, bias)
     x, stride = _skip_pixels(x, w.shape, stride, padding)
-    plan = _plan(x.shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
+    plan = make_plan(x.shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
     return _apply(plan, x, w, empty((x.shape[0], plan.rows, plan.cols, w.shape[0]), x.dtype), bias, None)
 
 
@@ -343,7 +116,7 @@ def conv2d_backward_data(
         add = _unit_channels(add)
     if _is_linear(x_shape, w.shape, padding, groups):
         return _linear_backward_data(dy, w, bias, add)
-    plan = _plan(x_shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), True)
+    plan = make_plan(x_shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), True)
     return _apply(plan, dy, w, empty(x_shape, dy.dtype), bias, add)
 
 
@@ -371,14 +144,14 @@ def conv2d_backward_weight(
         _add_product(out.reshape(out.shape[0], out.shape[-1]), _float32(dy).T, _float32(x), accumulate)
         return
     x, stride = _skip_pixels(x, out.shape, stride, padding)
-    plan = _plan(x.shape[1:3], out.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
+    plan = make_plan(x.shape[1:3], out.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
     # A tap that meets nothing but padding is not computed.
-    complete = dy.size and plan.classes[0].taps.shape[1] == out.shape[1] * out.shape[2]
+    complete = dy.size and plan.classes[0].taps.shape[1] * max(1, plan.fold) == out.shape[1] * out.shape[2]
     if not complete and not accumulate:
         out.fill(0)
     if not dy.size:
         return
-    units = _reduce_tasks(plan, dy.shape[0], _conv2d.max_threads())
+    units = reduce_tasks(plan, dy.shape[0], _conv2d.max_threads())
     partial, scratch = _work(1, units.chunks * plan.filter_floats), _work(units.threads, units.scratch_floats)
     _conv2d.reduce(plan, units, _unit_channels(x), _unit_channels(dy), out, partial, scratch, accumulate)
 
@@ -395,7 +168,7 @@ def channel_sum(dy: Array, *, out: Array, accumulate: bool = False) -> None:
     blocks = ceil_div(dy.shape[0], _SUM_ROWS)
     partial = zeros((blocks, dy.shape[1]), np.float64)
     if dy.size:
-        _conv2d.channel_sum(dy, partial, _SUM_ROWS, _threads(_conv2d.max_threads(), blocks, _LANES * dy.size))
+        _conv2d.channel_sum(dy, partial, _SUM_ROWS, threads_for(_conv2d.max_threads(), blocks, LANES * dy.size))
     total = np.add.reduce(partial, axis=0)
     out[...] = out + total if accumulate else total
 

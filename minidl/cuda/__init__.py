@@ -26,6 +26,9 @@ from minidl.cuda.batch_norm import (
     batch_norm_backward_stats,
     batch_norm_eval_moments,
     batch_norm_finalize,
+    batch_norm_join_backward_stats,
+    batch_norm_relu_backward_apply,
+    batch_norm_relu_backward_stats,
     batch_norm_stats,
 )
 from minidl.cuda.conv2d import (
@@ -74,6 +77,9 @@ __all__ = [
     "batch_norm_apply",
     "batch_norm_backward_stats",
     "batch_norm_backward_apply",
+    "batch_norm_relu_backward_stats",
+    "batch_norm_relu_backward_apply",
+    "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
     "relu",
     "relu_backward",

@@ -1,7 +1,7 @@
 // Batch normalisation over rows of channels (Ioffe and Szegedy 2015), split where a reduction over ranks can fall.
 //
-// Layout: x, y, dy, dx, add: (rows, C) of T at a pitch; moments (2, C) float: mean, 1/sqrt(biased variance + eps);
-// gamma, beta (C,) float or null; stats (R, 1 + 2C) double: count, means, M2 (sums of squared deviations);
+// Layout: x, y, dy, dx, add, masked: (rows, C) of T at a pitch; moments (2, C) float: mean and 1/sqrt(biased variance +
+// eps); gamma, beta (C,) float or null; stats (R, 1 + 2C) double: count, means, M2 (sums of squared deviations);
 // sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
@@ -18,6 +18,8 @@
 // Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
 //   stats            s bytes   4 FLOP    24.5 us        backward_stats   2s bytes   4 FLOP    48.9 us
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
+//   stats and apply behind a ReLU whose mask is recomputed from x: the bytes of backward_stats and backward_apply, 3 FLOP
+//   more; with the mask read from y and the masked gradient left: backward_stats 4s bytes
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
 
 #include "common.cuh"
@@ -25,7 +27,7 @@
 // A cut of the rows into chunks (planned by batch_norm.py).
 struct Chunks {
     int rows;      // below 2^30
-    int pitch[2];  // of x, dy
+    int pitch[3];  // of x, dy, y
     int channels;
     int chunk_rows;
     int chunks;
@@ -69,6 +71,27 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = otherwise;
     }
+}
+
+// Whether the forward pass, which rounds (x - mean)*rstd*gamma + beta to T, was left with something above zero: half of
+// the smallest number of T rounds to zero, what is larger does not.
+template <class S> struct RoundsToZero;
+template <> struct RoundsToZero<float> { static constexpr float most = 0.0f; };
+template <> struct RoundsToZero<bf16> { static constexpr float most = 0x1p-134f; };
+template <> struct RoundsToZero<f16> { static constexpr float most = 0x1p-25f; };
+
+DEVICE bool was_positive(float centred, float scale, float shift) {
+    return fmaf(centred, scale, shift) > RoundsToZero<T>::most;
+}
+
+// rstd*gamma and beta of VEC channels: as the forward pass has them, to the bit.
+DEVICE void load_affine(const float* moments, const float* gamma, const float* beta, int channels, int channel,
+                        float (&scale)[VEC], float (&shift)[VEC]) {
+    load(moments + channels + channel, scale);
+    load_or(gamma ? gamma + channel : nullptr, 1.0f, shift);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
+    load_or(beta ? beta + channel : nullptr, 0.0f, shift);
 }
 
 // ------------------------------------------------------------------------------------------------ forward: statistics
@@ -262,20 +285,26 @@ extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restric
 // ---------------------------------------------------------------------------------------------------- forward: apply
 #if defined(APPLY)
 
-// y = (x - mean)*rstd*gamma + beta (+ add), not below `bound` (0 for ReLU, -infinity without). ADD: 0 or 1.
+// y = (x - mean)*rstd*gamma + beta (+ add), not below `bound` (0 for ReLU, -infinity without). ADD: 0; 1; 2: `add` is
+// batch-normalised as well, with the moments and parameters that follow it.
 extern "C" __global__ void __launch_bounds__(256, ADD ? 3 : 4)
 batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
-                        const float* __restrict__ beta, const T* __restrict__ add, T* __restrict__ y, float bound, int channels,
-                        Walk walk) {
+                        const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
+                        const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
+                        float bound, int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
     load(moments + at.channel, mean);
-    load(moments + channels + at.channel, scale);
-    load_or(gamma ? gamma + at.channel : nullptr, 1.0f, shift);
+    load_affine(moments, gamma, beta, channels, at.channel, scale, shift);
+    float add_mean[VEC] = {}, add_scale[VEC] = {};
+    if (ADD == 2) {
+        float add_shift[VEC];
+        load(add_moments + at.channel, add_mean);
+        load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_scale, add_shift);
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
-    load_or(beta ? beta + at.channel : nullptr, 0.0f, shift);
+        for (int i = 0; i < VEC; ++i) shift[i] += add_shift[i];
+    }
 
     Raw<T, VEC> raw[UNROLL], more[ADD ? UNROLL : 1];
     for_rows<UNROLL>(
@@ -291,7 +320,9 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 v[i] = fmaf(v[i] - mean[i], scale[i], shift[i]);
-                v[i] = clamp_below(ADD ? v[i] + z[i] : v[i], bound);
+                if (ADD == 1) v[i] += z[i];
+                if (ADD == 2) v[i] = fmaf(z[i] - add_mean[i], add_scale[i], v[i]);
+                v[i] = clamp_below(v[i], bound);
             }
             store(y + row_offset(row, walk.pitch[1]) + at.channel, v);
         });
@@ -302,33 +333,43 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 // ----------------------------------------------------------------------------------------------- backward: statistics
 #if defined(BACKWARD_STATS)
 
-// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean).
+// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; behind a ReLU dy counts where its
+// output was positive: 1, which is recomputed from x; 2, which is read from y, and the masked dy is left in `masked`, a
+// dense array.
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
-                                 float* __restrict__ partial, Chunks cut) {
+                                 const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ y,
+                                 T* __restrict__ masked, float* __restrict__ partial, Chunks cut) {
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;
 
     const Share at = chunk_share(cut, UNROLL);
-    float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {};
+    float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
     if (at.row < at.rows) load(moments + at.channel, mean);
-    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL];
+    if (MASK == 1 && at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, scale, shift);
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_y[MASK == 2 ? UNROLL : 1];
     for_rows<UNROLL>(
         at,
         [&](int u, int row) {
             raw_x[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel);
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, cut.pitch[1]) + at.channel);
+            if (MASK == 2) raw_y[u] = load_raw<VEC>(y + row_offset(row, cut.pitch[2]) + at.channel);
         },
-        [&](int u, int) {
-            float g[VEC], v[VEC];
+        [&](int u, int row) {
+            float g[VEC], v[VEC], out[VEC] = {};
             unpack(raw_dy[u], g);
             unpack(raw_x[u], v);
+            if (MASK == 2) unpack(raw_y[u], out);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
+                v[i] -= mean[i];
+                if (MASK == 1) g[i] = was_positive(v[i], scale[i], shift[i]) ? g[i] : 0.0f;
+                if (MASK == 2) g[i] = out[i] > 0.0f ? g[i] : 0.0f;
                 sum[i] += g[i];
-                product[i] = fmaf(g[i], v[i] - mean[i], product[i]);
+                product[i] = fmaf(g[i], v[i], product[i]);
             }
+            if (MASK == 2) store(masked + row_offset(row, cut.channels) + at.channel, g);
         });
 
     store(lane_sum + slot, sum);
@@ -365,19 +406,27 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 #if defined(BACKWARD_APPLY)
 
 // dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,
-// and x is not read. ADD, BATCH: 0 or 1.
-extern "C" __global__ void __launch_bounds__(256, BATCH ? 3 : 4)
+// and x is read for the mask only. ADD, BATCH: 0 or 1. MASK: 0; 1: behind a ReLU dy counts where its output, recomputed
+// from x, was positive.
+#if __CUDA_ARCH__ >= 900
+constexpr int RESIDENT = BATCH || MASK ? 3 : 4;
+#else
+constexpr int RESIDENT = BATCH && MASK ? 2 : BATCH || MASK ? 3 : 4;  // its compiler would spill three vectors
+#endif
+
+extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
-                                 const float* __restrict__ gamma, const double* __restrict__ sums,
-                                 const double* __restrict__ count, const T* __restrict__ add, T* __restrict__ dx,
+                                 const float* __restrict__ gamma, const float* __restrict__ beta,
+                                 const double* __restrict__ sums, const double* __restrict__ count,
+                                 const T* __restrict__ add, T* __restrict__ dx,
                                  int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
-    float scale[VEC], mean[VEC] = {}, level[VEC] = {}, slope[VEC] = {};
+    float scale[VEC], mean[VEC] = {}, level[VEC] = {}, slope[VEC] = {}, shift[VEC];
     load(moments + channels + at.channel, scale);
+    if (BATCH || MASK) load(moments + at.channel, mean);
     if (BATCH) {
         const float inverse = float(1.0 / *count);
-        load(moments + at.channel, mean);
         const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel), dy_xhat = load_raw<VEC>(sums + channels + at.channel);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
@@ -385,27 +434,26 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
         }
     }
-    float weight[VEC];
-    load_or(gamma ? gamma + at.channel : nullptr, 1.0f, weight);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) scale[i] *= weight[i];
+    load_affine(moments, gamma, beta, channels, at.channel, scale, shift);
 
-    Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH ? UNROLL : 1], more[ADD ? UNROLL : 1];
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
     for_rows<UNROLL>(
         at,
         [&](int u, int row) {
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]) + at.channel);
-            if (BATCH) raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[2]) + at.channel);
+            if (BATCH || MASK) raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[2]) + at.channel);
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
         },
         [&](int u, int row) {
             float g[VEC], v[VEC] = {}, z[VEC] = {};
             unpack(raw_dy[u], g);
-            if (BATCH) unpack(raw_x[u], v);
+            if (BATCH || MASK) unpack(raw_x[u], v);
             if (ADD) unpack(more[u], z);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                if (BATCH) g[i] -= fmaf(v[i] - mean[i], slope[i], level[i]);
+                v[i] -= mean[i];
+                if (MASK) g[i] = was_positive(v[i], scale[i], shift[i]) ? g[i] : 0.0f;
+                if (BATCH) g[i] -= fmaf(v[i], slope[i], level[i]);
                 g[i] = fmaf(g[i], scale[i], z[i]);
             }
             store(dx + row_offset(row, walk.pitch[1]) + at.channel, g);

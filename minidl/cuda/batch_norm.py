@@ -18,6 +18,9 @@ __all__ = [
     "batch_norm_backward_stats",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
+    "batch_norm_join_backward_stats",
+    "batch_norm_relu_backward_apply",
+    "batch_norm_relu_backward_stats",
     "batch_norm_stats",
 ]
 
@@ -27,7 +30,7 @@ THREADS = 256
 TARGET_BLOCKS = 396
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
-UNROLL = 8  # rows that a thread has in flight; half as many of two arrays
+UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
 MERGE_CHANNELS = 8  # of a block that merges chunks
 MERGE_LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
 
@@ -42,11 +45,15 @@ class Chunks(NamedTuple):
     argument: np.ndarray
 
 
-_ARGUMENT = np.dtype([(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "channels", "chunk_rows", "chunks")])
+_ARGUMENT = np.dtype(
+    [(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "y_pitch", "channels", "chunk_rows", "chunks")]
+)
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_rows(count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int) -> Chunks:
+def cut_rows(
+    count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int = 0, y_pitch: int = 0
+) -> Chunks:
     """The cut for ``count`` rows of ``channels``.
 
     Which rows a chunk has and which lane sums them depends on the shape and the type alone: neither the device nor the
@@ -67,7 +74,7 @@ def cut_rows(count: int, channels: int, itemsize: int, vec: int, x_pitch: int, d
 
     vectors = channels // vec
     tiles = shapes.ceil_div(vectors, columns)
-    argument = np.array([(count, x_pitch, dy_pitch, channels, chunk_rows, chunks)], _ARGUMENT)
+    argument = np.array([(count, x_pitch, dy_pitch, y_pitch, channels, chunk_rows, chunks)], _ARGUMENT)
     argument.setflags(write=False)
     threads = shapes.ceil_div(vectors, tiles)
     shared = (2 * lanes + 1) * threads * vec * 4
@@ -87,7 +94,7 @@ def batch_norm_stats(x: Any) -> Any:
     x = as_rows(x)
     count, channels, pitch = rows(x)
     vec = vector_width(x)
-    cut = cut_rows(count, channels, x.itemsize, vec, pitch, 0)
+    cut = cut_rows(count, channels, x.itemsize, vec, pitch)
     mean = empty((cut.chunks, channels), np.float64)
     squares = empty((cut.chunks, channels), np.float32)
     stats = empty(1 + 2 * channels, np.float64)
@@ -139,22 +146,39 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
 
 
 def batch_norm_apply(
-    x: Any, moments: Any, gamma: Any = None, beta: Any = None, *, add: Any = None, relu: bool = False
+    x: Any,
+    moments: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    add: Any = None,
+    add_moments: Any = None,
+    add_gamma: Any = None,
+    add_beta: Any = None,
+    relu: bool = False,
 ) -> Any:
-    """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``."""
+    """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``.
+
+    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection.
+    """
     code = dtype_code(x, "batch_norm_apply")
     x, add = as_rows(x), _same(x, add)
     channels = x.shape[-1]
     _check_parameters(2 * channels, moments=moments)
-    _check_parameters(channels, gamma=gamma, beta=beta)
+    assert add is not None or add_moments is None, "moments of nothing"
+    _check_parameters(2 * channels, add_moments=add_moments)
+    _check_parameters(channels, gamma=gamma, beta=beta, add_gamma=add_gamma, add_beta=add_beta)
     y = empty(x.shape, x.dtype)
     arrays = (x, y) if add is None else (x, y, add)
-    plan = walk_channels(*arrays, unroll=4, parameters=(moments, gamma, beta))
-    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": int(add is not None)}
+    parameters = (moments, gamma, beta, add_moments, add_gamma, add_beta)
+    plan = walk_channels(*arrays, unroll=4 if add_moments is None else 2, parameters=parameters)
+    kind = 0 if add is None else 1 if add_moments is None else 2
+    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
     bound = np.float32(0.0 if relu else -np.inf)
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
-        x, moments, gamma, beta, add, y, bound, np.int32(channels), plan.argument, defines=defines,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, bound, np.int32(channels), plan.argument,
+        defines=defines,
     )  # fmt: skip
     return y
 
@@ -167,19 +191,69 @@ def batch_norm_backward_stats(
     The same sums, rounded to float32, go to the local gradients ``dbeta`` and ``dgamma`` (C,) where given (added with
     ``accumulate``), before anyone reduces the returned ones over ranks.
     """
+    return _backward_stats(0, dy, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_relu_backward_stats(
+    dy: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    *,
+    dgamma: Any = None,
+    dbeta: Any = None,
+    accumulate: bool = False,
+) -> Any:
+    """`batch_norm_backward_stats` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient.
+
+    It counts where the output was positive, which is recomputed from ``x`` with the forward pass's rounding.
+    """
+    affine = {"gamma": gamma, "beta": beta}
+    return _backward_stats(1, dy, x, moments, **affine, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_join_backward_stats(
+    dy: Any, y: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
+) -> tuple[Any, Any]:
+    """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``, in one pass.
+
+    ``y`` is the output of a ReLU over a sum with this batch norm in it; the other summands get ``g`` too.
+    """
+    masked = empty(dy.shape, dy.dtype)
+    y = _same(x, y)
+    out = {"y": y, "masked": masked}
+    return _backward_stats(2, dy, x, moments, **out, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate), masked
+
+
+def _backward_stats(
+    mask: int,
+    dy: Any,
+    x: Any,
+    moments: Any,
+    *,
+    gamma: Any = None,
+    beta: Any = None,
+    y: Any = None,
+    masked: Any = None,
+    dgamma: Any,
+    dbeta: Any,
+    accumulate: bool,
+) -> Any:
+    """The statistics of the backward pass; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(x, "batch_norm_backward_stats")
     x, dy = as_rows(x), _same(x, dy)
     count, channels, x_pitch = rows(x)
     _check_parameters(2 * channels, moments=moments)
-    _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
-    vec = vector_width(x, dy, moments)
-    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2])
+    _check_parameters(channels, gamma=gamma, beta=beta, dgamma=dgamma, dbeta=dbeta)
+    vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, y, masked) if array is not None))
+    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if y is None else rows(y)[2])
     partial = empty((cut.chunks, 2, channels), np.float32)
     sums = empty((2, channels), np.float64)
-    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // 2}
+    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
-        dy, x, moments, partial, cut.argument, defines=defines, shared=cut.shared,
+        dy, x, moments, gamma, beta, y, masked, partial, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
     args = (partial, moments, sums, dgamma, dbeta, np.int32(accumulate))
     _merge("batch_norm_backward_merge_kernel", cut, channels, *args)
@@ -193,25 +267,39 @@ def batch_norm_backward_apply(
 
     With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
     """
+    return _backward_apply(0, dy, x, moments, gamma, None, sums, count, add)
+
+
+def batch_norm_relu_backward_apply(
+    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, *, add: Any = None
+) -> Any:
+    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
+    return _backward_apply(1, dy, x, moments, gamma, beta, sums, count, add)
+
+
+def _backward_apply(
+    mask: int, dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, add: Any
+) -> Any:
+    """The gradient of the input; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(dy, "batch_norm_backward_apply", "dy")
     batch = sums is not None
     dy, add = as_rows(dy), _same(dy, add)
-    x = _same(dy, x) if batch else None
+    x = _same(dy, x) if batch or mask else None
     channels = dy.shape[-1]
     _check_parameters(2 * channels, moments=moments)
-    _check_parameters(channels, gamma=gamma)
+    _check_parameters(channels, gamma=gamma, beta=beta)
     dx = empty(dy.shape, dy.dtype)
     # The kernel knows its arrays by place: dy, dx, x, add; an absent x lends its place to dy.
-    arrays = (dy, dx, x if batch else dy, *(() if add is None else (add,)))
-    parameters = (moments, gamma, sums)
+    arrays = (dy, dx, dy if x is None else x, *(() if add is None else (add,)))
+    parameters = (moments, gamma, beta, sums)
     plan = walk_channels(*arrays, unroll=2, per_sm=24, parameters=parameters)
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
-        "ADD": int(add is not None), "BATCH": int(batch),
+        "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,
     }  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
-        dy, x, moments, gamma, sums, count, add, dx, np.int32(channels), plan.argument, defines=defines,
+        dy, x, moments, gamma, beta, sums, count, add, dx, np.int32(channels), plan.argument, defines=defines,
     )  # fmt: skip
     return dx
 

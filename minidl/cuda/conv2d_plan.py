@@ -16,6 +16,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda.device import DeviceRecord
+from minidl.cuda.launch import launch
 from minidl.shapes import Pair, ceil_div, conv_output_size, round_up
 
 __all__ = [
@@ -58,6 +59,11 @@ class Launched(NamedTuple):
     defines: dict[str, int]
     shared: int
 
+    def start(self, *arrays: Any) -> None:
+        """Start it: the arrays, then the problem."""
+        options = {"defines": self.defines, "shared": self.shared}
+        launch(self.stem, self.name, self.grid, self.block, *arrays, self.problem, **options)
+
 
 def struct(wide: str, narrow: str, *last: tuple) -> np.dtype:
     """The NumPy twin of a C structure: 64-bit fields, 32-bit fields, then whatever comes last."""
@@ -65,8 +71,13 @@ def struct(wide: str, narrow: str, *last: tuple) -> np.dtype:
     return np.dtype([*fields, *last], align=True)
 
 
-def argument(dtype: np.dtype, **fields: Any) -> np.ndarray:
-    """One structure with all of its fields, to be passed to a kernel by value."""
+def argument(dtype: np.dtype, conv: Convolution | None = None, **fields: Any) -> np.ndarray:
+    """One structure with all of its fields, to be passed to a kernel by value.
+
+    Fields that are named like one of the `Convolution.sizes` of ``conv`` need not be given.
+    """
+    if conv is not None:
+        fields = {name: size for name, size in conv.sizes.items() if name in dtype.names} | fields
     assert set(fields) == set(dtype.names), set(fields) ^ set(dtype.names)
     value = np.zeros(1, dtype)
     for name, field in fields.items():
@@ -92,8 +103,20 @@ class Convolution(NamedTuple):
     groups: int
 
     @property
+    def x_shape(self) -> tuple[int, int, int, int]:
+        return self.images, self.height, self.width, self.channels
+
+    @property
     def y_shape(self) -> tuple[int, int, int, int]:
         return self.images, self.out_height, self.out_width, self.out_channels
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the names that the kernels' structures give them; pairs as ``..._h`` and ``..._w``."""
+        pairs = {name: getattr(self, name) for name in ("kernel", "stride", "padding", "dilation")}
+        flat = {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
+        names = ("images", "height", "width", "channels", "out_height", "out_width", "pixels", "groups")
+        return flat | {name: getattr(self, name) for name in names}
 
     @property
     def pixels(self) -> int:

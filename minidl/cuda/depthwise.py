@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 from math import prod
+from typing import Any
 
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.channel_sum import sum_partials
 from minidl.cuda.conv2d_plan import Convolution, Launched, argument, lanes_along, pixel_chunk, struct
-from minidl.cuda.rows import ACCESS
+from minidl.cuda.rows import ACCESS, rows, vector_width
+from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["fits", "plan", "plan_weight"]
+__all__ = ["backward_weight", "fits", "gather", "plan", "plan_weight"]
 
 BLOCK = 256
 PASSES = 8  # pixels that a thread computes one after the other, as in depthwise.cu
@@ -34,6 +38,23 @@ def _filter_bytes(conv: Convolution, backward: bool, slab: int) -> int:
 def fits(conv: Convolution, backward: bool) -> bool:
     """Whether forward or data gradient can keep at least one channel's filters in shared memory."""
     return _filter_bytes(conv, backward, 1) <= FILTER_BYTES
+
+
+def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense."""
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    vectors = vector_width(source), vector_width(output) if add is None else vector_width(output, add)
+    plan(conv, code, backward, pitches, vectors, source.itemsize).start(source, w, bias, add, output)
+
+
+def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+    """Weight gradient into ``out``."""
+    dy, x = as_rows(dy), as_rows(x)
+    pitches, vectors = (rows(x)[2], rows(dy)[2]), (vector_width(x), vector_width(dy))
+    planned, chunks = plan_weight(conv, code, pitches, vectors, x.itemsize)
+    partials = empty((chunks, out.size), float32)
+    planned.start(dy, x, partials)
+    sum_partials(partials, chunks, out, accumulate)
 
 
 def _vector(conv: Convolution, vectors: tuple[int, ...], itemsize: int) -> int:
@@ -109,6 +130,7 @@ def _problem(
 ):
     return argument(
         _PROBLEM,
+        conv,
         source_pitch=pitches[0],
         other_pitch=pitches[1],
         pixels=pixels,
@@ -118,10 +140,5 @@ def _problem(
         out_height=out_image[0],
         out_width=out_image[1],
         channels=channels,
-        kernel_h=conv.kernel[0],
-        padding_h=conv.padding[0],
-        padding_w=conv.padding[1],
-        dilation_h=conv.dilation[0],
-        dilation_w=conv.dilation[1],
         slabs=slabs,
     )

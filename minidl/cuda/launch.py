@@ -26,6 +26,7 @@ from minidl.cuda.device import (
     current_device,
     import_cupy,
 )
+from minidl.cuda.hopper import TensorMaps
 
 __all__ = ["Observer", "dry_run", "launch", "observed"]
 
@@ -34,6 +35,7 @@ DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 _NULL = np.uint64(0)
 _NO_DEFINES: Mapping[str, int | str] = MappingProxyType({})
 _PLAIN = (int, float, bool, complex)
+_CONVERTED = (*_PLAIN, TensorMaps)
 
 Observer = Callable[[str, str, Mapping[str, int | str]], AbstractContextManager]
 
@@ -68,7 +70,8 @@ def launch(
     Args:
         stem: file name without ``.cu``.
         grid, block: sizes, an int or a tuple of up to three; an empty grid starts nothing.
-        args: arrays (passed as pointers), None (a null pointer), NumPy scalars, or NumPy arrays of size 1 (by value).
+        args: arrays (passed as pointers), None (a null pointer), NumPy scalars, NumPy arrays of size 1 (by value), or
+            tensor maps (by value, one after the other).
         defines: macros of this variant; each distinct set is compiled once.
         shared: dynamic shared memory in bytes.
 
@@ -96,8 +99,8 @@ def launch(
     if shared > kernel.granted:
         _grant(kernel, shared)
     for argument in args:
-        if argument is None or type(argument) in _PLAIN:
-            args = _checked(name, args)
+        if argument is None or type(argument) in _CONVERTED:
+            args = _converted(name, args)
             break
     if _observer is None:
         kernel.function(grid, block, args, shared)
@@ -108,15 +111,23 @@ def launch(
         _wait(f"{name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}")
 
 
-def _checked(name: str, args: tuple) -> tuple:
-    """``args`` with null pointers for None; refuses plain numbers."""
+def _check(name: str, args: tuple) -> None:
+    """Refuses plain numbers."""
     for argument in args:
         if type(argument) in _PLAIN:
             raise TypeError(
                 f"{name}: argument {argument!r} is a Python {type(argument).__name__}, whose width in C would be a "
                 "guess; pass a NumPy scalar"
             )
-    return tuple(_NULL if argument is None else argument for argument in args)
+
+
+def _converted(name: str, args: tuple) -> tuple:
+    """``args`` as CuPy takes them: null pointers for None, and tensor maps encoded."""
+    _check(name, args)
+    return tuple(
+        _NULL if argument is None else argument.argument() if type(argument) is TensorMaps else argument
+        for argument in args
+    )
 
 
 def _load(key: tuple, defines: Mapping[str, int | str]) -> _Kernel:
@@ -162,7 +173,7 @@ def _record(
     shared: int,
 ) -> None:
     """Hold a dry launch to the driver's own limits, then log it."""
-    _checked(name, args)
+    _check(name, args)
     assert all(limit >= size >= 0 for size, limit in zip(grid, (2**31 - 1, 65535, 65535), strict=False)), (name, grid)
     assert all(size >= 1 for size in block) and math.prod(block) <= 1024, (name, block)
     assert 0 <= shared <= dry.device.shared_per_block, (name, shared)

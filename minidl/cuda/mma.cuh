@@ -76,4 +76,20 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned int (&a)[
     MINIDL_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
 }
 
+// Half the depth: the first two words of a, the first of b.
+#define MINIDL_MMA_HALF(TYPE)                                                                                    \
+    asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "        \
+        "{%0, %1, %2, %3};"                                                                                      \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
+        : "r"(a[0]), "r"(a[1]), "r"(b[0]))
+
+__device__ __forceinline__ void mma_bf16_half(float (&c)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
+    MINIDL_MMA_HALF("bf16");
+}
+
+__device__ __forceinline__ void mma_f16_half(float (&c)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
+    MINIDL_MMA_HALF("f16");
+}
+
 #undef MINIDL_MMA
+#undef MINIDL_MMA_HALF

@@ -11,6 +11,7 @@ from minidl import checks
 from minidl.initializers import Initializer, ones, zeros
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
+from minidl.value import MaskedGradient, Normalized, Origin, Value, finished
 
 __all__ = ["BatchNorm2d"]
 
@@ -36,6 +37,8 @@ class BatchNorm2d(Layer):
     """
 
     accepts_add = True
+    accepts_masked = True
+    deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
 
     def __init__(
         self,
@@ -93,9 +96,18 @@ class BatchNorm2d(Layer):
         return self.sync and self.comm.size > 1
 
     def compute(self, x: Any) -> Any:
+        if self.folded is not None:
+            return x
         moments, count = self._batch_moments(x) if self.training else (self._running_moments(), None)
         self.save(x=x, moments=moments, count=count)
-        return self.ops.batch_norm_apply(x, moments, self.params.get("weight"), self.params.get("bias"))
+        affine = self._affine
+        if self.deferred:
+            return Value(origin=Origin((Normalized(x, moments, *affine),)))
+        return self.ops.batch_norm_apply(x, moments, *affine)
+
+    @property
+    def _affine(self) -> tuple[Any, Any]:
+        return self.params.get("weight"), self.params.get("bias")
 
     def _batch_moments(self, x: Any) -> tuple[Any, Any]:
         if prod(x.shape[:-1]) <= 1 and not self._synchronised and not (self._bound and x.shape[0] == 0):
@@ -112,21 +124,38 @@ class BatchNorm2d(Layer):
     def backward_weight(self, dy: Any) -> None:
         kept = self.saved()
         weight, bias = self.grad("weight"), self.grad("bias")
-        accumulate = any(not g.first for g in (weight, bias) if g is not None)
         # Parameter gradients are the sums over this rank alone: their message adds up the ranks.
-        kept.sums = self.ops.batch_norm_backward_stats(
-            dy, kept.x, kept.moments,
-            dgamma=weight.view if weight else None, dbeta=bias.view if bias else None, accumulate=accumulate,
-        )  # fmt: skip
+        gradients = {
+            "dgamma": weight.view if weight else None,
+            "dbeta": bias.view if bias else None,
+            "accumulate": any(not g.first for g in (weight, bias) if g is not None),
+        }
+        ops, x, moments = self.ops, kept.x, kept.moments
+        if not _owes_mask(dy):
+            kept.sums = ops.batch_norm_backward_stats(finished(ops, dy), x, moments, **gradients)
+        elif dy.term is not None:
+            kept.sums = ops.batch_norm_relu_backward_stats(dy.dy, x, moments, *self._affine, **gradients)
+        else:
+            kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, x, moments, **gradients)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
         sums = kept.sums if kept.count is not None else None  # running statistics are constants
         if sums is not None and self._synchronised:
             self.comm.all_reduce(sums)
-        return self.ops.batch_norm_backward_apply(
-            dy, kept.x, kept.moments, self.params.get("weight"), sums, kept.count, add=add
-        )
+        weight, bias = self._affine
+        if _owes_mask(dy):
+            assert dy.term is not None, "backward_weight has masked the gradient of a join"
+            return self.ops.batch_norm_relu_backward_apply(
+                dy.dy, kept.x, kept.moments, weight, bias, sums, kept.count, add=add
+            )
+        dy = finished(self.ops, dy)
+        return self.ops.batch_norm_backward_apply(dy, kept.x, kept.moments, weight, sums, kept.count, add=add)
 
     def describe(self) -> str:
         return str(self.num_features) + ("" if self.specs else ", affine=False") + (", sync=True" if self.sync else "")
+
+
+def _owes_mask(dy: Any) -> bool:
+    """Whether a gradient's mask has still to be applied."""
+    return isinstance(dy, MaskedGradient) and dy.array is None

@@ -124,7 +124,8 @@ class Conv2d(_Convolution):
 
     def compute(self, x: Any) -> Any:
         self.save(x=x)
-        return self.ops.conv2d(x, self.params["weight"], self.params.get("bias"), **self.geometry, tf32=self.tf32)
+        weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
+        return self.ops.conv2d(x, weight, bias, **self.geometry, tf32=self.tf32)
 
     def backward_weight(self, dy: Any) -> None:
         x = self.saved().x

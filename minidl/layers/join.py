@@ -8,14 +8,20 @@ from typing import Any
 from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
+from minidl.value import Normalized, Origin, Value, materialize
 
 __all__ = ["Add", "Concat"]
 
 
 class Add(Layer):
-    """Sum of two inputs of one shape: the join of a residual block. Both gradients are ``dy`` itself."""
+    """Sum of two inputs of one shape: the join of a residual block. Both gradients are ``dy`` itself.
+
+    A sum of unfinished batch norms is left unfinished too.
+    """
 
     num_inputs = 2
+    accepts_unfinished = True
+    accepts_masked = True
 
     def output_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         if a != b:
@@ -26,9 +32,18 @@ class Add(Layer):
         n = prod(a)
         return Cost(forward=PassCost(n, 3 * n * itemsize))
 
-    def compute(self, a: Any, b: Any) -> Any:
+    def compute(self, *inputs: Any) -> Any:
         self.save()
-        return self.ops.add(a, b)
+        terms = [term for x in inputs for term in self._terms(x)]
+        if any(isinstance(term, Normalized) for term in terms):
+            return Value(origin=Origin(tuple(terms)))
+        return self.ops.add(*terms)
+
+    def _terms(self, x: Any) -> tuple[Any, ...]:
+        """What ``x`` adds to the sum: summands still owed, or one array."""
+        if isinstance(x, Value) and x.array is None and not x.origin.relu:
+            return x.origin.terms
+        return (materialize(self.ops, x).array if isinstance(x, Value) else x,)
 
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, Any]:
         return dy, dy

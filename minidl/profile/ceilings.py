@@ -26,7 +26,7 @@ import numpy as np
 from minidl.dist import SOLO, Communicator
 from minidl.dist.threads import available_cores
 from minidl.profile.all_reduce import sweep
-from minidl.profile.results import machine_name, machine_record, write
+from minidl.profile.results import machine_name, machine_record, rounded, write
 from minidl.profile.timing import Budget, HostTimer
 
 __all__ = ["VERSION", "cache_path", "describe", "find", "identity", "kept", "load", "measure", "slowest"]
@@ -66,7 +66,8 @@ def measure(ops: ModuleType, comm: Communicator = SOLO, *, progress: Progress | 
         own = _figures_of_host(ops, begin)
     figures = slowest(comm.share(own))
     figures["all_reduce"] = sweep(ops, comm, begin) if comm.size > 1 else None
-    return identity(ops, comm) | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | figures
+    # as a file holds them: who measures and who finds them reckon with the same figures
+    return identity(ops, comm) | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | rounded(figures)
 
 
 def find(

@@ -11,6 +11,7 @@ batch included; bytes are the fewest that a pass must move through device memory
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +27,21 @@ from typing import Any
 
 from minidl.dist.threads import available_cores
 
-__all__ = ["REQUIRED", "SCHEMA", "Row", "load", "machine_name", "machine_record", "result", "write", "write_csv"]
+__all__ = [
+    "REQUIRED",
+    "SCHEMA",
+    "Row",
+    "load",
+    "machine_name",
+    "machine_record",
+    "result",
+    "rounded",
+    "write",
+    "write_csv",
+]
 
 SCHEMA = 1
+_GZIP = b"\x1f\x8b"
 REQUIRED = ("case", "pass", "dtype", "arm", "ms", "spread", "floor_ms", "peers")
 
 Row = dict[str, Any]
@@ -64,13 +78,14 @@ def result(
 
 
 def write(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a result file, whole or not at all; folders are made."""
+    """Write a result file, whole or not at all; folders are made. A path that ends in ``.gz`` is compressed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_text(content))
+        data = _text(content).encode()
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
@@ -81,7 +96,7 @@ def write(path: str | Path, content: Mapping[str, Any]) -> None:
 def _text(content: Mapping[str, Any]) -> str:
     """JSON with a line for each row: half the size of indented JSON, and a change of one row is one line."""
     parts = []
-    for key, value in _rounded(content).items():
+    for key, value in rounded(content).items():
         text = json.dumps(value, allow_nan=False)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             text = "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n ]"
@@ -89,19 +104,19 @@ def _text(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Numbers with seven significant digits: more than any clock has, and half of what a float prints."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read a result file.
+    """Read a result file, compressed or not.
 
     Raises:
         OSError: when it cannot be read.
@@ -109,8 +124,9 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if data[:2] == _GZIP else data)
+    except (UnicodeDecodeError, json.JSONDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a result file, for it is not JSON ({error})") from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or "schema" not in content:
         raise ValueError(f"{path}: JSON, but not a result file of minidl: it has no schema and rows")

@@ -1,6 +1,6 @@
-"""The tables of a per-layer result: times, ways of timing, roofline, communication, memory, kernels.
+"""The tables of a result file: times, ways of timing, roofline, communication, memory, kernels, peers, networks.
 
-Every view is a pure function of a result file's content, so that a file shows the same later and elsewhere.
+Every view is a pure function of the runs of result files, so that a file shows the same later and elsewhere.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 
 from minidl import checks
 from minidl.profile.results import Row
+from minidl.profile.runs import FAMILIES, NotInFile, Run, runs
 
-__all__ = ["VIEWS", "footer", "view"]
+__all__ = ["VIEWS", "default_view", "footer", "networks", "tables", "view"]
 
 PASSES = ("forward", "backward_data", "backward_weight")
 _SHORT = {"forward": "fwd", "backward_data": "bwd-data", "backward_weight": "bwd-weight", "all_reduce": "all-reduce"}
@@ -22,15 +23,38 @@ Content = Mapping[str, Any]
 Table = tuple[str, list[str], list[list[str]]]
 
 
-def view(content: Content, name: str) -> Table:
-    """(title, column names, cells) of one of `VIEWS`.
+def tables(found: Sequence[Run], names: Sequence[str]) -> tuple[list[Table], list[str]]:
+    """The tables of `VIEWS` that the runs have, and for each that a run does not have, why.
 
     Raises:
         ValueError: for an unknown view.
     """
+    made: list[Table] = []
+    reasons: list[str] = []
+    for name in names:
+        for members in [found] if name == "networks" else [[run] for run in found]:
+            try:
+                made.append(networks(members) if name == "networks" else view(members[0], name))
+            except NotInFile as error:
+                reasons.append(str(error))
+    return made, reasons
+
+
+def default_view(found: Sequence[Run]) -> str:
+    """What to show of a file when nothing is asked for: its layers, or a line for each of its networks."""
+    return "time" if len(found) == 1 else "networks"
+
+
+def view(run: Run, name: str) -> Table:
+    """(title, column names, cells) of one of `VIEWS`.
+
+    Raises:
+        NotInFile: when the run has nothing of it.
+        ValueError: for an unknown view.
+    """
     if name not in VIEWS:
         raise checks.unknown("view", name, VIEWS)
-    return VIEWS[name](content)
+    return _OF_ONE[name](run) if name in _OF_ONE else networks([run])
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
@@ -44,6 +68,11 @@ def _ms(value: float | None) -> str:
 
 def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
     return _NONE if value is None else f"{value * scale:.{digits}f}"
+
+
+def _rate(value: float | None) -> str:
+    """Three figures: processors are far below one TFLOP/s."""
+    return _NONE if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _share(value: float | None) -> str:
@@ -61,162 +90,148 @@ def _time(row: Row | None) -> str:
     return f"in {row['in']}" if row.get("in") else _ms(row["ms"])
 
 
-def _in_step(row: Row) -> float | None:
-    """Milliseconds within a step: captured where known, else eager."""
-    for way in ("graph_step", "step"):
-        if (record := row["timings"].get(way)) is not None:
-            return record["ms"]
-    return None
+def _line(run: Run, row: Row) -> str:
+    """Layer and pass."""
+    layer = run.layer_name((row["case"], row.get("index"), row["layer"]))
+    return f"{layer} {_SHORT.get(row['pass'], row['pass'])}"
 
 
-def _layers(content: Content) -> list[tuple[str, dict[str, Row]]]:
+def _layers(run: Run) -> list[tuple[str, dict[str, Row]]]:
     """The rows of each layer by pass, in network order; loss, optimizer and the whole step are no layers."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in content["rows"]:
-        if row.get("index") is not None:
-            found.setdefault(row["layer"], {})[row["pass"]] = row
-    return list(found.items())
+    return [(run.layer_name(key), rows) for key, rows in run.layers() if key[1] is not None]
 
 
-def _whole(content: Content) -> float | None:
-    """Milliseconds of everything within the step: what the shares are of, so that they add up to one."""
-    found = [_in_step(row) for row in content["rows"] if row["pass"] != "step"]
-    return sum(ms for ms in found if ms is not None) or None
-
-
-def _title(content: Content, what: str) -> str:
-    setup = content.get("setup", {})
-    name = setup.get("layer") or setup.get("model") or content["benchmark"]
-    batch = f", batch {setup['batch']}" if setup.get("batch") else ""
-    ranks = setup.get("ranks") or 1
-    several = f" on each of {ranks} ranks" if ranks > 1 else ""
-    return f"{name}{batch}{several}, {setup.get('precision', '')}, {setup.get('device', '')}: {what}"
+def _title(run: Run, what: str) -> str:
+    device = next((row["device"] for row in run.rows if row.get("device")), None)
+    return f"{run.name}{f', {device}' if device else ''}: {what}"
 
 
 # -- the views --------------------------------------------------------------------------------------------------------
 
 
-def _times(content: Content) -> Table:
-    several = (content.get("setup", {}).get("ranks") or 1) > 1
-    whole = _whole(content)
+def _times(run: Run) -> Table:
+    several = run.ranks > 1
+    within = run.way is not None
     columns = ["layer", "type", "output", "fwd", "bwd-data", "bwd-weight", "in step", "share"]
     columns += ["all-reduce", "exposed"] if several else []
     rows = []
-    for name, passes in _layers(content):
+    for name, passes in _layers(run):
         first = next(iter(passes.values()))
-        within = [_in_step(passes[p]) for p in PASSES if p in passes]
-        total = sum(t for t in within if t is not None) if any(t is not None for t in within) else None
+        total = sum(run.ms(passes[p]) for p in PASSES if p in passes) if within else None
         cells = [name, first["type"] or _NONE, _shape(first["output_shape"])]
         cells += [_time(passes.get(p)) for p in PASSES]
-        cells += [_ms(total), _share(total / whole if total is not None and whole else None)]
+        cells += [_ms(total), _share(total / run.total_ms if within and run.total_ms else None)]
         if several:
             message = passes.get("all_reduce")
             cells += [_time(message), _ms(message["exposed_ms"]) if message else _NONE]
         rows.append(cells)
-    rows += [_extra(row, whole, len(columns)) for row in content["rows"] if row.get("index") is None]
-    return _title(content, "milliseconds"), columns, rows
+    rows += [_extra(run, row, len(columns)) for row in run.rows if row.get("index") is None]
+    return _title(run, f"milliseconds, {run.how_alone}"), columns, rows
 
 
-def _extra(row: Row, whole: float | None, width: int) -> list[str]:
+def _extra(run: Run, row: Row, width: int) -> list[str]:
     """Loss, optimizer, unaccounted, the whole step."""
-    within = _in_step(row)
     name = row["pass"] if row["layer"] == "step" else f"{row['layer']} {_SHORT.get(row['pass'], row['pass'])}"
-    share = within / whole if within is not None and whole and row["pass"] != "step" else None
-    cells = [name, "", "", "", "", "", _ms(within), _share(share)]
+    whole = row["pass"] == "step"
+    cells = [name, "", "", "", "", "", _ms(row["ms"] if whole else run.ms(row))]
+    cells.append(_NONE if whole or not run.total_ms else _share(run.ms(row) / run.total_ms))
     return cells + [""] * (width - len(cells))
 
 
-def _ways(content: Content) -> Table:
+def _ways(run: Run) -> Table:
     columns = ["layer and pass", *(way.replace("_", " ") for way in _WAYS), "spread", "p95", "n"]
     rows = []
-    for row in content["rows"]:
+    for row in run.rows:
         records = [row["timings"].get(way) for way in _WAYS]
         main = row["timings"].get(row["timing"]) if row["timing"] else None
-        cells = [f"{row['layer']} {_SHORT.get(row['pass'], row['pass'])}"]
-        cells += [_ms(record["ms"]) if record else _NONE for record in records]
+        cells = [_line(run, row), *(_ms(record["ms"]) if record else _NONE for record in records)]
         cells += [_share(row["spread"]), _ms(main["p95_ms"]) if main else _NONE, str(main["n"]) if main else _NONE]
         rows.append(cells)
-    return _title(content, "milliseconds in each way of timing"), columns, rows
+    return _title(run, "milliseconds in each way of timing"), columns, rows
 
 
-def _roof(content: Content) -> Table:
+def _roof(run: Run) -> Table:
     columns = ["layer and pass", "GFLOP", "MB", "FLOP/B", "ms", "TFLOP/s", "GB/s", "floor ms", "roof", "bound"]
     rows = []
-    for row in content["rows"]:
+    for row in run.rows:
         if row.get("flop") is None and row.get("bytes") is None or row["pass"] == "step":
             continue
-        cells = [f"{row['layer']} {_SHORT.get(row['pass'], row['pass'])}", _number(row["flop"], 1e-9, 3)]
-        cells += [_number(row["bytes"], 1e-6, 2), _number(row["intensity"]), _time(row), _number(row["tflops"], 1, 2)]
-        cells += [
-            _number(row["gb_per_s"], 1, 0),
-            _ms(row["floor_ms"]),
-            _share(row["roof_share"]),
-            row["bound"] or _NONE,
-        ]
-        rows.append(cells)
-    return _title(content, "work and share of the measured roofline"), columns, rows
+        cells = [_line(run, row), _number(row["flop"], 1e-9, 3), _number(row["bytes"], 1e-6, 2)]
+        cells += [_number(row["intensity"]), _time(row), _rate(row["tflops"]), _number(row["gb_per_s"], 1, 0)]
+        rows.append([*cells, _ms(row["floor_ms"]), _share(row["roof_share"]), row["bound"] or _NONE])
+    return _title(run, "work and share of the measured roofline"), columns, rows
 
 
-def _communication(content: Content) -> Table:
+def _communication(run: Run) -> Table:
     columns = [
         "layer",
-        "wire MB",
+        "wire kB",
         "FLOP/wire B",
-        "all-reduce ms",
+        "message kB",
+        "all-reduce",
         "GB/s (bus)",
         "transfer",
         "wait",
         "exposed",
-        "slowest rank",
     ]
     rows = []
-    for name, passes in _layers(content):
+    for name, passes in _layers(run):
         row = passes.get("all_reduce")
         if row is None:
             continue
-        cells = [name, _number(row["wire_bytes"], 1e-6, 3), _number(row["communication_intensity"], 1, 0), _time(row)]
-        cells += [_number(row["bus_gb_per_s"]), _ms(row["transfer_ms"]), _ms(row["wait_ms"]), _ms(row["exposed_ms"])]
-        rows.append([*cells, _NONE if row["slowest_rank"] is None else str(row["slowest_rank"])])
-    return _title(content, "gradient messages, milliseconds"), columns, rows
+        cells = [name, _number(row["wire_bytes"], 1e-3), _number(row["communication_intensity"], 1, 0)]
+        if row.get("in"):
+            rows.append([*cells, "", _time(row), "", "", "", ""])
+            continue
+        cells += [_number(row.get("message_bytes"), 1e-3), _time(row), _number(row["bus_gb_per_s"])]
+        rows.append([*cells, *(_ms(row[key]) for key in ("transfer_ms", "wait_ms", "exposed_ms"))])
+    if not rows:
+        why = "measured on one rank; run it under mpirun -n 2" if run.ranks == 1 else "no layer has gradients"
+        raise run.lacks("gradient messages", why)
+    return _title(run, "gradient messages, milliseconds"), columns, rows
 
 
-def _memory(content: Content) -> Table:
+def _memory(run: Run) -> Table:
     columns = ["layer", "type", "output", "saved MB", "parameters", "energy mJ"]
     rows = []
-    for name, passes in _layers(content):
+    for name, passes in _layers(run):
         row = passes.get("forward") or next(iter(passes.values()))
         energies = [p["energy_mj"] for p in passes.values() if p["energy_mj"] is not None]
         cells = [name, row["type"] or _NONE, _shape(row["output_shape"]), _number(row["saved_bytes"], 1e-6, 2)]
         rows.append([*cells, str(row["parameters"] or 0), _number(sum(energies) if energies else None, 1, 2)])
-    return _title(content, "kept for the backward pass, and energy"), columns, rows
+    return _title(run, "kept for the backward pass, and energy"), columns, rows
 
 
-def _kernels(content: Content) -> Table:
+def _kernels(run: Run) -> Table:
     columns = ["layer and pass, and its kernels", "ms", "spread"]
     rows = []
-    for row in content["rows"]:
+    for row in run.rows:
         if row.get("kernels") is None:
             continue
-        rows.append([f"{row['layer']} {_SHORT.get(row['pass'], row['pass'])}", _time(row), _share(row["spread"])])
+        rows.append([_line(run, row), _time(row), _share(row["spread"])])
         rows += [[f"    {kernel['name']}", _ms(kernel["ms"]), ""] for kernel in row["kernels"]]
-    return _title(content, "kernels"), columns, rows
+    if not rows:
+        raise run.lacks("kernels", "none were noted; minidl bench layers notes them on a GPU")
+    return _title(run, "kernels"), columns, rows
 
 
-def _peers(content: Content) -> Table:
-    names = list(dict.fromkeys(name for row in content["rows"] for name in row["peers"]))
+def _peers(run: Run) -> Table:
+    names = list(dict.fromkeys(name for row in run.rows for name in row["peers"]))
+    if not names:
+        raise run.lacks("peers", "nothing was measured beside it; add --peer torch to minidl bench layers")
     columns = ["layer and pass", "ms", *(f"{name} ms" for name in names), *(f"speed against {name}" for name in names)]
     lines = []
-    for name, ms, peers in _beside_peers(content):
+    for name, ms, peers in _beside_peers(run):
         times = [peers.get(peer) for peer in names]
         speeds = [t / ms if t is not None else None for t in times]
         lines.append((min(peers.values()) / ms, [name, _ms(ms), *map(_ms, times), *(_number(s, 1, 2) for s in speeds)]))
     lines.sort(key=lambda line: line[0])
-    return _title(content, "beside its peers, slowest against them first"), columns, [cells for _, cells in lines]
+    return _title(run, "beside its peers, slowest against them first"), columns, [cells for _, cells in lines]
 
 
-def _beside_peers(content: Content) -> Iterator[tuple[str, float, dict[str, float]]]:
+def _beside_peers(run: Run) -> Iterator[tuple[str, float, dict[str, float]]]:
     """(layer and pass, our milliseconds, the peers'). Where a peer makes both gradients at once, ours are added up."""
-    for name, passes in _layers(content):
+    for name, passes in _layers(run):
         data, weight = passes.get("backward_data"), passes.get("backward_weight")
         joint = bool(data and weight and data["peers"] and not weight["peers"])
         for pass_name in PASSES:
@@ -228,7 +243,31 @@ def _beside_peers(content: Content) -> Iterator[tuple[str, float, dict[str, floa
             yield f"{name} {what}", row["ms"] + (weight["ms"] if both else 0.0), row["peers"]
 
 
-VIEWS: dict[str, Callable[[Content], Table]] = {
+def networks(found: Sequence[Run]) -> Table:
+    """A line for each network, batch and number of ranks: step, rate, intensity and the share of each kind of work.
+
+    Raises:
+        NotInFile: when no run has a step.
+    """
+    whole = [run for run in found if run.step is not None and run.step.get("flop")]
+    if not whole:
+        files = ", ".join(dict.fromkeys(run.file for run in found))
+        raise NotInFile(f"{files}: no networks: no row of a whole step; run minidl bench model")
+    shares = [run.shares() for run in whole]
+    names = [name for name in _KINDS if any(abs(share.get(name, 0.0)) >= 5e-4 for share in shares)]
+    columns = ["network", "batch", "ranks", "dtype", "step ms", "images/s", "TFLOP/s", "FLOP/B", *names]
+    cells = []
+    for run, share in zip(whole, shares, strict=True):
+        ms, arm = run.step["ms"], "" if run.arm == "minidl" else f", {run.arm}"
+        line = [run.model + arm, str(run.rank_batch or _NONE), str(run.ranks), run.dtype, _ms(ms)]
+        line += [_number(run.images_per_s, 1, 0), _rate(1e-9 * run.step["flop"] / ms), _number(run.step["intensity"])]
+        cells.append(line + [_share(share.get(name, 0.0)) for name in names])
+    ways = " or ".join(dict.fromkeys(run.how for run in whole))
+    return f"training steps; batch and TFLOP/s of each rank; shares timed {ways}", columns, cells
+
+
+_KINDS = (*FAMILIES, "other", "loss", "optimizer", "exposed communication", "unaccounted")
+_OF_ONE: dict[str, Callable[[Run], Table]] = {
     "time": _times,
     "ways": _ways,
     "roof": _roof,
@@ -237,23 +276,29 @@ VIEWS: dict[str, Callable[[Content], Table]] = {
     "kernels": _kernels,
     "peers": _peers,
 }
+VIEWS = (*_OF_ONE, "networks")
 
 
 def footer(content: Content) -> list[str]:
-    """What a reader must know beside a table: conventions, the whole step, warnings."""
+    """What a reader must know beside a table: the whole step of a single network, conventions, warnings."""
+    found = runs(content, "")
+    lines = _steps(found[0].record) if len(found) == 1 else []
+    lines += [content["conventions"]] if content.get("conventions") else []
+    return lines + [f"warning: {text}" for text in content.get("warnings") or ()]
+
+
+def _steps(step: Content) -> list[str]:
     lines = []
-    step = content.get("step") or {}
     for name, what in (("eager", "eager step"), ("graph", "step as a CUDA graph")):
         if not step.get(name):
             continue
         text = f"{what}: {_ms(step[name]['ms'])} ms, spread {step[name]['spread']:.1%}"
         if step.get(f"{name}_compute_only"):
             text += f"; without messages {_ms(step[f'{name}_compute_only']['ms'])} ms"
-        if step.get(f"{name}_accounted") is not None:  # of a step of ours; a peer's is timed as a whole
-            text += f"; layers account for {step[f'{name}_accounted']:.1%} of it"
+        if (accounted := step.get(f"{name}_accounted")) is not None:
+            text += f"; layers account for {accounted:.1%} of it"
         cost = step.get(f"{name}_profiling_overhead")  # not known of a training run, which times some steps only
         lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
-    lines += [content["conventions"]] if content.get("conventions") else []
-    return lines + [f"warning: {text}" for text in content.get("warnings") or ()]
+    return lines

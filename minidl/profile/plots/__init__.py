@@ -3,12 +3,13 @@
 from minidl.profile.plots.bars import bars
 from minidl.profile.plots.command import KINDS, add_arguments, make, run
 from minidl.profile.plots.communication import communication
+from minidl.profile.plots.layers import layers, series
 from minidl.profile.plots.memory import memory
-from minidl.profile.plots.records import NotInFile, Run, runs
 from minidl.profile.plots.roofline import roofline
 from minidl.profile.plots.scaling import scaling
 from minidl.profile.plots.share import share
 from minidl.profile.plots.style import render, save
+from minidl.profile.runs import NotInFile, Run, runs
 
 __all__ = [
     "KINDS",
@@ -17,6 +18,7 @@ __all__ = [
     "add_arguments",
     "bars",
     "communication",
+    "layers",
     "make",
     "memory",
     "render",
@@ -25,5 +27,6 @@ __all__ = [
     "runs",
     "save",
     "scaling",
+    "series",
     "share",
 ]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minidl import checks
 from minidl.profile.plots.bars import bars
 from minidl.profile.plots.communication import communication
+from minidl.profile.plots.layers import layers, series
 from minidl.profile.plots.memory import memory
-from minidl.profile.plots.records import COMPUTE, NotInFile, Run, runs
 from minidl.profile.plots.roofline import roofline
-from minidl.profile.plots.scaling import scaling
+from minidl.profile.plots.scaling import apart, scaling
 from minidl.profile.plots.share import share
 from minidl.profile.plots.style import save
 from minidl.profile.results import load
+from minidl.profile.runs import COMPUTE, NotInFile, Run, runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,8 +31,12 @@ _OF_ONE: dict[str, Callable[..., Figure]] = {
     "bars": bars,
     "memory": memory,
 }
-_OF_ALL: dict[str, Callable[..., Figure]] = {"scaling": scaling, "share": share}
-KINDS = (*_OF_ONE, *_OF_ALL)
+_OF_SEVERAL: dict[str, tuple[Callable[..., Figure], Callable[..., Iterable[tuple[str, Sequence[Run]]]]]] = {
+    "layers": (layers, series),
+    "scaling": (scaling, apart),
+    "share": (share, lambda runs: [("", runs)]),
+}
+KINDS = (*_OF_ONE, *_OF_SEVERAL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,13 +105,19 @@ def make(
 
     for file, name in names.items():
         for one in found[file]:
-            own = name if len(found[file]) == 1 else f"{name}-{_slug(one)}"
+            own = name if len(found[file]) == 1 else f"{name}-{_slug(_words(one))}"
             for k in (k for k in kinds if k in _OF_ONE):
                 options = {"passes": passes} if k == "roofline" else {}
                 attempt(f"{own}-{k}", lambda: _OF_ONE[k](one, **options))  # noqa: B023  (called at once)
     together = [one for file in names for one in found[file]]
-    for k in (k for k in kinds if k in _OF_ALL):
-        attempt(f"{next(iter(names.values()))}-{k}" if len(names) == 1 else k, lambda: _OF_ALL[k](together))  # noqa: B023
+    alone = next(iter(names.values())) if len(names) == 1 else ""
+    for k in (k for k in kinds if k in _OF_SEVERAL):
+        draw, groups = _OF_SEVERAL[k]
+        pictures = list(groups(together))
+        if not pictures:
+            reasons.append(f"{', '.join(map(str, names))}: no {k}: no network with its step; run minidl bench model")
+        for words, members in pictures:
+            attempt("-".join(filter(None, [_slug(words) or alone, k])), lambda: draw(members))  # noqa: B023
     if not written:
         raise ValueError(_nothing([str(file) for file in names], kind, reasons))
     return written, reasons
@@ -129,7 +140,12 @@ def _names(files: Sequence[Path]) -> dict[Path, str]:
     return names
 
 
-def _slug(run: Run) -> str:
+def _words(run: Run) -> str:
     """A run in the name of a file."""
-    words = [run.case or "layers", run.dtype, *([run.arm] if run.arm != "minidl" else []), f"{run.ranks}ranks"]
-    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(words)).strip("-")
+    return " ".join(
+        [run.case or "layers", run.dtype, *([run.arm] if run.arm != "minidl" else []), f"{run.ranks} ranks"]
+    )
+
+
+def _slug(words: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", words.replace("×", "x")).strip("-")

@@ -1,4 +1,5 @@
-"""The roofline of the network: which layer's all-reduce can hide behind the layer's own computation.
+"""The roofline of the network: which layer's all-reduce can hide behind the layer's own computation. Neighbours that
+share a message are one layer here.
 
 A layer that computes at r FLOP/s and sends one byte per c FLOP keeps a network busy with r / c bytes per second. If the
 network carries more than that, the point (c, r) lies under the network's diagonal and the message can hide.
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minidl.profile.plots import labels, style
-from minidl.profile.plots.records import Run, family, milliseconds
-from minidl.profile.plots.roofline import marker_area, rate
-from minidl.profile.plots.style import INK, PASSES, SHAPES, halo
+from minidl.profile.plots.roofline import marker_area
+from minidl.profile.plots.style import INK, PASSES, SHAPES, halo, milliseconds, rate
 from minidl.profile.results import Row
+from minidl.profile.runs import Run, family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +63,7 @@ def communication(run: Run) -> Figure:
         raise run.lacks("communication roofline", "no all_reduce row has a time and FLOP of its layer")
     figure, (axes,) = style.page(6.0, "Can each layer's all-reduce hide behind its own computation?",
                                  run.heading, top=1.2, bottom=0.95)  # fmt: skip
-    _limits(axes, messages, network, compute)
+    _limits(axes, messages, network, compute, run.how_alone)
     blocked = _draw_ceilings(axes, network, compute, run)
     _draw_messages(axes, messages)
     _name_largest(axes, messages, network, compute, blocked)
@@ -84,36 +85,38 @@ def _ceilings(run: Run) -> tuple[float, float]:
 
 
 def _messages(run: Run) -> list[_Message]:
-    """Messages with time and FLOP; one of several layers (names joined by +) is set against all their passes."""
+    """Messages with time and FLOP; one that several layers share is set against the passes of all of them."""
     own: dict[tuple[str, str], list[Row]] = {}
+    shared: dict[tuple[str, str], list[Row]] = {}
     for row in run.rows:
         if row["pass"] in _OWN and row.get("layer"):
             own.setdefault((row["case"], row["layer"]), []).append(row)
+        elif row["pass"] == "all_reduce" and row.get("wire_bytes"):
+            shared.setdefault((row["case"], row.get("in") or row["layer"]), []).append(row)
     found = []
-    for row in run.rows:
-        if row["pass"] != "all_reduce" or not row.get("communication_intensity"):
-            continue
-        passes = [r for name in row["layer"].split("+") for r in own.get((row["case"], name), ())]
-        compute = sum(r["ms"] or 0.0 for r in passes)
-        flop = sum(r.get("flop") or 0 for r in passes)
-        transfer = row.get("transfer_ms") or row["ms"]
+    for (case, carrier), rows in shared.items():
+        passes = [r for row in rows for r in own.get((case, row["layer"]), ())]
+        compute, flop = sum(r["ms"] or 0.0 for r in passes), sum(r.get("flop") or 0 for r in passes)
+        first = next((row for row in rows if row["layer"] == carrier), None)
+        transfer = (first.get("transfer_ms") or first["ms"]) if first else None
         if compute and flop and transfer:
-            intensity, exposed = row["communication_intensity"], row.get("exposed_ms") or 0.0
-            kind = family(passes[0])
-            found.append(_Message(row["layer"], kind, intensity, 1e-9 * flop / compute, compute, transfer, exposed))
+            wire = sum(row["wire_bytes"] for row in rows)
+            name = carrier + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+            exposed = first.get("exposed_ms") or 0.0
+            kind = family(max(passes, key=lambda r: r["ms"] or 0.0))
+            found.append(_Message(name, kind, flop / wire, 1e-9 * flop / compute, compute, transfer, exposed))
     return found
 
 
-def _limits(axes: Axes, messages: list[_Message], network: float, compute: float) -> None:
+def _limits(axes: Axes, messages: list[_Message], network: float, compute: float, how: str) -> None:
     intensity = [m.intensity for m in messages]
     rates = [m.tflops for m in messages]
     ridge = 1e3 * compute / network
-    axes.set(xscale="log", yscale="log", xlabel="communication intensity, FLOP of the layer's passes per wire byte")
-    axes.set_ylabel("rate of these passes, TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="communication intensity, FLOP of the layers' passes per wire byte")
     axes.set_xlim(min(*intensity, ridge / _SHOWN) / 2.5, max(*intensity, 2 * ridge) * 3)
     axes.set_ylim(min(rates) / 3, 2.2 * max(*rates, compute))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.plain)
+    style.log_axis(axes.xaxis)
+    style.flops_axis(axes, compute, f"{{}} of these passes, {how}")
 
 
 def _draw_ceilings(axes: Axes, network: float, compute: float, run: Run) -> list[Text]:
@@ -127,10 +130,10 @@ def _draw_ceilings(axes: Axes, network: float, compute: float, run: Run) -> list
     axes.plot(x[1:], roof[1:], color=INK, linewidth=1.6, zorder=3)
     engine = run.content["ceilings"]["all_reduce"].get("engine")
     text = f"network: {rate(network)} GB/s{f' ({engine})' if engine else ''}"
-    begin = start * (ridge / start) ** 0.2
+    begin = start * (ridge / start) ** 0.35
     return [
         labels.along(axes, (begin, 1e-3 * network * begin), (ridge, compute), text, weight="bold"),
-        axes.annotate(f"matrix products {run.dtype}: {rate(compute)} TFLOP/s", (right, compute), (-2, 3),
+        axes.annotate(f"matrix products {run.dtype}: {style.flops(compute)}", (right, compute), (-2, 3),
                       textcoords="offset points", ha="right", va="bottom", weight="bold", path_effects=halo()),
         axes.annotate("the message takes longer\nthan the layer computes", (0, 1), (8, -8), xycoords="axes fraction",
                       textcoords="offset points", ha="left", va="top", color=PASSES["communication"], weight="bold"),
@@ -188,8 +191,9 @@ def _keys(figure: Figure, messages: list[_Message]) -> None:
 
 def _notes(figure: Figure, messages: list[_Message], network: float) -> None:
     sent, exposed = sum(m.transfer_ms for m in messages), sum(m.exposed_ms for m in messages)
-    text = f"{len(messages)} messages, {milliseconds(sent)} of transfers, {milliseconds(exposed)} exposed in the step. "
-    text += "Beside names: transfer / layer's computation."
+    count = f"{len(messages)} message{'s' if len(messages) > 1 else ''}"
+    text = f"{count}, {milliseconds(sent)} of transfers, {milliseconds(exposed)} exposed in the step. "
+    text += "Beside names: transfer / computation. Shape: of the longest pass."
     if any(m.outlasts and m.tflops < 1e-3 * network * m.intensity for m in messages):
         text += "\nSolid points under the diagonal wait for the latency of the network, not for its bandwidth."
     style.note(figure, text)

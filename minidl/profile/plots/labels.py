@@ -64,7 +64,8 @@ def along(axes: Axes, start: tuple[float, float], end: tuple[float, float], text
     angle = math.degrees(math.atan2(b[1] - a[1], b[0] - a[0]))
     return axes.annotate(
         text, start, (-3 * math.sin(math.radians(angle)), 3 * math.cos(math.radians(angle))),
-        textcoords="offset points", rotation=angle, rotation_mode="anchor", va="bottom", path_effects=halo(), **options,
+        textcoords="offset points", rotation=angle, rotation_mode="anchor", va="bottom", path_effects=halo(), zorder=5,
+        **options,
     )  # fmt: skip
 
 

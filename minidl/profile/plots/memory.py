@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidl.profile.plots import style
-from minidl.profile.plots.records import Run, milliseconds, runs
-from minidl.profile.plots.style import INK, MUTED, PASSES, halo
+from minidl.profile.plots.style import INK, MUTED, PASSES, halo, milliseconds
+from minidl.profile.runs import Run, runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def memory(run: Run) -> Figure:
     _draw(axes, ranks, top, scale, found)
     _name_phases(axes, found)
     _peak(axes, ranks[top], spans, scale, unit)
-    axes.set(xlabel="time of the step, ms", ylabel=f"memory in use, {unit}{power}")
+    axes.set(xlabel="time of one eager step, ms", ylabel=f"memory in use, {unit}{power}")
     style.note(figure, " ".join(notes))
     return figure
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minidl.profile.plots import labels, style
-from minidl.profile.plots.records import COMPUTE, Run, family
-from minidl.profile.plots.style import INK, MUTED, PASSES, SHAPES, halo
+from minidl.profile.plots.style import INK, MUTED, PASSES, SHAPES, halo, rate
 from minidl.profile.results import Row
+from minidl.profile.runs import COMPUTE, Run, family
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,12 +43,12 @@ def roofline(run: Run, passes: Sequence[str] = COMPUTE) -> Figure:
     rows = [row for row in chosen if row.get("tflops") and row.get("intensity")]
     if not rows:
         raise run.lacks("roofline", f"no {' or '.join(passes)} row has both FLOP and time")
-    rows.sort(key=lambda row: -row["ms"])
+    rows.sort(key=lambda row: -run.ms(row))
     figure, (axes,) = style.page(6.4, "Roofline: each layer and pass", run.heading, top=1.42, bottom=0.95)
-    _limits(axes, rows, roofs)
+    _limits(axes, rows, roofs, run.how_alone)
     blocked = _draw_roofs(axes, roofs)
-    _draw_rows(axes, rows, run.total_ms)
-    _name_largest(axes, rows[:_NAMED], rows, roofs, blocked, run)
+    _draw_rows(axes, rows, run)
+    _name_longest(axes, rows, roofs, blocked, run)
     _keys(figure, rows, run)
     _notes(figure, rows, len(chosen) - len(rows), run)
     return figure
@@ -75,23 +75,28 @@ def _roofs(run: Run, ceilings: Mapping[str, Any]) -> dict[str, Any]:
         "memory": memory,
         "matrix": matrix,
         "matrix_by": (ceilings.get("matrix_by") or {}).get(run.dtype),
-        "vector": (ceilings.get("vector_tflops") or {}).get("fp32"),
+        "vector": _other_rate(matrix, (ceilings.get("vector_tflops") or {}).get("fp32")),
         "dtype": run.dtype,
     }
 
 
-def _limits(axes: Axes, rows: list[Row], roofs: Mapping[str, Any]) -> None:
+def _other_rate(matrix: float, vector: float | None) -> float | None:
+    """The rate of other arithmetic; None where products run on the same units, as on processors."""
+    return None if vector is None or rate(vector) == rate(matrix) else vector
+
+
+def _limits(axes: Axes, rows: list[Row], roofs: Mapping[str, Any], how: str) -> None:
     ridge = 1e3 * roofs["matrix"] / roofs["memory"]
     intensity = [row["intensity"] for row in rows]
     rates = [row["tflops"] for row in rows]
     left = min(*intensity, ridge) / 2
     bottom = min(*rates, 1e-3 * roofs["memory"] * left) / 2
-    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte", ylabel="achieved, TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity, FLOP per byte")
     axes.set_xlim(left, max(*intensity, 4 * ridge) * 2)
     axes.set_ylim(bottom, 2.2 * max(*rates, roofs["matrix"], roofs["vector"] or 0))
     axes.grid(True, which="major")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(style.plain)
+    style.log_axis(axes.xaxis)
+    style.flops_axis(axes, max(roofs["matrix"], roofs["vector"] or 0), f"achieved, {{}}, {how}")
 
 
 def _draw_roofs(axes: Axes, roofs: Mapping[str, Any]) -> list[Text]:
@@ -115,23 +120,18 @@ def _draw_roofs(axes: Axes, roofs: Mapping[str, Any]) -> list[Text]:
         close = 1 <= vector / roofs["matrix"] < 2  # then both texts stand over the upper line, one over the other
         lifted = vector if close else lifted
         up = vector > roofs["matrix"]
-        text = f"other arithmetic fp32: {rate(vector)} TFLOP/s"
+        text = f"other arithmetic fp32: {style.flops(vector)}"
         offset = 17 if close else 3 if up else -3
         texts.append(_at_right(axes, vector, offset, text, va="bottom" if up else "top", color=MUTED))
-    text = f"matrix products {roofs['dtype']}{by}: {rate(roofs['matrix'])} TFLOP/s"
+    text = f"matrix products {roofs['dtype']}{by}: {style.flops(roofs['matrix'])}"
     return [*texts, _at_right(axes, lifted, 3, text, va="bottom", weight="bold")]
 
 
-def rate(value: float) -> str:
-    """Three figures or all before the point: 4,230 or 12.3 or 0.104."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _at_right(axes: Axes, y: float, offset: float, text: str, **options: Any) -> Text:
-    """A text at the right end of a level line, ``offset`` points over it."""
+    """A text at the right end of a level line, ``offset`` points over it, and over the markers."""
     place = (axes.get_xlim()[1], y)
     return axes.annotate(
-        text, place, (-2, offset), textcoords="offset points", ha="right", path_effects=halo(), **options
+        text, place, (-2, offset), textcoords="offset points", ha="right", path_effects=halo(), zorder=5, **options
     )
 
 
@@ -140,11 +140,11 @@ def _low(row: Row) -> bool:
     return share is not None and share < _LOW
 
 
-def _draw_rows(axes: Axes, rows: list[Row], total: float) -> None:
+def _draw_rows(axes: Axes, rows: list[Row], run: Run) -> None:
     """Shape by type, colour by pass, area by time; below half of the roof solid and edged, else faint."""
     from matplotlib.colors import to_rgba
 
-    largest = rows[0]["ms"] / total
+    largest = run.ms(rows[0])
     for kind, shape in SHAPES.items():
         mine = [row for row in rows if family(row) == kind]
         if not mine:
@@ -152,7 +152,7 @@ def _draw_rows(axes: Axes, rows: list[Row], total: float) -> None:
         axes.scatter(
             [row["intensity"] for row in mine],
             [row["tflops"] for row in mine],
-            s=[marker_area(row["ms"] / total, largest) for row in mine],
+            s=[marker_area(run.ms(row), largest) for row in mine],
             c=[to_rgba(PASSES[row["pass"]], 0.85 if _low(row) else 0.18) for row in mine],
             edgecolors=[to_rgba(INK, 0.9) if _low(row) else to_rgba(PASSES[row["pass"]], 0.5) for row in mine],
             linewidths=0.6,
@@ -162,19 +162,27 @@ def _draw_rows(axes: Axes, rows: list[Row], total: float) -> None:
         )
 
 
-def _name_largest(
-    axes: Axes, largest: list[Row], rows: list[Row], roofs: Mapping[str, Any], blocked: list[Text], run: Run
-) -> None:
-    points = [(row["intensity"], row["tflops"]) for row in rows]
+def _longest(rows: list[Row]) -> list[tuple[Row, int]]:
+    """The longest passes, and how many of other layers do the same work: those are named once."""
+    alike: dict[Any, list[Row]] = {}
+    for row in rows:
+        work = (row.get("type"), row["pass"], row["flop"], row["bytes"], row.get("output_shape"))
+        alike.setdefault(str(work), []).append(row)
+    return [(members[0], len(members) - 1) for members in list(alike.values())[:_NAMED]]
+
+
+def _name_longest(axes: Axes, rows: list[Row], roofs: Mapping[str, Any], blocked: list[Text], run: Run) -> None:
     x = np.geomspace(*axes.get_xlim(), 200)
     roof = np.minimum(1e-3 * roofs["memory"] * x, roofs["matrix"])
+    points = [(row["intensity"], row["tflops"]) for row in rows]
     avoid = np.vstack([np.array(points), np.stack([x, roof], axis=1)])
-    texts = []
-    for row in largest:
+    texts, named = [], _longest(rows)
+    for row, others in named:
         of_roof = "" if row.get("roof_share") is None else f", {row['roof_share']:.0%} of roof"
+        like = f", {others} more like it" if others else ""
         name = row["layer"] if run.case is not None else row["case"]
-        texts.append(f"{name}\n{short(row['pass'])} {row['ms'] / run.total_ms:.1%}{of_roof}")
-    labels.place(axes, points[: len(largest)], texts, avoid, blocked)
+        texts.append(f"{name}{like}\n{short(row['pass'])} {run.ms(row) / run.total_ms:.1%}{of_roof}")
+    labels.place(axes, [(row["intensity"], row["tflops"]) for row, _ in named], texts, avoid, blocked)
 
 
 def _keys(figure: Figure, rows: list[Row], run: Run) -> None:
@@ -184,19 +192,21 @@ def _keys(figure: Figure, rows: list[Row], run: Run) -> None:
     style.key(figure, [style.dot(shape, kind) for kind, shape in SHAPES.items() if kind in kinds], 0.92)
     strong = style.dot("o", "under half of its roof", 8, markeredgecolor=INK, markeredgewidth=0.8)
     faint = style.dot("o", "within a factor of two", 8, alpha=0.35)
-    largest = rows[0]["ms"] / run.total_ms
+    largest = run.ms(rows[0]) / run.total_ms
     across = marker_area(largest / 4, largest) ** 0.5
-    of = "step" if run.step else "time"
-    size = style.dot("o", f"area: share of the {of}, here {largest / 4:.2%}", across, alpha=0.35)
+    size = style.dot("o", f"area: share of the {_whole(run)}, here {largest / 4:.2%}", across, alpha=0.35)
     style.key(figure, [strong, faint, size], 1.14)
+
+
+def _whole(run: Run) -> str:
+    return "step" if run.step else "time"
 
 
 def _notes(figure: Figure, rows: list[Row], left_out: int, run: Run) -> None:
     low = [row for row in rows if _low(row)]
-    share = sum(row["ms"] for row in low) / run.total_ms
-    of = "the step" if run.step else "the time"
-    text = f"{len(rows)} passes; {len(low)} of them, {share:.0%} of {of}, run under half of their roof. "
-    text += f"Named: the {min(_NAMED, len(rows))} longest, with their share of {of}."
+    share = sum(run.ms(row) for row in low) / run.total_ms
+    text = f"{len(rows)} passes; {len(low)} of them, {share:.0%} of the {_whole(run)}, run under half of their roof. "
+    text += f"Named: the longest, with their share, timed {run.how}."
     text += "\nFLOP: 2 per multiply-add; bytes: every operand once."
     if left_out:
         text += f" Not drawn: {left_out} passes without FLOP or time (copies, views, work in a neighbour)."

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minidl.profile.plots import style
-from minidl.profile.plots.records import NotInFile, Run
 from minidl.profile.plots.style import INK, MUTED, halo
+from minidl.profile.runs import NotInFile, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["scaling"]
+__all__ = ["KINDS", "apart", "curves", "scaling"]
+
+KINDS = ("weak", "strong")
 
 # Curves are neither passes nor types of layer: their own order of colours, and markers.
 _CURVES = (("#332288", "o"), ("#661100", "s"), ("#117733", "D"), ("#999933", "^"), ("#6699CC", "v"), (INK, "P"))
@@ -41,16 +43,16 @@ class Curve:
         return tuple(rate / ideal for rate, ideal in zip(self.images_per_s, self.ideal, strict=True))
 
 
-def curves(runs: Sequence[Run]) -> list[Curve]:
+def curves(runs: Sequence[Run], kinds: Sequence[str] = KINDS) -> list[Curve]:
     """Runs that differ in ranks alone, as curves: weak scaling where each rank's batch stays, strong where the whole
     batch does. A run may be in one of each.
     """
     points = [run for run in runs if run.images_per_s and run.batch]
     groups: dict[tuple[str, ...], list[Run]] = {}
-    for run in points:
-        what = (run.model, run.dtype, run.arm, run.machine)
-        groups.setdefault((*what, f"batch {run.batch // run.ranks} per rank"), []).append(run)
-        groups.setdefault((*what, f"batch {run.batch} in all"), []).append(run)
+    for kind in kinds:
+        for run in points:
+            batch = f"batch {run.batch // run.ranks} per rank" if kind == "weak" else f"batch {run.batch} in all"
+            groups.setdefault((run.model, run.dtype, run.arm, run.machine, batch), []).append(run)
     found = []
     for (model, dtype, arm, machine, batch), members in groups.items():
         by_ranks = {run.ranks: run for run in members}  # of the same measurement twice the later one counts
@@ -64,24 +66,36 @@ def curves(runs: Sequence[Run]) -> list[Curve]:
     return found
 
 
+def apart(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """(words for a file's name, runs) of each picture: all in one where it holds their curves, else one per network."""
+    if len(curves(runs)) <= len(_CURVES):
+        return [("", list(runs))]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.model} {run.dtype}", []).append(run)
+    return list(groups.items())
+
+
 @style.drawn
-def scaling(runs: Sequence[Run]) -> Figure:
+def scaling(runs: Sequence[Run], kinds: Sequence[str] = KINDS) -> Figure:
     """Images per second over ranks with the ideal line, and the efficiency below.
 
     Args:
         runs: of one or several files; those of one network, dtype and batch on several numbers of ranks are a curve.
+        kinds: of `KINDS`: weak, with one batch on each rank; strong, with one batch in all.
 
     Raises:
-        NotInFile: when no two runs differ in their ranks alone; ValueError: more than six curves.
+        NotInFile: when no two runs differ in their ranks alone, and for more than six curves.
     """
-    found = curves(runs)
+    found = curves(runs, kinds)
     files = ", ".join(dict.fromkeys(run.file for run in runs))
     if not found:
         have = sorted({run.ranks for run in runs})
         raise NotInFile(f"{files}: no scaling: it takes one network, dtype and batch (per rank or in all) measured on "
                         f"several numbers of ranks; here are runs on {', '.join(map(str, have))}")  # fmt: skip
     if len(found) > len(_CURVES):
-        raise ValueError(f"{files}: {len(found)} scaling curves; one picture holds {len(_CURVES)}, give fewer files")
+        raise NotInFile(f"{files}: no scaling: {len(found)} curves, and one picture holds {len(_CURVES)}; "
+                        "give fewer files")  # fmt: skip
     machines = list(dict.fromkeys(curve.machine for curve in found))
     top = 0.78 + 0.22 * (len(found) + 1)
     figure, (rate, efficiency) = style.page(

@@ -1,4 +1,4 @@
-"""Share of the step by type of layer, for several networks and batch sizes."""
+"""Share of the step by type of layer, for several networks, batch sizes and ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minidl.profile.plots import style
-from minidl.profile.plots.records import COMPUTE, NotInFile, Run, family, milliseconds
-from minidl.profile.plots.style import INK, TYPES
+from minidl.profile.plots.style import INK, TYPES, milliseconds
+from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,22 +19,9 @@ _NAMED = 0.045  # a segment narrower than this has no room for its number
 _DARK = {"convolution", "ReLU", "loss", "unaccounted"}  # segments with white numbers
 
 
-def shares(run: Run) -> dict[str, float]:
-    """Fractions of the step by type of layer, exposed communication and what is unaccounted; they sum to one."""
-    parts = dict.fromkeys(TYPES, 0.0)
-    for row in run.rows:
-        if row["pass"] in COMPUTE:
-            parts[family(row)] += row["ms"] or 0.0
-        elif row["pass"] == "all_reduce":
-            parts["exposed communication"] += row.get("exposed_ms") or 0.0
-        elif row["pass"] == "unaccounted":
-            parts["unaccounted"] += row["ms"] or 0.0
-    return {name: ms / run.total_ms for name, ms in parts.items()}
-
-
 @style.drawn
 def share(runs: Sequence[Run]) -> Figure:
-    """One stacked bar per network and batch size, in the order given.
+    """One stacked bar per network, batch size and number of ranks, in the order given.
 
     Raises:
         NotInFile: when no run has both a step and layers.
@@ -51,14 +38,16 @@ def share(runs: Sequence[Run]) -> Figure:
         1.95 + 0.42 * len(whole), "Share of the step by type of layer", "  ·  ".join(machines),
         left=left, right=1.05, top=1.25, bottom=0.65,
     )  # fmt: skip
-    table = [shares(run) for run in whole]
+    table = [run.shares() for run in whole]
     _draw(axes, table)
+    ways = list(dict.fromkeys(run.how for run in whole))
+    axes.set_xlabel(f"% of the step, timed {ways[0]}" if len(ways) == 1 else "% of the step")
     axes.set_yticks(range(len(whole)), names)
     for i, run in enumerate(whole):
-        end = max(1.0, sum(max(part, 0.0) for part in table[i].values()))
-        axes.annotate(milliseconds(run.total_ms), (100 * end, i), (5, 0), textcoords="offset points", va="center",
+        end = sum(max(part, 0.0) for part in table[i].values())
+        axes.annotate(milliseconds(run.step["ms"]), (100 * end, i), (5, 0), textcoords="offset points", va="center",
                       annotation_clip=False)  # fmt: skip
-    present = [name for name in TYPES if any(abs(row[name]) >= 5e-4 for row in table)]
+    present = [name for name in TYPES if any(abs(row.get(name, 0.0)) >= 5e-4 for row in table)]
     half = (len(present) + 1) // 2 if len(present) > 7 else len(present)
     for i, names in enumerate((present[:half], present[half:])):
         if names:
@@ -69,7 +58,7 @@ def share(runs: Sequence[Run]) -> Figure:
 def _draw(axes: Axes, table: Sequence[dict[str, float]]) -> None:
     ends = [0.0] * len(table)
     for name, color in TYPES.items():
-        widths = [100 * row[name] for row in table]
+        widths = [100 * row.get(name, 0.0) for row in table]
         if not any(widths):
             continue
         axes.barh(range(len(table)), widths, left=ends, height=0.66, color=color, edgecolor="white", linewidth=0.8,
@@ -80,7 +69,6 @@ def _draw(axes: Axes, table: Sequence[dict[str, float]]) -> None:
                           color="white" if name in _DARK else INK)  # fmt: skip
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.set_ylim(len(table) - 0.5, -0.5)
-    axes.set_xlim(min(0.0, *(100 * row["unaccounted"] for row in table)), max(100.0, *ends))
-    axes.set_xlabel("% of the step")
+    axes.set_xlim(min(0.0, *(100 * row.get("unaccounted", 0.0) for row in table)), 100.0)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 __all__ = [
-    "FAMILY",
     "INK",
     "MUTED",
     "PASSES",
@@ -34,11 +33,16 @@ __all__ = [
     "TYPES",
     "dot",
     "drawn",
+    "flops",
+    "flops_axis",
     "halo",
     "key",
+    "log_axis",
+    "milliseconds",
     "note",
     "page",
     "plain",
+    "rate",
     "render",
     "save",
     "swatch",
@@ -77,18 +81,6 @@ SHAPES = {
     "other": "h",
     "loss": "X",
     "optimizer": "*",
-}
-FAMILY = {
-    "Conv2d": "convolution",
-    "ConvTranspose2d": "convolution",
-    "Linear": "linear",
-    "BatchNorm2d": "batch norm",
-    "ReLU": "ReLU",
-    "MaxPool2d": "pooling",
-    "AvgPool2d": "pooling",
-    "AdaptiveAvgPool2d": "pooling",
-    "Add": "joins",
-    "Concat": "joins",
 }
 
 WIDTH = 9.0  # inches; with DPI the 900 pixels that pages of documentation show
@@ -149,8 +141,11 @@ def page(
     top: float = 0.75,
     bottom: float = 0.75,
     gap: float = 0.25,
+    across: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with its heading and, from the top down, panels with these shares of the height; sizes in inches."""
+    """A figure with its heading and, from the top down, panels with these shares of the height (``across``: from the
+    left, with these shares of the width); sizes in inches.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -158,13 +153,14 @@ def page(
     FigureCanvasAgg(figure)
     _fit(figure.text(_MARGIN / WIDTH, 1 - 0.12 / height, title, size=13, weight="bold", va="top"))
     _fit(figure.text(_MARGIN / WIDTH, 1 - 0.40 / height, subtitle, size=10, color=MUTED, va="top"))
-    free = height - top - bottom - gap * (len(panels) - 1)
-    axes, upper = [], height - top
+    wide, high = WIDTH - left - right, height - top - bottom
+    free = (wide if across else high) - gap * (len(panels) - 1)
+    axes, before = [], 0.0
     for share in panels:
         size = free * share / sum(panels)
-        upper -= size
-        axes.append(figure.add_axes((left / WIDTH, upper / height, (WIDTH - left - right) / WIDTH, size / height)))
-        upper -= gap
+        box = (left + before, bottom, size, high) if across else (left, height - top - before - size, wide, size)
+        axes.append(figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height)))
+        before += size + gap
     return figure, axes
 
 
@@ -216,6 +212,44 @@ def plain(value: float, _: int | None = None) -> str:
     return f"{value:,.12g}"
 
 
+def log_axis(axis: Any) -> None:
+    """Plain numbers at the decades of a logarithmic axis whose limits are set; at 2 and 5 where decades are few."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1,) if high > 100 * low else (1, 2, 5)))
+    axis.set_major_formatter(plain)
+    axis.set_minor_formatter(NullFormatter())
+
+
+def flops(tflops: float) -> str:
+    """``795 TFLOP/s`` or ``99.5 GFLOP/s``: three figures, or all before the point."""
+    return f"{rate(tflops)} TFLOP/s" if tflops >= 1 else f"{rate(1e3 * tflops)} GFLOP/s"
+
+
+def flops_axis(axes: Axes, top: float, text: str) -> None:
+    """A logarithmic y axis of TFLOP/s, labelled in GFLOP/s where the highest ceiling is below one of those."""
+    scale, unit = (1.0, "TFLOP/s") if top >= 1 else (1e3, "GFLOP/s")
+    log_axis(axes.yaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: plain(scale * value))
+    axes.set_ylabel(text.format(unit))
+
+
+def rate(value: float) -> str:
+    """Three figures or all before the point: 4,230 or 12.3 or 0.104."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def milliseconds(ms: float) -> str:
+    """``12.3 ms`` or ``45 µs``: three figures and the unit."""
+    if abs(ms) >= 999.5:
+        return f"{ms:,.0f} ms"
+    if abs(ms) < 5e-7:  # under the resolution of result files
+        return "0 ms"
+    value, unit = (1e3 * ms, "µs") if abs(ms) < 0.09995 else (ms, "ms")
+    return f"{value:#.3g}".rstrip(".") + f" {unit}"
+
+
 def halo() -> list[Any]:
     """Path effects of a text that lines may run under."""
     from matplotlib.patheffects import withStroke
@@ -239,7 +273,19 @@ def render(figure: Figure, format: str) -> bytes:
         # PNG at twice the size, for dense screens; neither format says when or by which version it was made
         options = {"metadata": {"Date": None, "Creator": None}} if format == "svg" else {"metadata": {"Software": None}}
         figure.savefig(content, format=format, dpi=DPI if format == "svg" else 2 * DPI, **options)
-    return content.getvalue()
+    return content.getvalue() if format == "svg" else _with_palette(content)
+
+
+def _with_palette(png: io.BytesIO) -> bytes:
+    """The same PNG with a palette, a third of the size. Coverage keeps the colour of a single key apart, k-means puts
+    the common colours right.
+    """
+    from PIL import Image
+
+    picture, small = Image.open(png).convert("RGB"), io.BytesIO()
+    flat = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
+    flat.save(small, "png", optimize=True)
+    return small.getvalue()
 
 
 def save(figure: Figure, path: str | Path) -> None:

@@ -1,0 +1,217 @@
+"""docs/layers.md and docs/layers/<network>.md: where the time of each network goes, layer by layer, over batch sizes
+and ranks; made from the files of `minidl bench model` and `minidl bench layers` in benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from minidl.profile import plots  # noqa: E402
+from minidl.profile.blocks import Block, blocks, order, singles  # noqa: E402
+from minidl.profile.plots.scaling import KINDS, curves  # noqa: E402
+from minidl.profile.results import load  # noqa: E402
+from minidl.profile.runs import Run, runs  # noqa: E402
+from minidl.profile.tables import markdown  # noqa: E402
+from minidl.profile.views import networks  # noqa: E402
+
+__all__ = ["measured", "of_networks", "overview", "page", "pictures"]
+
+NETWORKS = {"resnet50": "ResNet-50", "vgg16": "VGG-16", "unet": "U-Net", "densenet121": "DenseNet-121"}
+PAGE = "docs/layers/{}.md"
+_OF_A_FILE = ("roofline", "bars", "communication", "memory")
+_WORDS = {
+    "roofline": "roofline",
+    "bars": "time by layer",
+    "communication": "communication roofline",
+    "memory": "memory over a step",
+}
+
+
+@cache
+def measured(results: Path) -> tuple[Run, ...]:
+    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest."""
+    files = []
+    for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
+        content = load(path)
+        files.append((content["benchmark"] == "model", content["date"], content, path.relative_to(results).as_posix()))
+    found: dict[tuple, Run] = {}
+    for _, _, content, name in sorted(files, key=lambda file: (*file[:2], file[3])):
+        for run in runs(content, name):
+            if run.step is not None and run.rank_batch and run.arm == "minidl":
+                found[run.machine, run.network, run.dtype, run.rank_batch, run.ranks, run.model] = run
+    names = list(NETWORKS)
+    place = {key: names.index(key[1]) if key[1] in names else len(names) for key in found}
+    return tuple(found[key] for key in sorted(found, key=lambda key: (key[0], place[key], *key[1:])))
+
+
+def of_networks(results: Path) -> dict[str, list[Run]]:
+    """The runs of each network."""
+    found: dict[str, list[Run]] = {}
+    for run in measured(results):
+        found.setdefault(run.network, []).append(run)
+    return found
+
+
+def overview(results: Path) -> str:
+    """The generated part of docs/layers.md: a line per network, batch, dtype and number of ranks."""
+    if not measured(results):
+        return "Nothing was recorded yet."
+    parts = []
+    for machine in dict.fromkeys(run.machine for run in measured(results)):
+        found = [run for run in measured(results) if run.machine == machine]
+        title, columns, cells = networks(found)
+        parts += [f"### {machine}", f"{title[0].upper()}{title[1:]}.", markdown(columns, cells)]
+    links = [f"[{NETWORKS.get(name, name)}](layers/{name}.md)" for name in of_networks(results)]
+    return "\n\n".join([*parts, f"Each layer of {', '.join(links)}."])
+
+
+# -- the page of a network --------------------------------------------------------------------------------------------
+
+
+def page(results: Path, network: str) -> str:
+    """The whole page: pictures, every layer over batch sizes, blocks over ranks, and the commands that measured it."""
+    found = of_networks(results)[network]
+    parts = [
+        f"# {NETWORKS.get(network, network)}, layer by layer",
+        "Made by `python benchmarks/report.py` from the files named at the end; what the columns mean stands in "
+        "[layers.md](../layers.md).",
+        *(f"![{words}]({name}.png)" for name, words, _ in _of_the_network(found)),
+    ]
+    for title, members in _over_batches(found):
+        parts += [f"## {title}", _every_layer(members)]
+    for title, members in _over_ranks(found):
+        parts += [f"## {title}", _of_ranks(members)]
+    own = list(_of_the_files(results, network))
+    if own:
+        parts += ["## Rooflines, times and memory", *(f"![{words}]({name}.png)" for name, words, _ in own)]
+    return "\n\n".join([*parts, "## Measured by", _commands(found)]) + "\n"
+
+
+def _groups(found: Sequence[Run], what: str) -> Iterator[tuple[tuple, list[Run]]]:
+    """Runs that differ in ``what`` alone, with what they share."""
+    kinds: dict[tuple, list[Run]] = {}
+    for run in found:
+        fixed = run.ranks if what == "rank_batch" else run.rank_batch
+        kinds.setdefault((run.machine, run.model, run.dtype, fixed), []).append(run)
+    for shared in sorted(kinds):
+        yield shared, sorted(kinds[shared], key=lambda run: getattr(run, what))
+
+
+def _over_batches(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """On one rank: more of them change communication alone, which `_over_ranks` shows."""
+    for (machine, model, dtype, ranks), members in _groups(found, "rank_batch"):
+        if ranks == 1:
+            yield f"Every layer over batch sizes: {model}, {dtype}, {machine}", members
+
+
+def _over_ranks(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    for (machine, model, dtype, batch), members in _groups(found, "ranks"):
+        if len(members) > 1:
+            yield f"Over ranks: {model}, batch {batch} on each, {dtype}, {machine}", members
+
+
+def _every_layer(members: Sequence[Run]) -> str:
+    """Share of the step and FLOP per byte of each layer, a column for each batch size."""
+    columns = [{block.name: block for block in singles(run)} for run in members]
+    head = ["layer", "type", "output", *(f"share, b{run.rank_batch}" for run in members)]
+    head += [f"FLOP/B, b{run.rank_batch}" for run in members]
+    lines = []
+    for name in order([list(column.values()) for column in columns]):
+        found = [column.get(name) for column in columns]
+        first = next(block for block in found if block is not None)
+        shape = "×".join(map(str, first.shape[1:])) if first.shape else ""
+        cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
+        lines.append([name, first.type or "", shape, *cells, *map(_intensity, found)])
+    return markdown(head, lines)
+
+
+def _of_ranks(members: Sequence[Run]) -> str:
+    """Share of the step, how much of it is exposed communication, and FLOP per wire byte of each block."""
+    columns = [{block.name: block for block in blocks(run)} for run in members]
+    several = [i for i, run in enumerate(members) if run.ranks > 1]
+    head = ["layers", *(f"share, {run.ranks} rank{'s' * (run.ranks > 1)}" for run in members)]
+    head += [f"exposed, {members[i].ranks} ranks" for i in several]
+    head += [f"FLOP/wire B, {members[i].ranks} ranks" for i in several]
+    lines = []
+    for name in order([list(column.values()) for column in columns]):
+        found = [column.get(name) for column in columns]
+        cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
+        cells += [_exposed(found[i], members[i]) for i in several]
+        lines.append([name, *cells, *(_communication(found[i]) for i in several)])
+    return markdown(head, lines)
+
+
+def _share(block: Block | None, run: Run) -> str:
+    return "" if block is None else f"{block.ms / run.total_ms:.1%}"
+
+
+def _exposed(block: Block | None, run: Run) -> str:
+    ms = block.parts.get("communication", 0.0) if block is not None else 0.0
+    return f"{ms / run.total_ms:.1%}" if ms else ""
+
+
+def _intensity(block: Block | None) -> str:
+    return "" if block is None or not block.flop else f"{block.intensity:.1f}"
+
+
+def _communication(block: Block | None) -> str:
+    return f"{block.communication_intensity:,.0f}" if block is not None and block.communication_intensity else ""
+
+
+def _commands(found: Sequence[Run]) -> str:
+    """File and command of each, in the order of the tables."""
+    files = {run.file: run for run in found}
+    lines = []
+    for name, run in files.items():
+        start = f"mpirun -n {run.ranks} " if run.ranks > 1 else ""
+        folder = "benchmarks/results"
+        lines.append(f"- `{folder}/{name}`, commit {run.content['commit']}: `{start}{run.content['command']}`")
+    return "\n".join(lines)
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+Picture = tuple[str, str, object]  # its file's name without ending, what it is in words, a function that draws it
+
+
+def pictures(results: Path) -> Iterator[Picture]:
+    """Every picture of the pages."""
+    for network, found in of_networks(results).items():
+        yield from _of_the_network(found)
+        yield from _of_the_files(results, network)
+
+
+def _of_the_network(found: Sequence[Run]) -> Iterator[Picture]:
+    """Shares of the step, of each layer over batches and ranks, and scaling."""
+    for dtype in dict.fromkeys(run.dtype for run in found):
+        own = [run for run in found if run.dtype == dtype]
+        network = own[0].network
+        yield f"{network}-{dtype}-share", f"Share of the step by type of layer, {dtype}", lambda r=own: plots.share(r)
+        for what, groups in (("batches", _over_batches(own)), ("ranks", _over_ranks(own))):
+            members = next((members for _, members in groups), None)  # ranks: at the least batch they show most
+            if members is not None:
+                text = f"Share and intensity of each layer over {what}, {dtype}"
+                yield f"{network}-{dtype}-over-{what}", text, lambda r=members: plots.layers(r)
+        for kind in KINDS:
+            if curves(own, [kind]):
+                text = f"Throughput over ranks, {kind} scaling, {dtype}"
+                yield f"{network}-{dtype}-{kind}", text, lambda r=own, k=kind: plots.scaling(r, [k])
+
+
+def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
+    """What each file of `minidl bench layers` allows by itself."""
+    for path in sorted(results.glob("*/bench_layers*.json*")):
+        (run,) = runs(load(path), path.relative_to(results).as_posix())
+        if run.network != network or run.step is None:
+            continue
+        for kind in _OF_A_FILE:
+            if kind == ("memory" if run.ranks > 1 else "communication"):
+                continue
+            name = f"{network}-{run.dtype}-b{run.rank_batch}-{run.ranks}ranks-{kind}"
+            yield name, f"{run.name}: {_WORDS[kind]}", lambda k=kind, r=run: getattr(plots, k)(r)

@@ -1,0 +1,64 @@
+"""Which family of kernels a convolution runs on, when a test, a benchmark or a tuner wants to say so itself.
+
+Left alone, each pass takes the first family that applies; which one depends on the sizes, the storage type and the
+device, never on alignment: arrays whose address or pitch a family cannot take are copied first. So the order of every
+sum, and with it every bit, is the same wherever an array happens to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from minidl import checks
+
+__all__ = ["FAMILIES", "TEXTBOOK", "choose_family", "family", "textbook"]
+
+TEXTBOOK = ("direct", "tiled")
+FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
+
+_forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
+
+
+def choose_family(who: str, fits: Mapping[str, bool], unwanted: tuple[str, ...] = ()) -> str:
+    """The forced family; else the first that fits and is wanted.
+
+    Args:
+        who: the operation, for the error.
+        fits: whether each family can do it, the fastest first.
+        unwanted: those that can but would be slower; forced, they are taken all the same.
+
+    Raises:
+        ValueError: when the forced family cannot do it.
+    """
+    name = _forced.get()
+    if name is None or name in TEXTBOOK:
+        return next(family for family, fit in fits.items() if fit and family not in unwanted)
+    if not fits.get(name):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", name)
+    return name
+
+
+def textbook() -> str | None:
+    """The textbook's kernel that a forward pass must take, if any."""
+    name = _forced.get()
+    return name if name in TEXTBOOK else None
+
+
+@contextmanager
+def family(name: str) -> Iterator[None]:
+    """Inside, every convolution runs on kernels of this family.
+
+    Args:
+        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels); "direct" and
+            "tiled" are the textbook's kernels of a forward pass in float32, baselines that leave other passes alone. A
+            convolution that the family cannot do raises ValueError.
+    """
+    if name not in FAMILIES:
+        raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)

@@ -1,0 +1,145 @@
+"""Convolution without stride on Hopper, for wide images: windows with a halo, loaded once for all taps.
+
+The kernel is in conv2d_halo.cu; conv2d_hopper.py says when it is taken.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_walk import DEPTH, ITEMSIZE, Planned, Walk, blocks, columns_of, depth_of, filter_view, walks_of
+from minidl.cuda.device import DeviceRecord
+from minidl.cuda.hopper import View, Views
+from minidl.shapes import Pair, ceil_div, round_up
+
+__all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
+
+WIDTH = 8  # pixels of a window: one group of rows of an operand
+SLAB_LINES, SLAB_COLUMNS = 4, 64  # of a window, and channels, in an output buffer
+SLABS = 2  # output buffers of each of two warpgroups
+MOST_STAGES, FEWEST_STAGES = 6, 3
+WINDOWS = 2  # of a tile, one for each warpgroup
+PATCHES = 2 * WINDOWS
+ATOM = 1024  # bytes: alignment of a patch
+
+# The structure Problem of conv2d_halo.cu.
+_PROBLEM = struct(
+    "",
+    "tiles share group tiles_n windows down across columns depth taps_h taps_w first_h first_w offset_h offset_w "
+    "delta_h delta_w line patch added",
+)
+
+
+class HaloTile(NamedTuple):
+    """What a block computes at a time: 64 output channels of a pair of windows.
+
+    Attributes:
+        window: the macro WINDOW, lines of a window.
+        step, rest: as of conv2d_hopper.py's ``HopperTile``.
+    """
+
+    window: int
+    step: float
+    rest: float
+
+    columns = 64
+    windows = WINDOWS
+    threads = 384
+    resident = 1
+
+
+HALO_TILES = (HaloTile(28, 0.68, 1.8), HaloTile(32, 0.77, 2.4))
+
+
+def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:
+    """(lines, pixels of a line) of a window with its halo."""
+    h, w = ((axis.taps - 1) * abs(axis.delta) for axis in walk)
+    return tile.window + h, WIDTH + w
+
+
+def _shared(tile: HaloTile, walk: tuple[Walk, Walk], stages: int) -> int:
+    lines, line = _patch(tile, walk)
+    slabs = 2 * SLABS * SLAB_LINES * WIDTH * SLAB_COLUMNS * ITEMSIZE
+    patches = PATCHES * round_up(lines * line * DEPTH * ITEMSIZE, ATOM)
+    return patches + stages * tile.columns * DEPTH * ITEMSIZE + slabs + ATOM
+
+
+def _stages(tile: HaloTile, walk: tuple[Walk, Walk], device: DeviceRecord) -> int:
+    """Stages of filters that shared memory has room for beside the patches."""
+    fits = (n for n in range(MOST_STAGES, 0, -1) if _shared(tile, walk, n) <= device.shared_per_block)
+    return next(fits, 0)
+
+
+def halo_applies(conv: Convolution, backward: bool, tile: HaloTile, device: DeviceRecord) -> bool:
+    """Whether a tile can do a convolution that the family takes."""
+    walks = walks_of(conv, backward)
+    if len(walks) > 1 or conv.stride != (1, 1) or conv.kernel == (1, 1):
+        return False
+    return max(_patch(tile, walks[0])) <= 256 and _stages(tile, walks[0], device) >= FEWEST_STAGES
+
+
+def windows_of(conv: Convolution, backward: bool, tile: HaloTile) -> tuple[int, int, int]:
+    """Windows of all images, down one and across."""
+    ((h, w),) = walks_of(conv, backward)
+    down, across = ceil_div(h.count, tile.window), ceil_div(w.count, WIDTH)
+    return conv.images * down * across, down, across
+
+
+def plan_halo(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    pitches: Pair,
+    added: bool,
+    device: DeviceRecord,
+    tile: HaloTile,
+    share: int,
+) -> Planned:
+    """The launch; arguments as of conv2d_hopper.py's ``plan``."""
+    ((h, w),) = walks_of(conv, backward)
+    columns, stages = columns_of(conv, backward), _stages(tile, (h, w), device)
+    (lines, line), (windows, down, across) = _patch(tile, (h, w)), windows_of(conv, backward, tile)
+    tiles_n = ceil_div(columns, tile.columns)
+    tiles, group = ceil_div(windows, tile.windows) * tiles_n, device.multiprocessors
+    problem = argument(
+        _PROBLEM,
+        tiles=tiles,
+        share=share,
+        group=group,
+        tiles_n=tiles_n,
+        windows=windows,
+        down=down,
+        across=across,
+        columns=columns,
+        depth=depth_of(conv, backward),
+        taps_h=h.taps,
+        taps_w=w.taps,
+        first_h=h.first,
+        first_w=w.first,
+        offset_h=h.offset,
+        offset_w=w.offset,
+        delta_h=h.delta,
+        delta_w=w.delta,
+        line=line,
+        patch=round_up(lines * line * DEPTH * ITEMSIZE, ATOM),
+        added=added,
+    )
+
+    def image(channels: int, height: int, width: int, pitch: int, box: tuple[int, ...]) -> View:
+        pixel = pitch * ITEMSIZE
+        apart = pixel, width * pixel, height * width * pixel
+        return View(code, (channels, width, height, conv.images), apart, box)
+
+    slab = SLAB_COLUMNS, WIDTH, SLAB_LINES, 1
+    views = Views(
+        (filter_view(conv, code, backward, tile.columns), 0),
+        (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
+        (image(columns, h.count, w.count, columns, slab), 2),
+        (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
+    )
+    assert views.legal, (conv, pitches)
+    defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
+    defines |= {"PATCHES": PATCHES, "SLABS": SLABS}
+    grid = blocks(tiles, share, group)
+    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, _shared(tile, (h, w), stages))

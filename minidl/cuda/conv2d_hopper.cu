@@ -1,0 +1,281 @@
+// Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
+// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
+//
+//   forward (BACKWARD = 0):
+//     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
+//   data gradient (BACKWARD = 1):
+//     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
+//                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
+//
+// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of 64 source channels, over
+// the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes of output
+// pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the output.
+//
+// All arrays are seen through tensor maps (conv2d_hopper.py makes them):
+//   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
+//   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
+//   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
+//
+// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
+// of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
+// first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
+// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
+// tiles.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
+// FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
+// tap as far as the L2 cache does not keep it.
+#include "conv2d_output.cuh"
+
+constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
+constexpr int WARPGROUPS = 2;
+// A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
+// whole warpgroup of them; of several blocks all threads have the same.
+constexpr bool SHIFT = RESIDENT == 1;
+constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
+constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
+constexpr int BLOCKS = ROWS / 64;          // products along them
+constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
+constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
+constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = 64, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int CLASSES = SPREAD ? 4 : 1;
+
+struct Maps {
+    TensorMap filter;
+    TensorMap source[CLASSES], output[CLASSES], add[CLASSES];
+};
+
+// Row (n, i, j) of a class, n * height * width + i * width + j, starts at source pixel (first_h + i*step_h, first_w +
+// j*step_w). Its tap (a, b) is moved from there by (offset_h + a*delta_h, offset_w + b*delta_w) and has the filter's
+// tap + a*tap_step_h + b*tap_step_w.
+struct Class {
+    int tiles, rows;  // tiles_m of it, and all of its rows
+    int height, width;
+    int first_h, first_w;
+    int taps_h, taps_w;
+    int offset_h, offset_w;
+    int tap;
+};
+
+struct Problem {
+    int tiles, share, group, tiles_n;
+    int columns, depth;
+    int step_h, step_w;
+    int delta_h, delta_w;
+    int tap_step_h, tap_step_w;
+    int added;  // whether there is an array to be added
+    Class classes[4];
+};
+
+// One tile of the output.
+struct Tile {
+    int index;  // of its class
+    int row, column;
+
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0) {
+        int m = tile / p.tiles_n;
+        column = (tile - m * p.tiles_n) * TILE_N;
+        if constexpr (SPREAD)
+            while (m >= p.classes[index].tiles) m -= p.classes[index++].tiles;
+        row = m * TILE_M;
+    }
+};
+
+struct Pixel {
+    int image, y, x;
+
+    __device__ __forceinline__ Pixel(const Class& c, int row) {
+        const int line = row / c.width;
+        x = row - line * c.width;
+        image = line / c.height;
+        y = line - image * c.height;
+    }
+};
+
+// Shared memory: stages, slabs of output per warpgroup, barriers.
+struct Layout {
+    u32 base;
+
+    __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
+    __device__ __forceinline__ u32 slab(int warpgroup, int i) const {
+        return base + STAGES * STAGE_BYTES + (warpgroup * SLABS + i) * SLAB_BYTES;
+    }
+    __device__ __forceinline__ u32 barriers() const { return slab(WARPGROUPS, 0); }
+    __device__ __forceinline__ u32 filled(int i) const { return barriers() + 8 * i; }
+    __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (STAGES + i); }
+    __device__ __forceinline__ u32 added(int warpgroup, int i) const {
+        return barriers() + 8 * (2 * STAGES + warpgroup * SLABS + i);
+    }
+};
+
+// One thread: fills stage after stage.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
+    Ring<STAGES> ring;
+    for (int i = first; i < last; i += p.group) {
+        const Tile tile(p, i);
+        const Class& c = p.classes[tile.index];
+        const TensorMap& source = maps.source[tile.index];
+        const Pixel start(c, tile.row);
+        const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
+        // A class without taps gets one stage of zeros, from behind the last channel.
+        const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
+        for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH)
+            for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
+                for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
+                    const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
+                    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+                    barrier_expect(barrier, STAGE_BYTES);
+                    if constexpr (FLAT)
+                        load_box(to, source, barrier, channel, tile.row);
+                    else
+                        load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
+                                    c.offset_h + a * p.delta_h);
+                    const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
+                    if constexpr (BACKWARD) {
+#pragma unroll
+                        for (int j = 0; j < TILE_N; j += 64)
+                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
+                                     channel);
+                    } else {
+                        load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
+                    }
+                    ring.advance();
+                }
+    }
+}
+
+using Sum = float[BLOCKS][TILE_N / 2];
+
+// A warpgroup: sums up its rows of one tile, `steps` stages of it.
+DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
+    constexpr int B_STEP = BACKWARD ? 16 * 128 : 32;
+    const bool speaks = threadIdx.x % 32 == 0;
+    u32 before = 0;
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
+        const u64 b = operand(at.stage(ring.index) + A_BYTES, BACKWARD ? FILTER_BLOCK : 16);
+        product_fence();
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < BLOCKS; ++i)
+                multiply<BACKWARD>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
+                                   step + k);
+        commit_products();
+        await_products<1>();  // those of the step before are done with their stage
+        if (speaks && step > 0) barrier_arrive(before);
+        before = at.emptied(ring.index);
+        ring.advance();
+    }
+    await_products<0>();
+    if (speaks) barrier_arrive(before);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
+}
+
+// Where a warpgroup's slabs of 64 x 64 lie.
+struct Place {
+    static constexpr int PER_BLOCK = TILE_N / SLAB_COLUMNS, COUNT = BLOCKS * PER_BLOCK, BYTES = SLAB_BYTES;
+
+    const Layout& at;
+    const Maps& maps;
+    const Problem& p;
+    int warpgroup;
+
+    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
+    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
+    __device__ __forceinline__ int row(const Tile& tile, int s) const {
+        return tile.row + warpgroup * ROWS + s / PER_BLOCK * 64;
+    }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s % PER_BLOCK * 64; }
+
+    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
+        const TensorMap& add = maps.add[tile.index];
+        if constexpr (SPREAD) {
+            const Pixel from(p.classes[tile.index], row(tile, s));
+            load_pixels(to, add, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
+        } else {
+            load_box(to, add, barrier, column(tile, s), row(tile, s));
+        }
+    }
+
+    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
+        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
+        const TensorMap& output = maps.output[tile.index];
+        if constexpr (SPREAD) {
+            const Pixel to(p.classes[tile.index], row(tile, s));
+            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
+        } else {
+            store_box(output, from, column(tile, s), row(tile, s));
+        }
+    }
+};
+
+// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
+DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int at = column + 8 * j + threadIdx.x % 4 * 2;
+        if (at < columns) {
+            const float2 shift = *reinterpret_cast<const float2*>(bias + at);
+            d[4 * j] += shift.x, d[4 * j + 1] += shift.y, d[4 * j + 2] += shift.x, d[4 * j + 3] += shift.y;
+        }
+    }
+}
+
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
+    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+#pragma unroll
+    for (int s = 0; s < Place::COUNT; ++s) {
+        const u32 slab = output.open(tile, s);
+        const int first = s % Place::PER_BLOCK * SLAB_COLUMNS;
+#pragma unroll
+        for (int j = 0; j < SLAB_COLUMNS; j += 16) {
+            float d[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) d[e] = sum[s / Place::PER_BLOCK][(first + j) / 2 + e];
+            if (bias) add_bias(d, bias, tile.column + first + j, output.place.p.columns);
+            finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
+        }
+        output.close(tile, s);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+                     const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Layout at{shared_address(shared)};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+        barrier_init_done();
+    }
+    __syncthreads();
+
+    const int group = blockIdx.x / p.group, turn = p.group * p.share;
+    const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
+    // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
+    if (warpgroup == WARPGROUPS) {
+        if constexpr (SHIFT) give_registers<40>();
+        if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+    } else {
+        if constexpr (SHIFT) take_registers<232>();
+        Ring<STAGES> ring;
+        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
+        const int chunks = ceil_div(p.depth, DEPTH);
+        for (int i = first; i < last; i += p.group) {
+            const Tile tile(p, i);
+            const Class& c = p.classes[tile.index];
+            Sum sum;
+            output.prepare(tile);
+            accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
+            write(output, tile, sum, bias);
+        }
+        output.drain();
+    }
+}

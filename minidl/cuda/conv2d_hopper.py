@@ -1,0 +1,327 @@
+"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types.
+
+Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
+sizes and the device record: `applies` says in one place which convolutions the family takes, `choose` with which tile,
+`plan` what is launched for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.array import copy_into, empty
+from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
+from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_walk import (
+    DEPTH,
+    ITEMSIZE,
+    Planned,
+    Walk,
+    blocks,
+    columns_of,
+    depth_of,
+    filter_view,
+    is_flat,
+    walks_of,
+)
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, address, rows
+from minidl.shapes import Pair, ceil_div
+
+__all__ = [
+    "TILES",
+    "HopperTile",
+    "aligned",
+    "applies",
+    "candidates",
+    "choose",
+    "gather",
+    "images_at_once",
+    "plan",
+    "start",
+]
+
+ARCH = (9, 0)
+CLASSES = 4  # parity classes of one launch, at most
+SLAB = 64  # rows and columns of an output buffer
+VECTOR = ACCESS // ITEMSIZE
+OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
+ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
+REACH = 2**40  # bytes of an image, as far as the engine counts
+
+# The structures Class and Problem of conv2d_hopper.cu.
+_CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
+_PROBLEM = struct(
+    "",
+    "tiles share group tiles_n columns depth step_h step_w delta_h delta_w tap_step_h tap_step_w added",
+    ("classes", _CLASS, CLASSES),
+)
+
+
+class HopperTile(NamedTuple):
+    """Rows x columns of the product that a block computes at a time.
+
+    Attributes:
+        rows, columns, stages, slabs, resident: the macros TILE_M, TILE_N, STAGES, SLABS and RESIDENT.
+        step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
+            measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net in bfloat16.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    slabs: int
+    resident: int
+    step: float
+    rest: float
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.resident == 1 else 288
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * 2 * DEPTH * (self.rows + self.columns) + 2 * self.slabs * 2 * SLAB * SLAB + 1024
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
+            "RESIDENT": self.resident,
+        }  # fmt: skip
+
+
+TILES = (
+    HopperTile(128, 256, 4, 1, 1, 0.70, 2.0),
+    HopperTile(256, 128, 3, 4, 1, 0.72, 1.7),
+    HopperTile(128, 128, 5, 4, 1, 0.38, 0.9),
+    HopperTile(128, 128, 3, 1, 2, 0.37, 0.55),
+    HopperTile(128, 64, 4, 1, 2, 0.25, 0.33),
+)
+
+# Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
+# traffic the longer one does not hide.
+READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
+LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
+
+
+@functools.lru_cache(maxsize=1024)
+def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) -> bool:
+    """Whether the family takes a convolution, wherever its arrays lie.
+
+    It does on compute capability 9.0, for one group of a 16-bit type with channels and filters in multiples of eight,
+    as far as the copy engine can walk the pixels: paddings up to 128, strides up to 8, taps up to 254 pixels apart.
+    """
+    if device.arch != ARCH or code not in (1, 2) or conv.groups != 1 or conv.images == 0:
+        return False
+    if conv.channels % VECTOR or conv.out_channels % VECTOR:
+        return False
+    walks = walks_of(conv, backward)
+    if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
+        return False
+    pitches = depth_of(conv, backward), columns_of(conv, backward)
+    return all(_views(conv, code, backward, walks[i : i + CLASSES], pitches, TILES[0]).legal for i in _firsts(walks))
+
+
+def aligned(x: Any) -> Any:
+    """``x`` itself where the engine can walk it, else a dense copy: rows start at multiples of 16 bytes."""
+    pitch = rows(x)[2]
+    image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
+    if address(x) % ACCESS == 0 and pitch % VECTOR == 0 and image * pitch * ITEMSIZE < REACH:
+        return x
+    out = empty(x.shape, x.dtype)
+    copy_into(out, x)
+    return out
+
+
+def images_at_once(conv: Convolution) -> int:
+    """Images that one launch can take."""
+    return max(1, ROW_LIMIT // max(conv.height * conv.width, conv.out_height * conv.out_width))
+
+
+def candidates(conv: Convolution, backward: bool, device: DeviceRecord) -> list[HopperTile | HaloTile]:
+    """Every tile that can do a convolution that the family takes."""
+    return [*TILES, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
+
+
+def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile) -> tuple[int, int]:
+    """(tiles, stages of all tiles together)"""
+    columns = ceil_div(columns_of(conv, backward), tile.columns)
+    chunks, tiles, stages = ceil_div(depth_of(conv, backward), DEPTH), 0, 0
+    for h, w in walks_of(conv, backward):
+        if isinstance(tile, HaloTile):
+            count = ceil_div(windows_of(conv, backward, tile)[0], tile.windows) * columns
+        else:
+            count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
+        tiles += count
+        stages += count * max(h.taps * w.taps * chunks, 1)
+    return tiles, stages
+
+
+def microseconds(
+    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord
+) -> tuple[float, float]:
+    """Estimates in microseconds: (arithmetic alone, all), with multiprocessors as fast as an H200's."""
+    tiles, stages = work(conv, backward, tile)
+    rounds = ceil_div(tiles, device.multiprocessors * tile.resident) * tile.resident
+    arithmetic = rounds * (stages / tiles * tile.step + tile.rest)
+    x, y = (ITEMSIZE * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
+    memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
+    return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile | HaloTile, int]:
+    """The tile that should finish first, and how many of them a block works on."""
+    tile = min(candidates(conv, backward, device), key=lambda tile: microseconds(conv, backward, tile, device)[1])
+    rounds = ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+    groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
+    return tile, ceil_div(rounds, groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    pitches: Pair,
+    added: bool,
+    device: DeviceRecord,
+    chosen: tuple[HopperTile | HaloTile, int] | None = None,
+) -> list[Planned]:
+    """The launches for a convolution that the family takes: one, or several when there are more than four classes.
+
+    Args:
+        pitches: elements per pixel of the source and of the array to be added, of `aligned` arrays.
+        added: whether there is one.
+        chosen: the tile and the tiles per block; what `choose` says unless given.
+    """
+    tile, share = chosen or choose(conv, backward, device)
+    if isinstance(tile, HaloTile):
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share)]
+    walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
+    if not added:
+        pitches = pitches[0], columns_of(conv, backward)
+    launches = []
+    for i in _firsts(walks):
+        part = walks[i : i + CLASSES]
+        views = _views(conv, code, backward, part, pitches, tile)
+        assert views.legal, (conv, pitches)
+        problem = _problem(conv, backward, part, tile, share, group, added)
+        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
+        grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
+        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines | tile.defines, shared))
+    return launches
+
+
+def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+    """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
+    source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    step = images_at_once(conv)
+    for i in range(0, conv.images, step):
+        images = slice(i, min(i + step, conv.images))
+        part = conv._replace(images=images.stop - i)
+        arrays = w, source[images], output[images], None if add is None else add[images], bias
+        for one in plan(part, code, backward, pitches, add is not None, current_device()):
+            start(one, *arrays)
+
+
+def start(planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None) -> None:
+    """Start a planned launch on `aligned` arrays."""
+    maps, options = TensorMaps(planned.views, (w, source, output, add)), {"defines": planned.defines}
+    name = f"{planned.stem}_kernel"
+    launch(
+        planned.stem, name, planned.grid, planned.block, maps, bias, planned.problem, **options, shared=planned.shared
+    )
+
+
+def _spread(walks: list[tuple[Walk, Walk]]) -> bool:
+    """Whether the output pixels of a class lie apart."""
+    return max(walks[0][0].spread, walks[0][1].spread) > 1
+
+
+def _firsts(walks: list[tuple[Walk, Walk]]) -> range:
+    return range(0, len(walks), CLASSES)
+
+
+def _problem(
+    conv: Convolution,
+    backward: bool,
+    walks: list[tuple[Walk, Walk]],
+    tile: HopperTile,
+    share: int,
+    group: int,
+    added: bool,
+) -> np.ndarray:
+    columns, row = columns_of(conv, backward), conv.kernel[1]
+    table = np.zeros(CLASSES, _CLASS)
+    for i, (h, w) in enumerate(walks):
+        count = conv.images * h.count * w.count
+        walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
+        table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
+    h, w = walks[0]
+    tiles_n = ceil_div(columns, tile.columns)
+    return argument(
+        _PROBLEM,
+        tiles=int(table["tiles"].sum()) * tiles_n,
+        share=share,
+        group=group,
+        tiles_n=tiles_n,
+        columns=columns,
+        depth=depth_of(conv, backward),
+        step_h=h.step,
+        step_w=w.step,
+        delta_h=h.delta,
+        delta_w=w.delta,
+        tap_step_h=h.tap_step * row,
+        tap_step_w=w.tap_step,
+        added=added,
+        classes=table,
+    )
+
+
+def _views(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    walks: list[tuple[Walk, Walk]],
+    pitches: Pair,
+    tile: HopperTile,
+) -> Views:
+    """The structure Maps: filter, then source, output and addend of each class; unused places repeat the first."""
+    spread = _spread(walks)
+    walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
+    columns = columns_of(conv, backward)
+
+    def source(h: Walk, w: Walk) -> View:
+        depth, pixel = depth_of(conv, backward), pitches[0] * ITEMSIZE
+        if is_flat(conv):
+            return View(code, (depth, conv.images * h.source * w.source), (pixel,), (DEPTH, tile.rows))
+        corners = tuple(zip(w.corners, h.corners, strict=True))
+        apart = pixel, w.source * pixel, h.source * w.source * pixel
+        sizes = depth, w.source, h.source, conv.images
+        return View(code, sizes, apart, (DEPTH, tile.rows), corners, (w.step, h.step))
+
+    def output(h: Walk, w: Walk, pitch: int) -> View:
+        height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
+        pixel = pitch * ITEMSIZE
+        if not spread:
+            return View(code, (columns, conv.images * height * width), (pixel,), (SLAB, SLAB))
+        apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
+        offset = (h.start * width + w.start) * pixel
+        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
+        return View(code, sizes, apart, (SLAB, SLAB), (none, none), (1, 1), offset)
+
+    return Views(
+        (filter_view(conv, code, backward, tile.columns), 0),
+        *((source(*pair), 1) for pair in walks),
+        *((output(*pair, columns), 2) for pair in walks),
+        *((output(*pair, pitches[1]), 3) for pair in walks),
+    )

@@ -1,0 +1,191 @@
+// Weight gradient of a 3x3 convolution without stride on Hopper (sm_90a): conv2d_weight_hopper.cu with each pixel of x
+// copied once for all nine taps instead of once per tap. 16-bit types, one group.
+//
+//   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p - ph + r*dh, q - pw + s*dw, c]
+//
+// The sum runs over a grid of GRID_H x GRID_W points per image, in which both arrays lie with zeros around them: point
+// (n, i, j) is output pixel (p, q) = (i, j) of dy and pixel (i - ph, j - pw) of x. GRID_W is so large that behind a row
+// of x there is as much padding as before it, which then is the padding between two rows. So tap (r, s) of point u
+// reads x at point u + r*dh*GRID_W + s*dw, whatever its row: one offset for all points. In shared memory points are
+// rows of 128 bytes, and a tap is the same operand at another address. (wgmma swizzles by address, so it may start at
+// any row, and its blocks of 64 columns may overlap: three taps of a filter row are one operand whose blocks are dw
+// points apart.)
+//
+// A block has 64 filters x 9 taps x 64 channels; each of three warpgroups has the taps of one filter row. The points
+// are summed in chunks, each in order by one block; the blocks of a cluster add theirs up into one float32 partial, and
+// sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone.
+//
+// The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
+//   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
+//   output  (partials, K, 3, 3, C) dense; with one partial the gradient itself, set or added to           float32
+//
+// Macros: DTYPE (1, 2); STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
+// VEC_Y (1, 2), values per access to the output.
+// Grid: one block per chunk of a partial, 64 channels, 64 filters and partial, the first fastest, so that blocks which
+// share pixels run together.
+// Block: three warpgroups that multiply, and one of which two lanes copy.
+// Dynamic shared memory: STAGES stages of dy, a ring of `held` stages of x and a repetition of its first, so that 16
+// points and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
+// FLOP: 2 * K * 9 * C * points; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
+// filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
+#include "conv2d_weight_hopper.cuh"
+
+constexpr int WARPGROUPS = 3, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int POINTS = 64, STAGE_BYTES = POINTS * 128;
+
+struct Maps {
+    TensorMap dy, x;
+};
+
+struct Problem {
+    int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
+    int rows, channels;
+    int grid_h, grid_w;
+    int padding_h, padding_w;
+    int tap_h, tap_w;                     // points from tap to tap
+    int ahead, held;                      // stages of x that one of dy reaches beyond its own; in the ring: STAGES more
+    int further_n, further_h, further_w;  // POINTS points, as images, rows and points
+    int tiles_m, tiles_n;
+    int accumulate;
+};
+
+// The tile of a block, and its share of the sum.
+struct Work {
+    int row, channel;
+    int first, last;  // steps
+    int part;         // the partial sum that its cluster leaves
+
+    __device__ __forceinline__ explicit Work(const Problem& p) {
+        u32 index = blockIdx.x / CLUSTER;
+        channel = index % p.tiles_n * 64;
+        index /= p.tiles_n;
+        row = index % p.tiles_m * 64;
+        part = index / p.tiles_m;
+        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
+        first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
+        last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
+    }
+};
+
+// Shared memory: the ring of x with its repetition, stages of dy, barriers.
+struct Layout {
+    u32 x, dy;
+
+    __device__ __forceinline__ u32 filled(int i) const { return dy + STAGES * STAGE_BYTES + 8 * i; }
+    __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
+};
+
+// Points, a stage at a time.
+struct Place {
+    int image, y, x;
+
+    __device__ __forceinline__ Place(const Problem& p, int point) {
+        const int line = point / p.grid_w;
+        x = point - line * p.grid_w;
+        image = line / p.grid_h;
+        y = line - image * p.grid_h;
+    }
+
+    __device__ __forceinline__ void advance(const Problem& p) {
+        x += p.further_w;
+        y += p.further_h;
+        image += p.further_n;
+        if (x >= p.grid_w) x -= p.grid_w, ++y;
+        if (y >= p.grid_h) y -= p.grid_h, ++image;
+    }
+};
+
+// Two lanes: the first copies dy, the second x, `ahead` stages further.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
+    const bool of_x = threadIdx.x % 32 == 1;
+    Place place(p, work.first * POINTS);
+    Ring<STAGES> ring;
+    int slot = 0, announced = 0;
+    const auto copy_x = [&](u32 barrier) {
+        const int h = place.y - p.padding_h, w = place.x - p.padding_w;
+        announced += slot == 0 ? 2 * STAGE_BYTES : STAGE_BYTES;
+        load_pixels(at.x + slot * STAGE_BYTES, maps.x, barrier, work.channel, w, h, place.image, 0, 0);
+        if (slot == 0) load_pixels(at.x + p.held * STAGE_BYTES, maps.x, barrier, work.channel, w, h, place.image, 0, 0);
+        if (++slot == p.held) slot = 0;
+        place.advance(p);
+    };
+    if (of_x)
+        for (int i = 0; i < p.ahead; ++i) copy_x(at.filled(0));
+    for (int step = work.first; step < work.last; ++step) {
+        const u32 barrier = at.filled(ring.index);
+        barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+        if (of_x) {
+            copy_x(barrier);
+            barrier_expect(barrier, announced);
+            announced = 0;
+        } else {
+            barrier_expect(barrier, STAGE_BYTES);
+            const u32 to = at.dy + ring.index * STAGE_BYTES;
+            load_pixels(to, maps.dy, barrier, work.row, place.x, place.y, place.image, 0, 0);
+            place.advance(p);
+        }
+        ring.advance();
+    }
+}
+
+using Sum = float[1][96];  // 64 filters x three taps of 64 channels
+
+// A warpgroup: sums up its filter row.
+DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, int filter_row) {
+    const bool speaks = threadIdx.x % 32 == 0;
+    const u64 origin = operand(at.x, p.tap_w * 128);
+    const int points = p.held * POINTS;
+    int point = filter_row * p.tap_h;  // in the ring
+    Ring<STAGES> ring;
+    u32 before = 0;
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        const u64 a = operand(at.dy + ring.index * STAGE_BYTES, STAGE_BYTES);
+        product_fence();
+#pragma unroll
+        for (int k = 0; k < POINTS / 16; ++k) {
+            multiply<true, true>(sum[0], a + operand_step(k * 2048), origin + point * operand_step(128), step + k);
+            point += 16;
+            if (point >= points) point -= points;
+        }
+        commit_products();
+        await_products<1>();  // those of the step before are done with their stage
+        if (speaks && step > 0) barrier_arrive(before);
+        before = at.emptied(ring.index);
+        ring.advance();
+    }
+    await_products<0>();
+    settle(sum[0]);
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
+                          const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 base = shared_address(shared);
+    const Layout at{base, base + (p.held + 1) * STAGE_BYTES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 2), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        barrier_init_done();
+    }
+    __syncthreads();
+
+    const Work work(p);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
+    // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
+    if (warp >= 4 * WARPGROUPS) {
+        give_registers<32>();
+        if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
+    } else {
+        take_registers<160>();
+        const int filter_row = warp / 4;
+        Sum sum;
+        accumulate(sum, at, p, work.last - work.first, filter_row);
+        const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
+        output += i64(work.part) * p.rows * columns + filter_row * 3 * p.channels;
+        finish<128 * WARPGROUPS>(sum, base, [&](int, int j, float4 quad) {
+            const int channel = work.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
+            put_quad(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);
+        });
+    }
+}

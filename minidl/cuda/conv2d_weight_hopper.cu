@@ -1,0 +1,207 @@
+// Weight gradient of a convolution on Hopper (sm_90a): the implicit matrix product of conv2d_weight.cu with operands
+// copied by the engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
+//
+//   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c]
+//
+// Rows are the filters k. Columns are blocks of 64: a tap (r, s) and 64 channels of it, the channels counted first; the
+// last block of a tap may have fewer. The sum runs over the output pixels in chunks, each summed in order by one block;
+// the blocks of a cluster add theirs up into one float32 partial, and sum_partials_kernel (channel_sum.cu) adds the
+// partials, both in order. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
+//
+// The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
+//   dy      (K, pixels), tiled: 64 filters x 64 pixels
+//   x       (C, W, H, N), im2col: 64 pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
+//   output  (partials, K, R, S, C) dense; with one partial the gradient itself, set or added to           float32
+// A stage is blocks of 64 rows, then of 64 columns, each 64 pixels of 128 bytes: both operands are MN-major, and pixels
+// behind the last one are zeros.
+//
+// Macros: DTYPE (1, 2), FLAT; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it;
+// STAGES of 64 pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that add up their chunks before they
+// write a partial; VEC_Y (1, 2), values per access to the output.
+// Grid: one block per chunk of a partial, column tile, row tile and partial, the first fastest, so that blocks which
+// share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane
+// one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N,
+// and 1024.
+// FLOP: 2 * K * R*S*C * pixels. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
+// 4 * partials * |dw| twice.
+#include "conv2d_weight_hopper.cuh"
+
+constexpr int PIXELS = 64;  // of a stage
+constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
+// A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
+// whole warpgroup of them; of several blocks all threads have the same.
+constexpr bool SHIFT = RESIDENT == 1;
+constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
+constexpr int ROWS = TILE_M / WARPGROUPS_M, COLUMNS = TILE_N / WARPGROUPS_N;  // of a warpgroup
+constexpr int BLOCKS = ROWS / 64;                                            // products along the rows
+constexpr int ROW_BLOCKS = TILE_M / 64, COLUMN_BLOCKS = TILE_N / 64;
+constexpr int BLOCK_BYTES = PIXELS * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
+static_assert(ROW_BLOCKS + COLUMN_BLOCKS <= 32, "a lane per block");
+
+struct Maps {
+    TensorMap dy, x;
+};
+
+struct Problem {
+    int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
+    int rows, channels, columns;
+    int spans, blocks;  // blocks of columns: of a tap, of all taps
+    int kernel_w;
+    int out_height, out_width;
+    int stride_h, stride_w;
+    int padding_h, padding_w;
+    int dilation_h, dilation_w;
+    int further_n, further_h, further_w;  // PIXELS pixels, as images, rows and pixels
+    int tiles_m, tiles_n;
+    int accumulate;
+};
+
+// The tile of a block, and its share of the sum.
+struct Work {
+    int row, block;   // the first
+    int first, last;  // steps
+    int part;         // the partial sum that its cluster leaves
+
+    __device__ __forceinline__ explicit Work(const Problem& p) {
+        u32 index = blockIdx.x / CLUSTER;
+        block = index % p.tiles_n * COLUMN_BLOCKS;
+        index /= p.tiles_n;
+        row = index % p.tiles_m * TILE_M;
+        part = index / p.tiles_m;
+        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
+        first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
+        last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
+    }
+};
+
+// A block of columns; one behind the last lies behind the last channel, where all is zero.
+struct Columns {
+    int tap_h, tap_w, channel;
+
+    __device__ __forceinline__ Columns(const Problem& p, int block) {
+        const int tap = block / p.spans;
+        const bool inside = block < p.blocks;
+        tap_h = inside ? tap / p.kernel_w : 0;
+        tap_w = inside ? tap - tap_h * p.kernel_w : 0;
+        channel = (inside ? block - tap * p.spans : p.spans) * 64;
+    }
+};
+
+// Shared memory: stages, barriers.
+struct Layout {
+    u32 base;
+
+    __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
+    __device__ __forceinline__ u32 filled(int i) const { return base + STAGES * STAGE_BYTES + 8 * i; }
+    __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
+};
+
+// Output pixels, PIXELS at a time.
+struct Pixels {
+    int image, y, x;
+
+    __device__ __forceinline__ Pixels(const Problem& p, int pixel) {
+        const int line = pixel / p.out_width;
+        x = pixel - line * p.out_width;
+        image = line / p.out_height;
+        y = line - image * p.out_height;
+    }
+
+    __device__ __forceinline__ void advance(const Problem& p) {
+        x += p.further_w;
+        y += p.further_h;
+        image += p.further_n;
+        if (x >= p.out_width) x -= p.out_width, ++y;
+        if (y >= p.out_height) y -= p.out_height, ++image;
+    }
+};
+
+// A warp: fills stage after stage; lane i has the i-th block of each.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
+    const int lane = threadIdx.x % 32;
+    const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
+    const Columns columns(p, work.block + lane - ROW_BLOCKS);
+    const int channel = of_dy ? work.row + lane * 64 : columns.channel;
+    const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
+    Pixels pixels(p, work.first * PIXELS);
+    Ring<STAGES> ring;
+    for (int step = work.first; step < work.last; ++step) {
+        const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
+        barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+        if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
+        __syncwarp();
+        if (of_dy) {
+            load_box(to, maps.dy, barrier, channel, step * PIXELS);
+        } else if (busy) {
+            if constexpr (FLAT)
+                load_box(to, maps.x, barrier, channel, step * PIXELS);
+            else
+                load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
+                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
+        }
+        pixels.advance(p);
+        ring.advance();
+    }
+}
+
+using Sum = float[BLOCKS][COLUMNS / 2];
+
+// A warpgroup: sums up its part of the tile.
+DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int column_block) {
+    const bool speaks = threadIdx.x % 32 == 0;
+    Ring<STAGES> ring;
+    u32 before = 0;
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        const u64 a = operand(at.stage(ring.index) + row_block * BLOCK_BYTES, BLOCK_BYTES);
+        const u64 b = operand(at.stage(ring.index) + (ROW_BLOCKS + column_block) * BLOCK_BYTES, BLOCK_BYTES);
+        product_fence();
+#pragma unroll
+        for (int k = 0; k < PIXELS / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < BLOCKS; ++i)
+                multiply<true, true>(sum[i], a + operand_step(i * BLOCK_BYTES + k * 2048), b + operand_step(k * 2048),
+                                     step + k);
+        commit_products();
+        await_products<1>();  // those of the step before are done with their stage
+        if (speaks && step > 0) barrier_arrive(before);
+        before = at.emptied(ring.index);
+        ring.advance();
+    }
+    await_products<0>();
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
+}
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
+conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
+                            const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Layout at{shared_address(shared)};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        barrier_init_done();
+    }
+    __syncthreads();
+
+    const Work work(p);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
+    // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
+    if (warp >= 4 * WARPGROUPS) {
+        if constexpr (SHIFT) give_registers<WARPGROUPS == 2 ? 40 : 32>();
+        if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
+    } else {
+        if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
+        const int row_block = warp / 4 % WARPGROUPS_M * BLOCKS, column_block = warp / 4 / WARPGROUPS_M * (COLUMNS / 64);
+        Sum sum;
+        accumulate(sum, at, work.last - work.first, row_block, column_block);
+        output += i64(work.part) * p.rows * p.columns;
+        const int row = work.row + row_block * 64 + warp % 4 * 16 + threadIdx.x % 32 / 4;
+        finish<128 * WARPGROUPS>(sum, at.base, [&](int i, int j, float4 quad) {
+            const Columns columns(p, work.block + column_block + j / 8);
+            float* const tap = output + (columns.tap_h * p.kernel_w + columns.tap_w) * p.channels;
+            const int channel = columns.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
+            put_quad(tap, quad, row + i * 64, p.rows, p.columns, channel, p.channels, p.accumulate);
+        });
+    }
+}

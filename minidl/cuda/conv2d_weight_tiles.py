@@ -1,0 +1,273 @@
+"""Tiles of the weight gradient on Hopper, the grid of its halo kernel, and which of them should finish first.
+
+Pure functions of sizes: whatever is chosen here cuts the sums, so it must not depend on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from minidl.cuda.conv2d_plan import Convolution
+from minidl.cuda.hopper import View, Views
+from minidl.shapes import Pair, ceil_div, round_up
+
+__all__ = [
+    "HALO",
+    "ITEMSIZE",
+    "SPAN",
+    "TILES",
+    "WORKERS",
+    "Division",
+    "Grid",
+    "HaloTile",
+    "WeightTile",
+    "choose",
+    "halo",
+    "halo_views",
+]
+
+SPAN = 64  # channels, filters, and pixels of a block of a stage
+ITEMSIZE = 2
+SHARED_BYTES = 227 * 1024  # that a block may have
+WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
+
+
+class WeightTile(NamedTuple):
+    """Rows x columns of the gradient that a block computes.
+
+    Attributes:
+        rows, columns: the macros TILE_M and TILE_N, multiples of 64.
+        warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
+        stages, resident: the macros STAGES and RESIDENT.
+    """
+
+    rows: int
+    columns: int
+    warpgroups: tuple[int, int]
+    stages: int
+    resident: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups[0] * self.warpgroups[1] + (128 if self.resident == 1 else 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Stages, later reused for the sums."""
+        stages = self.stages * ITEMSIZE * SPAN * (self.rows + self.columns)
+        return max(stages, 4 * self.rows * self.columns) + 1024
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
+            "WARPGROUPS_N": self.warpgroups[1], "STAGES": self.stages, "RESIDENT": self.resident,
+        }  # fmt: skip
+
+
+TILES = (
+    WeightTile(128, 128, (2, 1), 3, 2),
+    WeightTile(128, 256, (2, 1), 4, 1),
+    WeightTile(256, 128, (2, 1), 4, 1),
+    WeightTile(128, 192, (2, 1), 5, 1),
+    WeightTile(256, 192, (2, 1), 4, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(128, 64, (2, 1), 4, 2),
+    WeightTile(64, 128, (1, 2), 4, 2),
+    WeightTile(64, 64, (1, 1), 6, 2),
+)
+
+
+class HaloTile(NamedTuple):
+    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
+
+    stages: int
+
+
+HALO = HaloTile(5)
+_HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
+
+
+class Grid(NamedTuple):
+    """The grid of points that both arrays are laid over: points per image along (h, w), points from tap to tap."""
+
+    size: Pair
+    tap: Pair
+
+    @property
+    def ahead(self) -> int:
+        """Stages of x that one of dy reaches beyond its own."""
+        return (SPAN - 1 + 2 * sum(self.tap)) // SPAN
+
+    def shared_bytes(self, stages: int) -> int:
+        """Stages of both arrays, later reused for the sums."""
+        return max((self.ahead + 2 * stages + 1) * _HALO_BYTES, 4 * SPAN * 9 * SPAN) + 1024
+
+
+@functools.lru_cache(maxsize=1024)
+def halo(conv: Convolution) -> Grid | None:
+    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
+    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
+        return None
+    size = tuple(
+        max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
+        for image, outputs, padding, step in zip(
+            (conv.height, conv.width), conv.y_shape[1:3], conv.padding, conv.dilation, strict=True
+        )
+    )
+    grid = Grid(size, (conv.dilation[0] * size[1], conv.dilation[1]))
+    fits = grid.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
+    dense = conv.channels, conv.out_channels
+    return grid if fits and halo_views(conv, 1, dense, grid).legal else None
+
+
+def halo_views(conv: Convolution, code: int, pitches: tuple[int, int], grid: Grid) -> Views:
+    """Of dy and of x, walked over the grid."""
+    source = conv.images, conv.height, conv.width, conv.channels
+    return Views(
+        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), grid.size), 0),
+        (_on_grid(code, source, pitches[0], conv.padding, grid.size), 1),
+    )
+
+
+def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: Pair) -> View:
+    """An image as one walks it over a grid of points, of which some lie before and some behind it."""
+    images, height, width, channels = shape
+    pixel = pitch * ITEMSIZE
+    first = (-before[1], -before[0])
+    last = (grid[1] - before[1] - width, grid[0] - before[0] - height)
+    pitches = (pixel, width * pixel, height * width * pixel)
+    return View(code, (channels, width, height, images), pitches, (SPAN, SPAN), (first, last))
+
+
+class Division(NamedTuple):
+    """How the pixels are summed: in ``parts`` partial sums, each by a cluster of ``cluster`` blocks."""
+
+    parts: int
+    cluster: int
+
+    @property
+    def chunks(self) -> int:
+        return self.parts * self.cluster
+
+    def of(self, steps: int) -> Division:
+        """The same, but at least a step for each block."""
+        cluster = self.cluster
+        while cluster > steps:
+            cluster //= 2
+        return Division(min(self.parts, steps // cluster), cluster)
+
+
+class _Candidate(NamedTuple):
+    """A way to do the work.
+
+    Attributes:
+        steps: stages that make up the sum.
+        tiles: of the gradient.
+        area: values of a tile.
+        copied: bytes of a stage.
+        step: microseconds that a multiprocessor is busy with a stage of a tile.
+    """
+
+    tile: WeightTile | HaloTile
+    division: Division
+    steps: int
+    tiles: int
+    area: int
+    copied: int
+    step: float
+
+
+# Fitted to times measured on an H200 (bf16; ResNet-50, VGG-16, U-Net). Microseconds, and what goes through in one.
+_PRODUCTS = 3.22e6  # multiply-adds of a multiprocessor
+_HALO_PRODUCTS = 3.36e6
+_COPIED = 1.19e5  # bytes that a multiprocessor copies into stages
+_FETCHED = 8.9e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
+_MEMBERS = 16  # multiprocessors in each
+_DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
+_MEMORY, _MISSED = 4.26e6, 0.03  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
+_ALONE = 1.13  # a block without another one beside it to hide its latencies, against two
+_START, _WRITTEN = 5.0, 1.27e6  # of a block: until its pipeline is filled; values of its tile that it writes
+LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
+_SECOND, _SUMMED = 2.0, 4.3e5  # the second kernel; values of partial sums that it adds
+
+
+def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
+    """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
+    best = min(_candidates(conv), key=lambda candidate: _microseconds(conv, candidate))
+    return best.tile, best.division
+
+
+def _candidates(conv: Convolution) -> Iterator[_Candidate]:
+    """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
+    or not at all.
+    """
+    spans = ceil_div(conv.channels, SPAN)
+    blocks, steps = conv.kernel[0] * conv.kernel[1] * spans, ceil_div(conv.pixels, SPAN)
+    least = round_up(conv.out_channels, SPAN) * blocks * SPAN  # by the smallest tile
+    for tile in TILES:
+        tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
+        area = tile.rows * tile.columns
+        if tiles[0] * tiles[1] * area > 1.3 * least:
+            continue
+        for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
+            # Where a second kernel is needed anyway, clusters save too little for what they cost.
+            if division.cluster == 1 or division.parts == 1:
+                copied, copy = _copy(tiles, spans, division, tile.resident, tile.rows, tile.columns)
+                step = max(SPAN * area / _PRODUCTS, copy)
+                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], area, copied, step)
+    grid = halo(conv)
+    if grid is not None:
+        steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
+        tiles = ceil_div(conv.out_channels, SPAN), spans
+        for division in _divisions(tiles[0] * tiles[1], steps, 1):
+            copied, copy = _copy(tiles, spans, division, 1, SPAN, SPAN)
+            step = max(SPAN * area / _HALO_PRODUCTS, copy)
+            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], area, copied, step)
+
+
+def _copy(tiles: Pair, spans: int, division: Division, resident: int, rows: int, columns: int) -> tuple[int, float]:
+    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor."""
+    # The hardware fills one group after the other with blocks, but deals out clusters among the groups.
+    members, count = range(resident * _MEMBERS), tiles[0] * tiles[1]
+    if division.cluster > 1:
+        members = [turn * WORKERS // 2 + index for turn in range(resident) for index in _DEALT]
+    fetched, width = set(), columns // SPAN
+    for part, tile in (divmod(index, count) for index in members if index < count * division.parts):
+        m, n = divmod(tile, tiles[1])
+        fetched |= {(part, "dy", block) for block in range(m * rows // SPAN, (m + 1) * rows // SPAN)}
+        # Taps of the same channels are a few pixels apart.
+        fetched |= {(part, "x", block % spans) for block in range(n * width, (n + 1) * width)}
+    line = ITEMSIZE * SPAN
+    copied = line * (rows + columns)
+    return copied, max(copied / _COPIED, line * SPAN * len(fetched) * division.cluster / _FETCHED / resident)
+
+
+def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
+    full = resident * WORKERS // tiles
+    counts = {1, full, 2 * full}
+    while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
+        full //= 2
+        counts.add(full)
+    divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
+    return sorted(one for one in divisions if one.chunks == 1 or 0 < LEAST * one.chunks <= steps)
+
+
+def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
+    """Roughly the time that it takes."""
+    tile, division, steps, tiles, area, copied, step = candidate
+    resident = tile.resident if isinstance(tile, WeightTile) else 1
+    share = ceil_div(tiles * division.chunks, WORKERS)
+    alone = _ALONE if share < resident else 1.0
+    around = _START + area / _WRITTEN
+    busy = share * ceil_div(steps, division.chunks) * step * alone + ceil_div(share, resident) * around
+    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
+    memory = ITEMSIZE * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
+    time = max(busy, memory / _MEMORY + _START)
+    if division.parts > 1:
+        gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels
+        time += _SECOND + division.parts * gradient / _SUMMED
+    return time

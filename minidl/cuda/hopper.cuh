@@ -1,0 +1,296 @@
+// Instructions of sm_90a as functions: barriers in shared memory (mbarrier), the copy engine (TMA) and matrix products
+// of a warpgroup, four warps, on operands in shared memory (wgmma). All inline PTX of the kernels for Hopper is here.
+//
+// Operands lie in shared memory as rows of 128 bytes, 64 16-bit values, whose 16-byte chunks are swizzled: chunk c of
+// row r is at place c ^ r % 8 (CU_TENSOR_MAP_SWIZZLE_128B). Eight rows, 1024 bytes and aligned to that, make an atom.
+//
+// Accumulators of a 64 x N product, for thread t of the warpgroup, warp w = t / 32, lane = 4 * g + q:
+// d[4 * j + 2 * i + e] is row 16 * w + 8 * i + g, column 8 * j + 2 * q + e.
+#pragma once
+#include "common.cuh"
+
+// Encoded on the host (hopper.py), read by the copy engine from the kernel's parameters.
+struct __align__(64) TensorMap { u64 words[16]; };
+
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// ---- barriers
+
+DEVICE void barrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers known to the copy engine; for the thread that initialised them.
+DEVICE void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and keeps the phase open until the copy engine has written as many bytes.
+DEVICE void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of this parity is over. No way out: a trap in this loop would make ptxas serialise the products.
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra wait;\n}" ::
+            "r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Where in a ring of COUNT buffers a thread stands, and the parity of its round.
+template <int COUNT>
+struct Ring {
+    int index = 0;
+    u32 parity = 0;
+
+    __device__ __forceinline__ void advance(int steps = 1) {
+        index += steps;
+        if (index >= COUNT) index -= COUNT, parity ^= 1;
+    }
+};
+
+// A barrier of one warpgroup's 128 threads; ids from 1, as 0 is __syncthreads.
+DEVICE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+
+// ---- copies by the engine: coordinates are given fastest dimension first; what lies outside is read as 0, not written
+
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+            "r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
+}
+
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+
+// A column of pixels of an image (C, W, H, N) from (c, w, h, n) on, walking the map's bounding box, each pixel moved by
+// an offset (at most 254).
+DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w, int h, int n, int offset_w,
+                        int offset_h) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], [%2], {%7, %8};" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
+        "h"(static_cast<u16>(offset_h))
+        : "memory");
+}
+
+DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(from),
+                 "r"(c0), "r"(c1)
+                 : "memory");
+}
+
+DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
+DEVICE void store_pixels(const TensorMap& map, u32 from, int c, int w, int h, int n) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+        "r"(from), "r"(c), "r"(w), "r"(h), "r"(n)
+        : "memory");
+}
+
+DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING groups of this thread's stores still read shared memory.
+template <int PENDING>
+DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
+
+// Gives up registers of this warpgroup, or takes what others gave up, so that each thread has COUNT; needs a register cap
+// at the kernel's entry, and waits until there are as many.
+template <int COUNT>
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// Orders this thread's own writes to shared memory before what the engine does after the next barrier.
+DEVICE void fence_for_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- matrix loads and stores: four 8x8 matrices of 16-bit values, lane i gives the address of row i % 8 of matrix i / 8.
+// ACROSS: what lies in memory as rows are the columns of the matrices in registers.
+
+template <bool ACROSS = false>
+DEVICE void load_matrices(u32 (&words)[4], u32 row) {
+    if constexpr (ACROSS)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(row)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                     : "r"(row)
+                     : "memory");
+}
+
+template <bool ACROSS = false>
+DEVICE void store_matrices(u32 row, const u32 (&words)[4]) {
+    if constexpr (ACROSS)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(words[0]),
+                     "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+}
+
+// ---- products
+
+DEVICE void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// Keeps the compiler from moving reads of accumulators before the wait for them.
+template <int N>
+DEVICE void settle(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Describes an operand. With the depth along the rows (K-major) groups of eight rows are `group` bytes apart, 1024 where
+// atoms follow each other; it may start at any row of an atom, and 16 values further in depth are 32 bytes further. With
+// the depth across the rows (MN-major) atoms follow each other along the depth, and blocks of 64 rows or columns are
+// `block` bytes apart; 16 values further are 2048 bytes further.
+DEVICE u64 operand(u32 address, int block = 16, int group = 1024) {
+    return u64((address & 0x3ffff) >> 4) | u64(block >> 4) << 16 | u64(group >> 4) << 32 | 1ull << 62;
+}
+
+// What an operand's description grows by when its address does.
+DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
+
+#if DTYPE == 2
+#define WGMMA_TYPES "f32.f16.f16"
+#else
+#define WGMMA_TYPES "f32.bf16.bf16"
+#endif
+#define WGMMA(N, REGISTERS, A, B, KEEP, A_ACROSS, B_ACROSS)                                                    \
+    "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
+    " wgmma.mma_async.sync.aligned.m64n" N "k16." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B                  \
+    ", keep, 1, 1, %" A_ACROSS ", %" B_ACROSS ";\n}"
+#define WGMMA_0_31                                                                                              \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+    "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_32_63                                                                                              \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+    "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_64_95                                                                                              \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+    "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_96_111                                                                                                \
+    "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_112_127                                                                                        \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
+#define WGMMA_INPUTS "l"(a), "l"(b), "r"(keep), "n"(int(A_ACROSS)), "n"(int(B_ACROSS))
+
+// d = a b, added to d when `keep`: 64 x 16 times 16 x N. ACROSS: that operand is MN-major. The accumulators are the unit's
+// until the wait for the group; call product_fence() before the first.
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[32], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35", "36") : WGMMA_16(0), WGMMA_16(16) : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[64], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[96], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[112], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("224", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111, "112", "113", "114", "115", "116")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127, "128", "129", "130",
+                       "131", "132")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
+                   WGMMA_16(112)
+                 : WGMMA_INPUTS);
+}
+
+#undef WGMMA
+#undef WGMMA_TYPES
+#undef WGMMA_0_31
+#undef WGMMA_32_63
+#undef WGMMA_64_95
+#undef WGMMA_96_111
+#undef WGMMA_112_127
+#undef WGMMA_4
+#undef WGMMA_16
+#undef WGMMA_INPUTS
+
+// ---- clusters: blocks that run together and read each other's shared memory
+
+DEVICE int cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+
+// All threads of the cluster that have not exited; what they wrote to shared memory before is seen by all after.
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What another block has at the same address.
+DEVICE float4 load_from_block(u32 address, int rank) {
+    float4 value;
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n"
+        " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "r"(address), "r"(rank)
+        : "memory");
+    return value;
+}
+
+DEVICE void store_shared(u32 address, float4 value) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x), "f"(value.y), "f"(value.z),
+                 "f"(value.w)
+                 : "memory");
+}
+
+// A barrier of several warpgroups.
+template <int THREADS>
+DEVICE void warpgroups_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory"); }

@@ -1,0 +1,124 @@
+"""Tensor maps: how the copy engine of Hopper (sm_90) sees an array. The instructions that read them are in hopper.cuh.
+
+A map is a box, or a column of pixels, that walks over an array of up to five dimensions; sizes and pitches are given
+fastest dimension first. What lies outside of the array is read as zeros and not written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.rows import address
+from minidl.shapes import Pair
+
+__all__ = ["TensorMaps", "View", "Views"]
+
+MAP_BYTES = 128
+_ALIGNMENT = 64  # of what the driver writes
+_DATA_TYPE = {1: 9, 2: 6}  # by the macro DTYPE: CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+_SWIZZLE_128B, _PROMOTION_256B = 3, 3
+_CORNERS = range(-128, 128)
+
+
+class View(NamedTuple):
+    """One map but for the array's address; 16-bit elements, rows of 128 bytes swizzled.
+
+    Attributes:
+        code: the macro DTYPE.
+        sizes: elements along each dimension.
+        pitches: bytes from one element to the next along each dimension but the first.
+        box: elements along each dimension, at most 256; of a column of pixels (channels, pixels).
+        corners: None, or of a column of pixels the first pixel's (w, h) and, counted from the last pixel of the image,
+            the last one's: the pixels that a column walks through.
+        steps: between the pixels of a column, (w, h).
+        offset: bytes from the array's address.
+    """
+
+    code: int
+    sizes: tuple[int, ...]
+    pitches: tuple[int, ...]
+    box: tuple[int, ...]
+    corners: tuple[Pair, Pair] | None = None
+    steps: Pair = (1, 1)
+    offset: int = 0
+
+    @property
+    def legal(self) -> bool:
+        """Whether the engine can do it, given an array whose address is a multiple of 16 bytes."""
+        extents = all(0 < size <= 2**32 for size in self.sizes)
+        pitches = all(pitch % 16 == 0 and 0 < pitch < 2**40 for pitch in (*self.pitches, self.offset or 16))
+        if self.corners is None:
+            return extents and pitches and max(self.box) <= 256
+        corners = all(at in _CORNERS for corner in self.corners for at in corner)
+        return extents and pitches and corners and self.box[0] <= 256 and self.box[1] <= 1024 and max(self.steps) <= 8
+
+
+class Views:
+    """The maps of a kernel but for addresses: each a view and the index of the array that it is of."""
+
+    def __init__(self, *views: tuple[View, int]) -> None:
+        self._views = views
+        self._encoded: dict[tuple[int, ...], np.ndarray] = {}
+
+    @property
+    def legal(self) -> bool:
+        return all(view.legal for view, _ in self._views)
+
+    def at(self, addresses: tuple[int, ...]) -> np.ndarray:
+        """The kernel's argument for arrays at these addresses. An address of 0 is for an array that is not there."""
+        value = self._encoded.get(addresses)
+        if value is None:
+            if len(self._encoded) >= 256:  # arrays that keep moving
+                self._encoded.clear()
+            parts = (_encode(view, addresses[index]) for view, index in self._views)
+            value = np.frombuffer(b"".join(parts), f"V{MAP_BYTES * len(self._views)}")
+            self._encoded[addresses] = value
+        return value
+
+
+class TensorMaps(NamedTuple):
+    """An argument of `launch`: the maps of ``views`` over ``arrays``, passed to the kernel by value."""
+
+    views: Views
+    arrays: tuple[Any, ...]
+
+    def argument(self) -> np.ndarray:
+        """What the kernel gets; needs the driver."""
+        return self.views.at(tuple(0 if array is None else address(array) for array in self.arrays))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _encode(view: View, base: int) -> bytes:
+    """The 128 bytes that the driver makes of a view; zeros without an array."""
+    if base == 0:
+        return bytes(MAP_BYTES)
+
+    def numbers(kind: type, values: tuple[int, ...]) -> ctypes.Array:
+        return (kind * len(values))(*values)
+
+    space = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
+    start = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
+    word, signed, wide = ctypes.c_uint32, ctypes.c_int, ctypes.c_uint64
+    dimensions = len(view.sizes)
+    head = (
+        ctypes.c_void_p(start), signed(_DATA_TYPE[view.code]), word(dimensions), ctypes.c_void_p(base + view.offset),
+        numbers(wide, view.sizes), numbers(wide, view.pitches),
+    )  # fmt: skip
+    tail = (signed(0), signed(_SWIZZLE_128B), signed(_PROMOTION_256B), signed(0))
+    if view.corners is None:
+        name, shape, steps = "cuTensorMapEncodeTiled", (numbers(word, view.box),), (1,) * dimensions
+    else:
+        name, steps = "cuTensorMapEncodeIm2col", (1, *view.steps, 1)
+        shape = (*(numbers(signed, corner) for corner in view.corners), word(view.box[0]), word(view.box[1]))
+    code = getattr(_driver(), name)(*head, *shape, numbers(word, steps), *tail)
+    if code:
+        raise RuntimeError(f"{name} of {view}, array at {base:#x}: CUDA error {code}")
+    return ctypes.string_at(start, MAP_BYTES)

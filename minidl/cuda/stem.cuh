@@ -1,0 +1,64 @@
+// What the two kernels for convolutions of few input channels share: the rows of the image under a tile of output
+// pixels, in shared memory. sm_80 and newer, 16-bit storage types.
+//
+// The values of an image row, channel by channel and pixel by pixel, are one sequence of width * CHANNELS values, and
+// what a tap row of the filter sees of it, KERNEL_W * CHANNELS values, is contiguous: its window. Windows of
+// neighbouring output pixels start STRIDE_W * CHANNELS values apart. A row in shared memory starts at a value whose
+// index is a multiple of eight (16 bytes), before the image perhaps; values outside of the image are zeros.
+//
+// Macros: DTYPE; CHANNELS, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W; TILE_Q, the columns of a tile of output pixels, a
+// multiple of 16; VEC_X, the values of x per access, at most 16 bytes.
+#pragma once
+#include "common.cuh"
+#include "mma.cuh"
+
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int GROUP = 8;                         // values of a window that a fragment takes at a time
+constexpr int WINDOW = KERNEL_W * CHANNELS;      // values
+constexpr int STEP = STRIDE_W * CHANNELS;        // values from one window to the next
+
+// Values of a row in shared memory: the last window of a tile, padded to `groups`, wherever in an aligned eight the
+// first begins.
+DEVICE constexpr int row_length(int groups) { return (7 + (TILE_Q - 1) * STEP + groups * GROUP + 7) / 8 * 8; }
+
+// Copies COUNT neighbouring values into shared memory, or zeros. cp.async moves at least 4 bytes: a single value goes
+// through a register instead, and is there when the function returns.
+template <int COUNT>
+DEVICE void copy_vector(u32 to, const T* from, bool valid) {
+    if constexpr (COUNT > 1) {
+        copy_async<2 * COUNT>(to, from, valid);
+    } else {
+        u16 bits = 0;
+        if (valid) bits = __ldg(reinterpret_cast<const u16*>(from));
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
+    }
+}
+
+// An image's rows as a tile finds them.
+struct Image {
+    int height, values;  // rows, and values of a row: width * CHANNELS
+
+    // Starts the copy of ROWS rows of LENGTH values from (row, value), where `value` is a multiple of eight.
+    template <int ROWS, int LENGTH>
+    __device__ __forceinline__ void copy(u32 to, const T* image, int row, int value) const {
+        constexpr int VECTORS = LENGTH / VEC_X;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
+            const int y = i / VECTORS, x = i % VECTORS * VEC_X;
+            const bool inside = static_cast<u32>(row + y) < static_cast<u32>(height) &&
+                                static_cast<u32>(value + x) < static_cast<u32>(values);
+            copy_vector<VEC_X>(to + (y * LENGTH + x) * 2, image + i64(row + y) * values + value + x, inside);
+        }
+    }
+};
+
+// One fragment's product; HALF: of half the depth.
+template <bool HALF>
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if DTYPE == 1
+    HALF ? mma_bf16_half(c, a, b) : mma_bf16(c, a, b);
+#else
+    HALF ? mma_f16_half(c, a, b) : mma_f16(c, a, b);
+#endif
+}

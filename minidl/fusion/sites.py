@@ -1,0 +1,74 @@
+"""Every batch norm of a graph, and what reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minidl.graph import Graph, Node
+from minidl.layers import Add, BatchNorm2d, ReLU
+
+__all__ = ["Site", "find_sites"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One batch norm with the layers that can share its passes.
+
+    Attributes:
+        name: of the batch norm.
+        kind: "relu" (a ReLU reads it), "join" (a residual sum with a ReLU over it), "sum" (a residual sum alone) or
+            "alone" (nothing that it can share a pass with).
+        readers: names of those layers, nearest first.
+        partner: at a join of two batch norms, the other one's name.
+        first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
+        shape: (H, W, C) or (C,), of one sample.
+        why: of one that stands alone, the reason.
+    """
+
+    name: str
+    kind: str
+    readers: tuple[str, ...]
+    partner: str | None
+    first_back: bool
+    shape: tuple[int, ...]
+    why: str | None = None
+
+
+def find_sites(graph: Graph) -> list[Site]:
+    """All batch norms, in execution order. Pure: the graph may or may not belong to a model."""
+    readers = graph.consumers()
+    return [_site(graph, node, readers) for node in graph.nodes if isinstance(node.layer, BatchNorm2d)]
+
+
+def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:
+    found, why = _only_reader(graph, node, readers)
+    if found is None or not isinstance(found.layer, (ReLU, Add)):
+        return _alone(node, why or f"read by {found.name}, which needs it finished")
+    if isinstance(found.layer, ReLU):
+        return Site(node.name, "relu", (found.name,), None, True, node.shape)
+    others = [graph.nodes[i] for i in found.inputs if i != node.index]
+    if not others:
+        return _alone(node, f"{found.name} adds it to itself")
+    # Another batch norm shares the join only if nobody else reads it.
+    other = others[0]
+    shared = isinstance(other.layer, BatchNorm2d) and len(readers[other.index]) == 1
+    partner = other.name if shared else None
+    first_back = partner is None or node.index > other.index
+    above, _ = _only_reader(graph, found, readers)
+    joined = above is not None and isinstance(above.layer, ReLU)
+    names = (found.name, above.name) if joined else (found.name,)
+    return Site(node.name, "join" if joined else "sum", names, partner, first_back, node.shape)
+
+
+def _only_reader(graph: Graph, node: Node, readers: list[list[int]]) -> tuple[Node | None, str | None]:
+    """The one layer that reads ``node``; or why there is none."""
+    if node is graph.output_node:
+        return None, "the network's output"
+    indices = readers[node.index]
+    if len(indices) > 1:
+        return None, f"read by several layers: {', '.join(graph.nodes[i].name for i in indices)}"
+    return graph.nodes[indices[0]], None
+
+
+def _alone(node: Node, why: str) -> Site:
+    return Site(node.name, "alone", (), None, True, node.shape, why)

@@ -1,0 +1,354 @@
+"""Convolution's families of GPU kernels, each forced on what it can do: one law for all of them.
+
+Small shapes at every edge of the families' limits; the definition is the float64 reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_walk, nvrtc
+from minidl.cuda.conv2d_family import choose_family, family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.conv2d_walk import walks_of
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from minidl.shapes import ceil_div
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import CASES as ALL
+from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.tolerance import assert_close, draw
+
+CASES = [
+    Case("plain-3x3", (2, 9, 10, 16), (32, 3, 3), padding=(1, 1)),
+    Case("one-pixel", (1, 1, 1, 8), (8, 1, 1)),
+    Case("linear", (300, 1, 1, 200), (72, 1, 1)),
+    Case("1x1", (3, 14, 13, 64), (264, 1, 1)),
+    Case("1x1-deep", (2, 8, 9, 456), (136, 1, 1)),
+    Case("1x1-stride-2", (3, 13, 12, 72), (40, 1, 1), stride=(2, 2)),
+    Case("1x1-padded", (2, 4, 3, 8), (16, 1, 1), padding=(2, 1), stride=(2, 3)),
+    Case("channels-over-stages", (2, 8, 7, 200), (136, 3, 3), padding=(1, 1)),
+    Case("two-column-tiles", (2, 10, 9, 64), (320, 3, 3), padding=(1, 1)),
+    Case("asymmetric", (3, 11, 17, 24), (40, 3, 5), stride=(1, 2), padding=(1, 2)),
+    Case("asymmetric-mirrored", (3, 17, 11, 24), (40, 5, 3), stride=(2, 1), padding=(0, 1)),
+    Case("stride-2", (5, 15, 14, 72), (64, 3, 3), stride=(2, 2), padding=(1, 1)),
+    Case("stride-3", (3, 16, 14, 16), (24, 3, 3), stride=(3, 3), padding=(1, 0)),
+    Case("stride-3-2-dilated", (2, 19, 20, 8), (16, 3, 4), stride=(3, 2), padding=(2, 1), dilation=(2, 3)),
+    Case("stride-over-kernel", (2, 13, 12, 8), (16, 2, 1), stride=(3, 4)),
+    Case("dilation-2", (2, 12, 11, 16), (24, 3, 3), padding=(2, 2), dilation=(2, 2)),
+    Case("dilation-beyond-image", (2, 5, 6, 8), (8, 3, 3), padding=(6, 7), dilation=(6, 7)),
+    Case("5x5", (2, 9, 8, 16), (16, 5, 5), padding=(2, 2)),
+    Case("7x7-stride-2", (2, 17, 19, 8), (16, 7, 7), stride=(2, 2), padding=(3, 3)),
+    Case("11x11", (2, 12, 13, 8), (8, 11, 11), padding=(5, 5)),
+    Case("11x11-valid", (1, 13, 12, 8), (16, 11, 11)),
+    Case("kernel-over-image", (3, 3, 2, 16), (8, 5, 7), padding=(2, 3)),
+    Case("one-pixel-3x3", (130, 1, 1, 16), (24, 3, 3), padding=(1, 1)),
+    Case("wide-row", (1, 1, 300, 8), (16, 1, 3), padding=(0, 1)),
+    Case("windows", (2, 41, 21, 72), (136, 3, 3), padding=(1, 1)),
+    Case("windows-narrow", (3, 30, 16, 64), (64, 3, 3), padding=(1, 1)),
+    Case("windows-dilated", (1, 37, 19, 136), (200, 2, 3), padding=(2, 0), dilation=(3, 2)),
+    Case("many-images", (70, 3, 5, 40), (48, 3, 3), padding=(1, 1)),
+]
+NAMES = ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1", "windows-narrow")
+FEW = [case for case in CASES if case.name in NAMES]
+SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
+HOPPER = {"conv2d_hopper_kernel", "conv2d_halo_kernel"}
+GUARD = 2048  # bytes on both sides of an output
+
+
+def fits(name, case, storage, device=None):
+    """Whether a family takes both directions of a case."""
+    if name == "generic":
+        return True
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    code = {float32: 0, bfloat16: 1, float16: 2}[storage]
+    return all(conv2d_hopper.applies(conv, code, back, device or current_device()) for back in (False, True))
+
+
+@pytest.fixture(params=["hopper", "generic"])
+def forced_ops(request, cuda_ops):
+    if request.param == "hopper" and current_device().arch != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    with family(request.param):
+        yield cuda_ops
+
+
+def both(ops, case, x, w, dy, **backward):
+    """Output and data gradient."""
+    y = ops.conv2d(x, w, backward.pop("forward_bias", None), **case.options)
+    return y, ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
+
+
+def bits(ops, array):
+    return ops.to_host(array).view(np.uint16)
+
+
+def draws(rng, case, storage):
+    return tuple(draw(rng, shape, storage) for shape in (case.x, case.w, case.y))
+
+
+# ---------------------------------------------------------------------------------------------------- without a GPU
+
+
+def test_the_default_is_the_first_family_that_applies():
+    from minidl import cuda as ops
+
+    def kernels(device, storage, case):
+        with dry_run(BUILT_IN[device]) as log:
+            both(ops, case, *(ops.empty(shape, storage) for shape in (case.x, case.w, case.y)))
+        return {launch.name for launch in log.launches}
+
+    plain = Case("plain", (2, 9, 10, 16), (32, 3, 3), padding=(1, 1))
+    assert kernels("H200", bfloat16, plain) == kernels("H100", float16, plain) <= HOPPER
+    assert kernels("A100", bfloat16, plain) == kernels("H200", float32, plain) == {"conv2d_kernel"}
+    for x, filters, options in (
+        ((2, 9, 10, 20), (32, 3, 3), {}),
+        ((2, 9, 10, 16), (36, 3, 3), {}),
+        ((2, 9, 10, 16), (32, 3, 3), {"groups": 2}),
+        ((2, 300, 10, 16), (32, 2, 3), {"dilation": (255, 1)}),
+        ((2, 9, 10, 16), (32, 3, 3), {"padding": (129, 1)}),
+        ((2, 30, 10, 16), (32, 3, 3), {"stride": (9, 1)}),
+    ):
+        assert "conv2d_kernel" in kernels("H200", bfloat16, Case("generic", x, filters, **options))
+
+
+@cases([case for case in ALL if case.x[0]])
+def test_alignment_never_changes_the_family(case):
+    from minidl import cuda as ops
+
+    def names(offset):
+        def slice_of(*shape):
+            return ops.empty((*shape[:-1], shape[-1] + 2 * offset), bfloat16)[..., offset : offset + shape[-1]]
+
+        with dry_run() as log:
+            both(ops, case, *(slice_of(*shape) for shape in (case.x, case.w, case.y)), add=slice_of(*case.x))
+        return [launch.name for launch in log.launches if launch.name.startswith(("conv2d", "depthwise"))]
+
+    aligned = names(0)
+    assert aligned and names(1) == aligned and names(4) == aligned and names(8) == aligned
+
+
+def test_a_family_that_cannot_do_it_is_refused():
+    from minidl import cuda as ops
+
+    case = Case("narrow", (2, 9, 10, 12), (32, 3, 3))
+    with dry_run(), family("hopper"):
+        x, w, dy = (ops.empty(shape, bfloat16) for shape in (case.x, case.w, case.y))
+        with pytest.raises(ValueError, match="family"):
+            both(ops, case, x, w, dy)
+    with pytest.raises(ValueError, match="family"), family("fastest"):
+        pass
+    assert choose_family("test", {"hopper": True, "generic": True}) == "hopper", "nothing is forced any more"
+
+
+@cases(CASES)
+def test_small_cases_reach_the_hopper_family(case):
+    assert fits("hopper", case, bfloat16, BUILT_IN["H200"])
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward_data"])
+@cases(CASES)
+def test_the_walk_of_the_copy_engine_meets_every_tap(case, backward):
+    """Pixels of the bounding box, moved by a tap's offset, are those of the definition, and the box holds them all."""
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    for axis in (0, 1):
+        sizes, outputs = (conv.height, conv.width)[axis], (conv.out_height, conv.out_width)[axis]
+        stride, padding, dilation = conv.stride[axis], conv.padding[axis], conv.dilation[axis]
+        meetings = {
+            (p, r, p * stride - padding + r * dilation)
+            for p, r in product(range(outputs), range(conv.kernel[axis]))
+            if 0 <= p * stride - padding + r * dilation < sizes
+        }
+        found = set()
+        for walk in {pair[axis] for pair in walks_of(conv, backward)}:
+            low, high = walk.corners
+            assert range(low, walk.source + high, walk.step)[: walk.count][-1] == low + (walk.count - 1) * walk.step
+            assert len(range(low, walk.source + high, walk.step)) == walk.count
+            for i, j in product(range(walk.count), range(walk.taps)):
+                at = walk.first + i * walk.step + walk.offset + j * walk.delta
+                here, tap = walk.start + i * walk.spread, walk.tap + j * walk.tap_step
+                if 0 <= at < walk.source:
+                    found.add((at, tap, here) if backward else (here, tap, at))
+        assert found == meetings
+
+
+@pytest.mark.parametrize(
+    ("stem", "name", "twin"),
+    [
+        ("conv2d_hopper", "Class", conv2d_hopper._CLASS),
+        ("conv2d_hopper", "Problem", conv2d_hopper._PROBLEM),
+        ("conv2d_halo", "Problem", conv2d_halo._PROBLEM),
+    ],
+)
+def test_structures_are_those_of_the_kernels(stem, name, twin):
+    text = re.sub(r"//[^\n]*", "", (nvrtc.FOLDER / f"{stem}.cu").read_text())
+    body = re.search(rf"struct {name} {{(.*?)}};", text, re.DOTALL)[1]
+    fields = re.findall(r"(\w+)(?=[,;\[])", re.sub(r"\[\d+\]", "", body))
+    assert tuple(fields) == twin.names
+
+
+SIZES = list(product((1, 3, 32, 256), (1, 7, 28, 56, 113), (8, 64, 200), (8, 64, 256, 2048), ((1, 1), (3, 1), (3, 2))))
+
+
+def test_blocks_share_out_all_tiles():
+    """As the kernels count: each tile has one block, no block is idle, and blocks of a group walk side by side."""
+    for tiles, share, group in product((1, 7, 132, 133, 400, 1000), (1, 2, 5), (1, 132, 264)):
+        turns = [
+            range(b // group * group * share + b % group, min((b // group + 1) * group * share, tiles), group)
+            for b in range(conv2d_walk.blocks(tiles, share, group))
+        ]
+        assert all(turns) and max(map(len, turns)) <= share
+        assert sorted(tile for turn in turns for tile in turn) == list(range(tiles))
+
+
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_chosen_tiles_apply_and_blocks_are_short(name):
+    device, chosen = BUILT_IN[name], set()
+    for images, size, channels, filters, (kernel, stride) in SIZES:
+        shape, pad = (images, size, size, channels), (kernel // 2,) * 2
+        conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride, stride), pad, (1, 1), 1)
+        for backward in (False, True):
+            tile, share = conv2d_hopper.choose(conv, backward, device)
+            assert tile in conv2d_hopper.candidates(conv, backward, device)
+            chosen.add(tile)
+            rounds = ceil_div(conv2d_hopper.work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+            length = conv2d_hopper.microseconds(conv, backward, tile, device)[0] / rounds * share
+            assert share == 1 or length <= 2 * conv2d_hopper.LONGEST
+    assert len(chosen) >= 6, "all but one have their uses"
+
+
+# ------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@SIXTEEN
+@cases(CASES)
+def test_equals_definition(forced_ops, case, storage, rng):
+    x, w, dy = draws(rng, case, storage)
+    bias, dbias = draw(rng, case.w[0], float32), draw(rng, case.x[3], float32)
+    add = draw(rng, case.x, storage)
+    y, dx = both(forced_ops, case, *put(forced_ops, x, w, dy))
+    assert_close(forced_ops.to_host(y), reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], scale=CUT)
+    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
+    assert_close(forced_ops.to_host(dx), expected, storage, terms=case.terms[1], scale=CUT)
+    some = dict(zip(("forward_bias", "bias", "add"), put(forced_ops, bias, dbias, add), strict=True))
+    y, dx = both(forced_ops, case, *put(forced_ops, x, w, dy), **some)
+    expected = reference.conv2d(x, w, bias, **case.options)
+    assert_close(forced_ops.to_host(y), expected, storage, terms=case.terms[0] + 1, scale=CUT)
+    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add)
+    assert_close(forced_ops.to_host(dx), expected, storage, terms=case.terms[1] + 2, scale=CUT)
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(forced_ops, case, rng):
+    hosts, add = draws(rng, case, bfloat16), draw(rng, case.x, bfloat16)
+    x, w, dy = put(forced_ops, *hosts)
+    expected = both(forced_ops, case, x, w, dy, add=forced_ops.from_host(add))
+    for before, after in ((8, 16), (3, 2), (4, 4)):
+        x, dy, other = (pitched(forced_ops, host, before, after) for host in (hosts[0], hosts[2], add))
+        for a, b in zip(expected, both(forced_ops, case, x, w, dy, add=other), strict=True):
+            assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+
+
+def test_dense_arrays_at_odd_addresses(forced_ops, rng):
+    case = FEW[0]
+    hosts, bias = draws(rng, case, bfloat16), draw(rng, case.w[0], float32)
+
+    def shifted(host):
+        flat = forced_ops.from_host(np.concatenate([np.full(1, np.nan, host.dtype), host.ravel()]))
+        return flat[1:].reshape(host.shape)
+
+    expected = both(forced_ops, case, *put(forced_ops, *hosts), forward_bias=forced_ops.from_host(bias))
+    for a, b in zip(expected, both(forced_ops, case, *map(shifted, hosts), forward_bias=shifted(bias)), strict=True):
+        assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+
+
+@SIXTEEN
+@cases(CASES)
+def test_all_of_the_output_and_nothing_else_is_written(forced_ops, case, storage, rng, monkeypatch):
+    """Outputs lie between guards and hold NaN before; the same bits come on every run."""
+    placed = put(forced_ops, *draws(rng, case, storage))
+    expected = both(forced_ops, case, *placed)
+    buffers = []
+
+    def guarded(shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = forced_ops.empty(size + 2 * GUARD, np.uint8)
+        buffer.fill(255)  # NaN in both types
+        buffers.append((buffer, size))
+        return buffer[GUARD : GUARD + size].view(dtype).reshape(shape)
+
+    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+    for a, b in zip(expected, both(forced_ops, case, *placed), strict=True):
+        assert np.isfinite(forced_ops.to_host(b).astype(np.float32)).all()
+        assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+    assert len(buffers) == 2
+    for buffer, size in buffers:
+        host = forced_ops.to_host(buffer)
+        assert (host[:GUARD] == 255).all() and (host[GUARD + size :] == 255).all()
+
+
+@cases(FEW)
+def test_an_images_result_does_not_depend_on_its_batch(forced_ops, case, rng):
+    x, dy = draw(rng, (67, *case.x[1:]), bfloat16), draw(rng, (67, *case.y[1:]), bfloat16)
+    x, w, dy = put(forced_ops, x, draw(rng, case.w, bfloat16), dy)
+    whole = both(forced_ops, case, x, w, dy)
+    for images in (slice(0, 1), slice(66, 67), slice(5, 38)):
+        for a, b in zip(whole, both(forced_ops, case, x[images], w, dy[images]), strict=True):
+            assert np.array_equal(bits(forced_ops, a[images]), bits(forced_ops, b))
+
+
+@cases(FEW)
+def test_batches_beyond_a_launch_are_split(forced_ops, case, rng, monkeypatch):
+    x, w, dy = put(forced_ops, *draws(rng, case, bfloat16))
+    add = forced_ops.from_host(draw(rng, case.x, bfloat16))
+    whole = both(forced_ops, case, x, w, dy, add=add)
+    monkeypatch.setattr(conv2d_hopper, "ROW_LIMIT", case.x[1] * case.x[2])
+    for a, b in zip(whole, both(forced_ops, case, x, w, dy, add=add), strict=True):
+        assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+
+
+@cases([case for case in CASES if case.stride == (1, 1)])
+@pytest.mark.parametrize("share", [1, 3])
+def test_every_tile_gives_the_same_bits(cuda_ops, case, rng, monkeypatch, share):
+    """Which tile is chosen, and so the device, cannot be seen in the result."""
+    every_tile(cuda_ops, case, rng, monkeypatch, share)
+
+
+@cases([case for case in CASES if case.stride != (1, 1)])
+def test_every_tile_gives_the_same_bits_with_strides(cuda_ops, case, rng, monkeypatch):
+    every_tile(cuda_ops, case, rng, monkeypatch, 2)
+
+
+def every_tile(ops, case, rng, monkeypatch, share):
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    hosts = draws(rng, case, bfloat16)
+    some = put(ops, draw(rng, case.x, bfloat16), draw(rng, case.w[0], float32), draw(rng, case.x[3], float32))
+    options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    tiles = {tile for back in (False, True) for tile in conv2d_hopper.candidates(conv, back, current_device())}
+    results = {}
+    # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
+    few = dataclasses.replace(current_device(), multiprocessors=2)
+    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "current_device", lambda: few)
+    try:
+        for tile in tiles:
+            monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+            conv2d_hopper.plan.cache_clear()
+            with family("hopper"):
+                results[tile] = [bits(ops, y) for y in both(ops, case, *put(ops, *hosts), **options)]
+    finally:
+        conv2d_hopper.plan.cache_clear()
+    expected = results[conv2d_hopper.TILES[0]]
+    different = [
+        (tile, i) for tile, found in results.items() for i in (0, 1) if not np.array_equal(found[i], expected[i])
+    ]
+    assert not different

@@ -1,0 +1,274 @@
+"""The kernels for few input channels: their plans without a GPU; on a GPU the laws of convolution at their edges."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+
+from minidl import cuda
+from minidl.cuda import conv2d_stem
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import Case, cases, draws, pitched, put, weight_gradient
+from tests.tolerance import assert_close, draw
+
+DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
+
+
+@pytest.fixture(params=[bfloat16, float16], ids=["bf16", "fp16"])
+def dtype(request):
+    return request.param
+
+
+def _random(count: int) -> list[Case]:
+    """Cases over all channels, strides and both parities of everything that decides where a window starts."""
+    rng, found = np.random.default_rng(0), []
+    while len(found) < count:
+        channels, kernel = int(rng.integers(1, 5)), tuple(map(int, rng.choice([1, 2, 3, 3, 4, 5, 7, 7, 9, 11], 2)))
+        stride = tuple(map(int, rng.integers(1, 5, 2)))
+        padding = tuple(int(rng.integers(0, k)) for k in kernel)
+        size = int(rng.integers(1, 24)), int(rng.integers(1, 60))
+        fits = all(s + 2 * p >= k for s, p, k in zip(size, padding, kernel, strict=True))
+        if fits and kernel != (1, 1):
+            x = (int(rng.choice([1, 2, 3])), *size, channels)
+            filters = int(rng.choice([1, 5, 8, 24, 32, 40, 64, 72])), *kernel
+            found.append(Case(f"random-{len(found)}", x, filters, stride, padding))
+    return found
+
+
+EDGES = [
+    Case("3x3-c3", (2, 17, 40, 3), (64, 3, 3), padding=(1, 1)),
+    Case("3x3-c1", (2, 12, 33, 1), (16, 3, 3), padding=(1, 1)),
+    Case("3x3-c2", (1, 12, 33, 2), (70, 3, 3), padding=(0, 1)),
+    Case("3x3-c4-stride-2", (2, 13, 70, 4), (32, 3, 3), stride=(2, 2), padding=(1, 1)),
+    Case("7x7-c3-stride-2", (2, 30, 64, 3), (64, 7, 7), stride=(2, 2), padding=(3, 3)),
+    Case("7x7-c3-stride-2-even-padding", (2, 30, 64, 3), (64, 7, 7), stride=(2, 2), padding=(2, 2)),
+    Case("7x7-c3", (1, 10, 35, 3), (64, 7, 7), padding=(3, 3)),
+    Case("11x11-c3-stride-4", (1, 43, 75, 3), (96, 11, 11), stride=(4, 4), padding=(2, 2)),
+    Case("11x11-c4-held-in-memory", (1, 15, 20, 4), (64, 11, 11), padding=(5, 5)),
+    Case("11x11-c3-both-parities", (1, 14, 30, 3), (40, 11, 11), padding=(5, 5)),
+    Case("5x5-c1-valid", (3, 28, 28, 1), (20, 5, 5)),
+    Case("windows-of-eight", (2, 6, 40, 1), (8, 3, 8), padding=(0, 3)),
+    Case("image-within-filter", (2, 2, 3, 3), (9, 7, 7), padding=(3, 3)),
+    Case("one-pixel", (1, 1, 1, 1), (3, 3, 3), padding=(1, 1)),
+    Case("two-segments", (1, 5, 530, 1), (8, 3, 3), padding=(1, 1)),
+    Case("empty-batch", (0, 9, 9, 3), (8, 3, 3)),
+]
+CASES = EDGES + _random(12)
+PLANNED = [case for case in CASES if case.x[0]]
+
+
+def _conv(case: Case):
+    return convolution("test", case.x, case.w, *case.options.values())
+
+
+# ------------------------------------------------------------------------------------------------- plans, without a GPU
+
+
+def test_the_family_is_chosen_by_sizes_and_type():
+    def kernels(case, dtype):
+        with dry_run() as log:
+            cuda.conv2d(cuda.empty(case.x, dtype), cuda.empty(case.w, dtype), **case.options)
+        return {launch.stem for launch in log.launches}
+
+    for case in PLANNED:
+        assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem"}
+        assert "conv2d_stem" not in kernels(case, float32)
+        with family("generic"):
+            assert "conv2d_stem" not in kernels(case, bfloat16)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("channels", (1, 9, 9, 5), (8, 3, 3)),
+        Case("groups", (1, 9, 9, 4), (8, 3, 3), groups=2),
+        Case("dilated", (1, 9, 9, 3), (8, 3, 3), dilation=(1, 2)),
+        Case("1x1", (1, 9, 9, 3), (8, 1, 1)),
+        Case("filter", (1, 19, 19, 3), (8, 3, 12)),
+        Case("stride", (1, 19, 19, 3), (8, 3, 3), stride=(5, 1)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_forced_family_refuses_what_it_cannot_do(case):
+    with dry_run(), family("stem"):
+        x, w = cuda.empty(case.x, bfloat16), cuda.empty(case.w, bfloat16)
+        with pytest.raises(ValueError, match="stem"):
+            cuda.conv2d(x, w, **case.options)
+        with pytest.raises(ValueError, match="stem"):
+            out = cuda.empty(case.w, np.float32)
+            cuda.conv2d_backward_weight(cuda.empty(case.y, bfloat16), x, **case.options, out=out)
+    assert not conv2d_stem.applies(_conv(case), bfloat16)
+
+
+def test_the_family_has_no_data_gradient():
+    case = CASES[0]
+    with dry_run(), family("stem"), pytest.raises(ValueError, match="stem"):
+        dy, w = cuda.empty(case.y, bfloat16), cuda.empty(case.w, bfloat16)
+        cuda.conv2d_backward_data(dy, w, case.x, **case.options)
+
+
+def _length(defines):
+    """Values of a row in shared memory, as stem.cuh works them out."""
+    window, step = defines["KERNEL_W"] * defines["CHANNELS"], defines["STRIDE_W"] * defines["CHANNELS"]
+    lead = 0 if "TILE_M" in defines else max(step % 2, defines["LEAD"])
+    return -(-(7 + (defines["TILE_Q"] - 1) * step + -(-(window + lead) // 8) * 8) // 8) * 8
+
+
+@DEVICES
+@cases(PLANNED)
+def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
+    conv = _conv(case)
+    forward = conv2d_stem.plan_forward(conv, 1, (1, 1), device)
+    weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (1, 1), device)
+    for plan in (forward, weight):
+        problem, defines = plan.problem[0], plan.defines
+        assert problem["segments"] * defines["TILE_Q"] >= conv.out_width
+        assert problem["first"] % 8 == 0 and 0 <= problem["shift"] < 8
+        assert problem["first"] + problem["shift"] == -conv.padding[1] * conv.channels
+        step = defines["TILE_Q"] * defines["STRIDE_W"] * defines["CHANNELS"]
+        assert step % 8 == 0, "rows of every segment start at a multiple of eight, too"
+        assert plan.shared + 1024 <= device.shared_per_block
+    problem, defines = forward.problem[0], forward.defines
+    rows = (defines["TILE_P"] - 1) * conv.stride[0] + conv.kernel[0]
+    assert problem["strips"] * problem["strip_tiles"] * defines["TILE_P"] >= conv.out_height
+    assert forward.shared >= 2 * rows * _length(defines) * 2
+    problem, defines = weight.problem[0], weight.defines
+    assert problem["strips_p"] * problem["strip_rows"] >= conv.out_height
+    assert problem["strips"] == conv.images * problem["segments"] * problem["strips_p"]
+    assert weight.size * problem["chunk"] >= problem["strips"] > (weight.size - 1) * problem["chunk"]
+    new = min(conv.stride[0], conv.kernel[0])
+    stage = defines["TILE_Q"] * defines["TILE_M"] + new * _length(defines)
+    assert weight.shared >= defines["STAGES"] * stage * 2 + (conv.kernel[0] + new) * _length(defines) * 4
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_every_size_fits_the_smallest_device(channels):
+    device = min(BUILT_IN.values(), key=lambda device: device.shared_per_block)
+    kernels = [kernel for kernel in itertools.product((1, 2, 7, 11), (1, 3, 8, 11)) if kernel != (1, 1)]
+    for kernel, stride, width, filters in itertools.product(kernels, [(1, 1), (4, 2), (3, 4)], (12, 700), (32, 130)):
+        x, padding = (2, 40, width, channels), tuple(size // 2 for size in kernel)
+        conv = convolution("test", x, (filters, *kernel, channels), stride, padding, (1, 1), 1)
+        for plan in (
+            conv2d_stem.plan_forward(conv, 1, (1, 1), device),
+            conv2d_stem.plan_weight(conv, 1, filters, (1, 1), device),
+        ):
+            assert plan.shared + 1024 <= device.shared_per_block
+
+
+@cases(PLANNED)
+def test_the_order_of_every_sum_is_the_same_on_all_devices_and_alignments(case):
+    """All that differs are the strips of a forward block and how wide accesses are."""
+    conv, free = _conv(case), {"VEC_X", "VEC_Y", "VEC_DY"}
+    seen = set()
+    for device, vector in itertools.product(BUILT_IN.values(), (1, 2, 8)):
+        forward = conv2d_stem.plan_forward(conv, 1, (vector, vector), device)
+        weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (vector, vector), device)
+        fixed = [tuple((k, v) for k, v in plan.defines.items() if k not in free) for plan in (forward, weight)]
+        seen.add((*fixed, weight.problem.tobytes(), weight.grid))
+    assert len(seen) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture
+def stem(cuda_ops):
+    """The table, with the family forced."""
+    with family("stem"):
+        yield cuda_ops
+
+
+@cases(CASES)
+def test_both_passes_equal_the_definition(stem, case, dtype, rng):
+    x, w, dy = draws(rng, case, dtype)
+    bias = draw(rng, case.w[0], np.float32)
+    y = stem.to_host(stem.conv2d(*put(stem, x, w, bias), **case.options))
+    assert_close(y, reference.conv2d(x, w, bias, **case.options), dtype, terms=case.terms[0] + 1, scale=4)
+    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    assert_close(weight_gradient(stem, *put(stem, dy, x), case), expected, terms=max(case.terms[2], 1), scale=4)
+    start = draw(rng, case.w, np.float32)
+    added = weight_gradient(stem, *put(stem, dy, x), case, start=start)
+    assert_close(added, start + expected, terms=case.terms[2] + 1, scale=4)
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(stem, case, dtype, rng):
+    x, w, dy = draws(rng, case, dtype)
+    dense = put(stem, x, w, dy)
+
+    def moved(host):
+        """Dense, at an address that no vector fits."""
+        flat = stem.from_host(np.concatenate([np.full(1, np.nan, dtype), host.reshape(-1)]))
+        return flat[1:].reshape(host.shape)
+
+    y, dw = stem.to_host(stem.conv2d(*dense[:2], **case.options)), weight_gradient(stem, dense[2], dense[0], case)
+    for place in (lambda host: pitched(stem, host), moved):
+        other = stem.to_host(stem.conv2d(place(x), moved(w), **case.options))
+        assert np.array_equal(other.view(np.uint16), y.view(np.uint16))
+        assert np.array_equal(weight_gradient(stem, place(dy), place(x), case), dw)
+
+
+@cases(EDGES)
+def test_every_output_is_written_and_every_run_gives_the_same_bits(stem, case, dtype, rng, monkeypatch):
+    x, w, dy = put(stem, *draws(rng, case, dtype))
+
+    def run():
+        y = stem.to_host(stem.conv2d(x, w, **case.options))
+        return y.view(np.uint16), weight_gradient(stem, dy, x, case).view(np.uint32)
+
+    expected = run()
+    for a, b in zip(expected, run(), strict=True):
+        assert np.array_equal(a, b)
+    empty = stem.empty
+
+    def poisoned(shape, dtype):
+        array = empty(shape, dtype)
+        array.view(np.uint8).fill(255)  # NaN in every storage type
+        return array
+
+    for name in ("conv2d", "conv2d_stem", "channel_sum"):
+        monkeypatch.setattr(sys.modules[f"minidl.cuda.{name}"], "empty", poisoned)
+    for a, b in zip(expected, run(), strict=True):
+        assert np.array_equal(a, b)
+
+
+@cases(PLANNED)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_neighbourhood(stem, case, rng, value):
+    """Fragments read beyond windows and behind the last pixel of a row: none of that may reach a result."""
+    x, w, dy = draws(rng, case, bfloat16)
+    for place in ((0, 0, 0, 0), (-1, -1, -1, -1), (0, x.shape[1] // 2, x.shape[2] // 2, x.shape[3] // 2)):
+        hurt = x.copy()
+        hurt[place] = value
+        y = stem.to_host(stem.conv2d(*put(stem, hurt, w), **case.options)).astype(np.float32)
+        with np.errstate(invalid="ignore"):
+            assert (np.isfinite(y) == np.isfinite(reference.conv2d(hurt, w, **case.options))).all()
+            expected = reference.conv2d_backward_weight(dy, hurt, case.w, **case.options)
+        assert (np.isfinite(weight_gradient(stem, *put(stem, dy, hurt), case)) == np.isfinite(expected)).all()
+
+
+def test_a_large_batch_equals_its_parts(stem, rng):
+    """More than 2**31 elements of y: the last images equal the same images alone."""
+    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    x = stem.zeros((40000, 30, 30, 3), bfloat16)
+    last = stem.from_host(draw(rng, (2, 30, 30, 3), bfloat16))
+    w = stem.from_host(draw(rng, (64, 3, 3, 3), bfloat16))
+    x[-2:] = last
+    y = stem.conv2d(x, w, **options)
+    assert y.size > 2**31
+    alone = stem.conv2d(last, w, **options)
+    assert np.array_equal(stem.to_host(y[-2:]).view(np.uint16), stem.to_host(alone).view(np.uint16))
+    assert not stem.to_host(y[:2]).astype(np.float32).any()
+    # The gradient meets images of zeros but for the last.
+    out, small = stem.zeros(w.shape, np.float32), stem.zeros(w.shape, np.float32)
+    stem.conv2d_backward_weight(y, x, **options, out=out)
+    stem.conv2d_backward_weight(alone, last, **options, out=small)
+    assert_close(stem.to_host(out), stem.to_host(small), terms=2 * 30 * 30, scale=30)

@@ -1,0 +1,338 @@
+"""The weight gradient on Hopper's matrix units: what the copy engine walks over, plans, laws with the family forced.
+
+The first half needs no GPU: it walks the tensor maps as the engine does and sums up by definition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_weight_hopper as hopper
+from minidl.cuda import nvrtc
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.conv2d_weight_tiles import WORKERS, halo_views
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import Case, cases, pitched, weight_gradient
+from tests.tolerance import assert_close, draw
+
+CASES = [
+    Case("3x3", (2, 9, 10, 64), (64, 3, 3), padding=(1, 1)),
+    Case("3x3-asymmetric-padding", (3, 8, 9, 16), (24, 3, 3), padding=(0, 2)),
+    Case("3x3-valid", (2, 11, 7, 72), (64, 3, 3)),
+    Case("3x3-dilated", (2, 12, 11, 40), (72, 3, 3), padding=(2, 3), dilation=(2, 3)),
+    Case("3x3-wide", (1, 5, 131, 8), (16, 3, 3), padding=(1, 1)),
+    Case("3x3-beyond-padding", (2, 6, 5, 8), (8, 3, 3), padding=(4, 3)),
+    Case("3x3-dilation-beyond-image", (2, 5, 6, 8), (8, 3, 3), padding=(6, 7), dilation=(6, 7)),
+    Case("3x3-one-pixel", (5, 1, 1, 24), (40, 3, 3), padding=(1, 1)),
+    Case("3x3-one-column", (3, 70, 1, 8), (8, 3, 3), padding=(1, 1)),
+    Case("3x3-many-steps", (9, 30, 31, 136), (200, 3, 3), padding=(1, 1)),
+    Case("3x3-stride-2", (3, 8, 8, 72), (200, 3, 3), stride=(2, 2), padding=(1, 1)),
+    Case("3x5-padded", (3, 7, 11, 8), (16, 3, 5), padding=(1, 2)),
+    Case("7x7-stride-2", (2, 15, 17, 24), (40, 7, 7), stride=(2, 2), padding=(3, 3)),
+    Case("11x11-stride-3-1", (2, 20, 23, 16), (72, 11, 11), stride=(3, 1), padding=(5, 5)),
+    Case("stride-asymmetric", (2, 11, 13, 16), (8, 3, 2), stride=(3, 2), padding=(0, 1)),
+    Case("stride-over-kernel", (2, 13, 12, 8), (16, 2, 1), stride=(3, 4)),
+    Case("dilation-stride", (2, 14, 15, 136), (64, 3, 3), stride=(2, 3), padding=(3, 1), dilation=(3, 2)),
+    Case("kernel-over-image", (2, 3, 2, 64), (64, 5, 7), padding=(2, 3)),
+    Case("1x1", (2, 6, 5, 24), (40, 1, 1)),
+    Case("1x1-many-steps", (16, 15, 14, 264), (520, 1, 1)),
+    Case("1x1-stride-2", (2, 7, 8, 328), (136, 1, 1), stride=(2, 2)),
+    Case("1x1-padded", (2, 4, 3, 8), (8, 1, 1), padding=(2, 1), stride=(2, 2)),
+    Case("linear", (7, 1, 1, 104), (32, 1, 1)),
+    Case("linear-one-sample", (1, 1, 1, 264), (72, 1, 1)),
+]
+STORAGE = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+TILES = [*hopper.TILES, hopper.HALO]
+H200 = BUILT_IN["H200"]
+CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
+
+
+def sizes(case: Case):
+    return convolution("test", case.x, case.w, case.stride, case.padding, case.dilation, case.groups)
+
+
+# ------------------------------------------------------------------------------------------------ plans, without a GPU
+
+
+def walk(view, image: np.ndarray, start: tuple[int, int, int], count: int, offset=(0, 0)) -> np.ndarray:
+    """A column of ``count`` pixels as the copy engine reads it, from (image, row, column) on; zeros outside."""
+    n, h, w = start
+    (first_w, first_h), (last_w, last_h) = view.corners
+    _, width, height, images = view.sizes
+    pixels = np.zeros((count, image.shape[-1]), image.dtype)
+    for i in range(count):
+        y, x = h + offset[0], w + offset[1]
+        if n < images and 0 <= y < height and 0 <= x < width:
+            pixels[i] = image[n, y, x]
+        w += view.steps[0]
+        if w > width - 1 + last_w:
+            w, h = first_w, h + view.steps[1]
+        if h > height - 1 + last_h:
+            h, n = first_h, n + 1
+    return pixels
+
+
+@cases(CASES)
+def test_the_engine_walks_the_pixels_of_the_definition(case, rng):
+    conv = sizes(case)
+    x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
+    (_, _), (view, _) = hopper._views(conv, 1, (conv.channels, conv.out_channels))._views
+    rows = dy.reshape(-1, conv.out_channels)
+    count = len(rows) + 70  # beyond the last image all is zero
+    gradient = np.zeros(case.w)
+    for r, s in np.ndindex(conv.kernel):
+        if view.corners is None:
+            pixels = x.reshape(-1, conv.channels)
+        else:
+            offset = r * conv.dilation[0], s * conv.dilation[1]
+            pixels = walk(view, x, (0, -conv.padding[0], -conv.padding[1]), count, offset)
+            assert not pixels[len(rows) :].any()
+        gradient[:, r, s] = rows.T @ pixels[: len(rows)]
+    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+HALO_CASES = [case for case in CASES if hopper.halo(sizes(case)) is not None]
+
+
+@cases(HALO_CASES)
+def test_a_tap_is_one_offset_for_all_points_of_the_grid(case, rng):
+    conv = sizes(case)
+    grid = hopper.halo(conv)
+    x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
+    (of_dy, _), (of_x, _) = halo_views(conv, 1, (conv.channels, conv.out_channels), grid)._views
+    points = conv.images * grid.size[0] * grid.size[1]
+    rows = walk(of_dy, dy, (0, 0, 0), points)
+    pixels = walk(of_x, x, (0, -conv.padding[0], -conv.padding[1]), points + 2 * sum(grid.tap))
+    gradient = np.zeros(case.w)
+    for r, s in np.ndindex(3, 3):
+        offset = r * grid.tap[0] + s * grid.tap[1]
+        gradient[:, r, s] = rows.T @ pixels[offset : offset + points]
+    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_halo_serves_common_3x3_convolutions():
+    for size in (1, 7, 14, 56, 128, 256):
+        assert hopper.halo(convolution("test", (2, size, size, 64), (64, 3, 3, 64), (1, 1), (1, 1), (1, 1), 1))
+    assert not hopper.halo(convolution("test", (2, 8, 8, 64), (64, 3, 3, 64), (2, 2), (1, 1), (1, 1), 1))
+    assert not hopper.halo(convolution("test", (2, 8, 2000, 64), (64, 3, 3, 64), (1, 1), (1, 1), (1, 1), 1))
+
+
+def test_every_block_has_a_step():
+    for case, tile, parts, cluster in itertools.product(CASES, TILES, (1, 2, 7, 100), (1, 2)):
+        conv = sizes(case)
+        if tile is hopper.HALO and hopper.halo(conv) is None:
+            continue
+        forced = tile, hopper.Division(parts, cluster)
+        planned = hopper.plan(conv, 1, (conv.channels, conv.out_channels), 2, False, forced)
+        steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
+        assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= min(steps, parts * cluster)
+        assert planned.shared <= H200.shared_per_block
+        assert planned.grid == chunks * int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0])
+
+
+def test_large_products_keep_the_multiprocessors_busy():
+    """Blocks for half of them at least, unless sums are short; and no block has next to nothing to do."""
+    for size, channels, filters, kernel in itertools.product((7, 14, 28, 56), (64, 96, 512), (64, 136, 1024), (1, 3)):
+        pad = (kernel // 2,) * 2
+        w = filters, kernel, kernel, channels
+        conv = convolution("test", (128, size, size, channels), w, (1, 1), pad, (1, 1), 1)
+        planned = hopper.plan(conv, 1, (channels, filters), 2, False)
+        steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
+        assert steps // chunks >= 4 or chunks == 1
+        assert planned.grid >= WORKERS // 2 or steps // chunks < 16
+
+
+def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
+    def pays(channels, kernel):
+        return hopper.pays(convolution("test", (2, 9, 9, channels), (64, *kernel, channels), (1, 1), (4, 4), (1, 1), 1))
+
+    assert all(pays(channels, (1, 1)) for channels in (8, 24, 64)) and pays(32, (3, 3)) and pays(72, (7, 7))
+    assert not pays(8, (3, 3)) and not pays(16, (7, 7))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=[str(tuple(tile)) for tile in TILES])
+def test_every_tile_compiles_and_fits(tile):
+    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters."""
+    pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
+    variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
+    for code, stride, parts, cluster, vec_y in ((1, 1, 1, 1, 1), (2, 1, 2, 2, 2), (1, 2, 2, 1, 2), (2, 2, 1, 2, 2)):
+        strides = (1, 1) if tile is hopper.HALO else (stride, stride)
+        conv = convolution("test", (4, 16, 16, 64), (64, *kernel, 64), strides, (0, 0), (1, 1), 1)
+        forced = tile, hopper.Division(parts, cluster)
+        planned = hopper.plan(conv, code, (64, 64), vec_y, False, forced)
+        variants.add((planned.stem, tuple(planned.defines.items())))
+    assert len(variants) >= 3
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch)):
+        (kernel,) = report.kernels
+        # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
+        assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log
+        resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
+        assert -(-kernel.registers // 8) * 8 * planned.block * resident <= 65536
+
+
+def _gradient_of(x, dy, shape):
+    from minidl import cuda as ops
+
+    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    ops.conv2d_backward_weight(dy, x, **options, out=ops.empty(shape, float32))
+
+
+@pytest.mark.parametrize(("name", "fits"), [("A100", False), ("L40", False), ("H100", True), ("H200", True)])
+def test_only_hopper_takes_it(name, fits):
+    with dry_run(BUILT_IN[name]) as log, family("hopper"):
+        from minidl import cuda as ops
+
+        arrays = ops.empty((2, 9, 9, 64), bfloat16), ops.empty((2, 9, 9, 32), bfloat16)
+        if not fits:
+            with pytest.raises(ValueError, match="family"):
+                _gradient_of(*arrays, (32, 3, 3, 64))
+            return
+        _gradient_of(*arrays, (32, 3, 3, 64))
+    assert log.launches[0].name in ("conv2d_weight_hopper_kernel", "conv2d_weight_halo_kernel")
+
+
+def test_what_does_not_fit_is_refused_or_left_to_the_generic_family():
+    from minidl import cuda as ops
+
+    for dtype, channels, filters in ((float32, 64, 64), (bfloat16, 64, 12)):
+        with dry_run(H200) as log:
+            x, dy = ops.empty((2, 9, 9, channels), dtype), ops.empty((2, 9, 9, filters), dtype)
+            shape = filters, 3, 3, channels
+            _gradient_of(x, dy, shape)
+            assert log.launches[0].name == "conv2d_weight_kernel"
+            with family("hopper"), pytest.raises(ValueError, match="family"):
+                _gradient_of(x, dy, shape)
+
+
+# ------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+def _needs_hopper(ops):
+    from minidl.cuda.device import current_device
+
+    if current_device().arch != hopper.ARCH:
+        pytest.skip("needs compute capability 9.0")
+    return ops
+
+
+@pytest.fixture
+def hopper_ops(cuda_ops):
+    return _needs_hopper(cuda_ops)
+
+
+@pytest.fixture
+def taking(monkeypatch):
+    """A function that makes every plan take this tile, number of partial sums and cluster."""
+
+    def take(tile, *division):
+        hopper.plan.cache_clear()
+        monkeypatch.setattr(hopper, "choose", lambda conv: (tile, hopper.Division(*division)))
+
+    yield take
+    hopper.plan.cache_clear()
+
+
+@STORAGE
+@pytest.mark.parametrize("name", ["hopper", "generic"])
+@cases(CASES)
+def test_equals_definition_and_accumulates(hopper_ops, case, storage, name, rng):
+    x, dy = draw(rng, case.x, storage), draw(rng, case.y, storage)
+    start = draw(rng, case.w, np.float32)
+    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
+    with family(name):
+        gradient = weight_gradient(hopper_ops, *placed, case)
+        assert_close(gradient, expected, terms=case.terms[2], scale=CUT)
+        assert np.array_equal(gradient, weight_gradient(hopper_ops, *placed, case)), "another run, other bits"
+        added = weight_gradient(hopper_ops, *placed, case, start=start)
+    assert_close(added, start + expected, terms=case.terms[2] + 1, scale=CUT)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=[str(tuple(tile)) for tile in TILES])
+@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (3, 1), (2, 2), (1, 2)])
+def test_every_tile_equals_definition(hopper_ops, tile, parts, cluster, rng, taking):
+    for case in CASES:
+        if tile is hopper.HALO and case not in HALO_CASES:
+            continue
+        taking(tile, parts, cluster)
+        x, dy = draw(rng, case.x, bfloat16), draw(rng, case.y, bfloat16)
+        expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+        start = draw(rng, case.w, np.float32)
+        with family("hopper"):
+            placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
+            gradient = weight_gradient(hopper_ops, *placed, case, start=start)
+        assert_close(gradient, start + expected, terms=case.terms[2] + 1, scale=CUT)
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper_ops, case, rng):
+    x, dy = draw(rng, case.x, bfloat16), draw(rng, case.y, bfloat16)
+    with family("hopper"):
+        expected = weight_gradient(hopper_ops, hopper_ops.from_host(dy), hopper_ops.from_host(x), case)
+        for before, after in ((8, 16), (3, 2), (8, 1), (1, 7)):  # aligned, or in need of a copy
+            placed = [pitched(hopper_ops, host, before, after) for host in (dy, x)]
+            assert np.array_equal(weight_gradient(hopper_ops, *placed, case), expected)
+
+
+@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+@cases([case for case in CASES if case.name in ("3x3", "3x3-many-steps", "1x1-stride-2", "7x7-stride-2")])
+def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, parts, cluster, monkeypatch, taking):
+    """Into a slice of an arena at an odd offset, partial sums poisoned, canaries around both."""
+    import cupy
+
+    x, dy = draw(rng, case.x, bfloat16), draw(rng, case.y, bfloat16)
+    guards = []
+
+    def guarded(shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        arena = cupy.full(size + 2048, 255, np.uint8)  # NaN in every storage type
+        guards.append((arena, size))
+        return arena[1024 : 1024 + size].view(dtype).reshape(shape)
+
+    tiles = [hopper.TILES[0], hopper.HALO] if case in HALO_CASES else [hopper.TILES[0]]
+    for tile, offset in itertools.product(tiles, (0, 1)):
+        taking(tile, parts, cluster)
+        placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
+        size = int(np.prod(case.w))
+        arena = cupy.full(size + 258, np.nan, np.float32)
+        out = arena[128 + offset : 128 + offset + size].reshape(case.w)
+        with monkeypatch.context() as patch, family("hopper"):
+            patch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+            hopper_ops.conv2d_backward_weight(*placed, **case.options, out=out)
+        expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+        assert_close(hopper_ops.to_host(out), expected, terms=case.terms[2], scale=CUT)
+        around = hopper_ops.to_host(arena)
+        assert np.isnan(around[: 128 + offset]).all() and np.isnan(around[128 + offset + size :]).all()
+    assert bool(guards) == (parts > 1)
+    for arena, size in guards:
+        host = cupy.asnumpy(arena)
+        assert (host[:1024] == 255).all() and (host[1024 + size :] == 255).all()
+        assert np.isfinite(host[1024 : 1024 + size].view(np.float32)).all()
+
+
+@STORAGE
+def test_large_sums_equal_those_of_exact_float32(hopper_ops, storage, rng):
+    """At the sizes of training, by default, against float32 kernels on the same values."""
+    for x_shape, filters, stride in (
+        ((16, 56, 56, 64), (64, 3, 3), 1),
+        ((32, 28, 28, 128), (128, 3, 3), 1),
+        ((16, 56, 56, 64), (256, 1, 1), 1),
+        ((16, 28, 28, 256), (512, 1, 1), 2),
+        ((32, 14, 14, 256), (256, 3, 3), 2),
+    ):
+        padding = filters[1] // 2
+        case = Case("large", x_shape, filters, stride=(stride, stride), padding=(padding, padding))
+        placed = [hopper_ops.from_host(draw(rng, shape, storage)) for shape in (case.y, case.x)]
+        exact = weight_gradient(hopper_ops, *[hopper_ops.cast(a, float32) for a in placed], case)
+        assert_close(weight_gradient(hopper_ops, *placed, case), exact, terms=case.terms[2], scale=CUT)

@@ -1,0 +1,341 @@
+"""Batch-norm fusion: sites are found, plans are kept and refused, and any plan computes the same network."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import cli, fusion, models
+from minidl.profile import results
+from minidl.value import MaskedGradient, Normalized
+
+BOUND = 2e-6  # in float32, of the largest value: joins round once where their layers round twice
+
+
+def stack():
+    """Batch norms that a ReLU reads: nothing else is rounded, so every plan gives the same bits."""
+    graph = m.Graph()
+    x = graph.input((8, 8, 3))
+    for i, stride in enumerate((1, 2, 1)):
+        x = m.Conv2d(x.shape[-1], 6 + i, 3, stride=stride, padding=1, bias=False, name=f"conv{i}")(x)
+        x = m.ReLU(name=f"relu{i}")(m.BatchNorm2d(6 + i, name=f"bn{i}", affine=i != 1)(x))
+    return graph.output(m.Linear(128, 5, name="fc")(m.Flatten()(x)))
+
+
+def residual():
+    """A join of two batch norms, one with the input, and one without a ReLU."""
+    graph = m.Graph()
+    x = graph.input((6, 6, 3))
+
+    def norm(x, width, name, kernel=3):
+        x = m.Conv2d(x.shape[-1], width, kernel, padding=kernel // 2, bias=False, name=f"{name}.conv")(x)
+        return m.BatchNorm2d(width, name=f"{name}.bn")(x)
+
+    a = m.ReLU(name="relu0")(norm(x, 8, "stem"))
+    b = m.Add(name="add1")(norm(a, 12, "main1"), norm(a, 12, "side1", 1))
+    b = m.ReLU(name="relu1")(b)
+    c = m.ReLU(name="relu2")(m.Add(name="add2")(b, norm(b, 12, "main2")))
+    d = m.Add(name="add3")(norm(c, 12, "main3"), c)
+    return graph.output(m.Linear(432, 5, name="fc")(m.Flatten()(d)))
+
+
+def preactivation():
+    """Sums that a batch norm and a further sum read; a batch norm that two layers read."""
+    graph = m.Graph()
+    x = m.Conv2d(3, 8, 3, padding=1, name="stem")(graph.input((6, 6, 3)))
+    for i in range(2):
+        y = m.BatchNorm2d(8, name=f"bn{i}")(x)
+        left = m.Conv2d(8, 8, 3, padding=1, name=f"conv{i}")(m.ReLU(name=f"relu{i}")(y))
+        x = m.Add(name=f"add{i}")(m.BatchNorm2d(8, name=f"post{i}")(left), x if i else y)
+    return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(m.ReLU(name="last")(x))))
+
+
+def run(model, seed=0, steps=2):
+    """Outputs, gradients and buffers of some steps, as float64 arrays."""
+    rng = np.random.default_rng(seed)
+    loss, found = m.SoftmaxCrossEntropy(), {}
+    for step in range(steps):
+        x = rng.standard_normal((5, *model.graph.nodes[0].shape)).astype(model.precision.storage)
+        totals = loss.forward(model.forward(model.ops.from_host(x)), model.ops.from_host(rng.integers(0, 5, 5)))
+        model.backward(loss.backward(), accumulate=step > 0, send=step == steps - 1)
+        found[f"loss {step}"] = np.array(totals.loss)
+    for layer in model.layers:
+        for spec in layer.specs:
+            gradient = model.arena.layer(layer.name).grad(spec.name)
+            if gradient is not None:
+                found[f"{layer.name}.{spec.name}"] = model.ops.to_host(gradient.view)
+        found |= {f"{layer.name}.{name}": model.ops.to_host(b) for name, b in layer.buffers.items()}
+    return {name: np.asarray(value, np.float64) for name, value in found.items()}
+
+
+def close(a, b, bound):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        scale = max(np.abs(value).max(initial=0.0), 1e-3)
+        assert np.abs(value - b[name]).max(initial=0.0) <= bound * scale, name
+
+
+def fused(build, how, ops, **options):
+    model = m.Model(build(), device=ops.name, **options)
+    fusion.fuse(model, how)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("frozen", [(), ("conv0.*", "bn0.*"), ("*.weight",)], ids=["all", "top", "shifts"])
+def test_a_stack_gives_the_same_bits_fused(ops, precision, frozen):
+    options = {"precision": precision, "frozen": frozen}
+    close(run(fused(stack, "none", ops, **options)), run(fused(stack, "elementwise", ops, **options)), 0.0)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "frozen statistics"])
+@pytest.mark.parametrize("build", [residual, preactivation])
+def test_any_plan_computes_the_same_network(ops, build, training):
+    """Each batch norm fused or not, in every combination; also where no plan would: what is alone is finished later."""
+    names = [site.name for site in fusion.find_sites(build())]
+    measure = run if training else backward_in_evaluation
+    expected = measure(m.Model(build(), device=ops.name).train(training))
+    for ways in itertools.islice(itertools.product((False, True), repeat=len(names)), 0, None, 3):
+        model = m.Model(build(), device=ops.name).train(training)
+        for name, way in zip(names, ways, strict=True):
+            model.graph[name].layer.deferred = way
+        close(expected, measure(model), BOUND)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("build", [residual, preactivation])
+def test_in_16_bits_fusing_errs_no_more_than_not_fusing(ops, build, precision):
+    """Against the same network in float32: a join that rounds once may flip a ReLU, as any rounding does."""
+    exact = run(m.Model(build(), device=ops.name))
+    plain, one = (run(fused(build, how, ops, precision=precision)) for how in fusion.PLANS)
+    assert 0 < distance(exact, one) <= 1.25 * distance(exact, plain)
+
+
+def distance(exact, found):
+    """Root mean square over the arrays of their relative errors."""
+    errors = [np.linalg.norm(found[name] - value) / np.linalg.norm(value) for name, value in exact.items()]
+    return np.sqrt(np.mean(np.square(errors)))
+
+
+def backward_in_evaluation(model):
+    """Fine-tuning with frozen statistics: the running ones are constants, gradients flow."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((4, *model.graph.nodes[0].shape)).astype(model.precision.storage)
+    y = model.forward(model.ops.from_host(x), grad=True)
+    model.backward(model.ops.from_host(rng.standard_normal(y.shape).astype(model.precision.storage)))
+    found = {"y": np.asarray(model.ops.to_host(y), np.float64)}
+    for layer in model.layers:
+        for spec in layer.specs:
+            view = model.arena.layer(layer.name).grad(spec.name).view
+            found[f"{layer.name}.{spec.name}"] = np.asarray(model.ops.to_host(view), np.float64)
+    return found
+
+
+def test_fusing_keeps_no_more_for_the_backward_pass(cpu_ops):
+    kept = []
+    for how in fusion.PLANS:
+        model = fused(lambda: models.build("resnet20", (32, 32, 3), 10), how, cpu_ops)
+        model.forward(np.zeros((2, 32, 32, 3), np.float32))
+        kept.append(model.store.saved_bytes)
+    assert kept[1] <= kept[0]
+
+
+def test_inference_is_the_same_and_keeps_nothing(ops, rng):
+    x = ops.from_host(rng.standard_normal((3, 6, 6, 3)).astype(np.float32))
+    plain, one = (fused(residual, how, ops).eval() for how in fusion.PLANS)
+    expected, found = (ops.to_host(model.forward(x)) for model in (plain, one))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert one.store.saved_bytes == 0
+
+
+def test_a_step_that_fails_half_way_leaves_the_model_usable(cpu_ops):
+    model, other = (fused(residual, "elementwise", cpu_ops) for _ in range(2))
+    model.forward(np.zeros((2, 6, 6, 3), np.float32))
+    with pytest.raises(ValueError, match="fc"):
+        model.backward(np.zeros((2, 6), np.float32))
+    model.load_state_dict(other.state_dict())
+    close(run(model), run(other), 0.0)
+
+
+# -- inference ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", fusion.PLANS)
+@pytest.mark.parametrize("build", [stack, residual, preactivation])
+def test_folding_computes_the_same_and_leaves_the_state_alone(ops, rng, build, how):
+    model = fused(build, how, ops)
+    run(model)  # running statistics of their own
+    x = ops.from_host(rng.standard_normal((3, *model.graph.nodes[0].shape)).astype(np.float32))
+    expected = ops.to_host(model.eval().forward(x))
+    state = model.state_dict()
+    names = fusion.fold(model)
+    np.testing.assert_allclose(ops.to_host(model.forward(x)), expected, rtol=1e-4, atol=1e-5)
+    after_a_sum = "bn1" if build is preactivation else None
+    assert names == [s.name for s in fusion.find_sites(model.graph) if s.name != after_a_sum]
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value, state[name])
+    model.train().eval()
+    np.testing.assert_array_equal(ops.to_host(model.forward(x)), expected)
+
+
+def test_folding_is_for_inference_only(cpu_ops):
+    model = m.Model(stack())
+    with pytest.raises(RuntimeError, match="eval"):
+        fusion.fold(model)
+    fusion.fold(model.eval())
+    x = np.ones((2, 8, 8, 3), np.float32)
+    before = model.forward(x)
+    with pytest.raises(RuntimeError, match="folded for inference"):
+        model.forward(x, grad=True)
+    state = model.state_dict()
+    state["conv0.weight"] = state["conv0.weight"] * 2 + 1
+    model.load_state_dict(state)
+    other = m.Model(stack()).eval()
+    other.load_state_dict(state)
+    after = model.forward(x)
+    np.testing.assert_array_equal(after, other.forward(x))
+    assert not np.array_equal(after, before)
+
+
+# -- owed masks -----------------------------------------------------------------------------------------------------
+
+
+def test_an_owed_mask_at_a_plain_layer_is_an_error(cpu_ops):
+    layer = m.Flatten()
+    layer.forward(np.ones((1, 2, 2, 1), np.float32))
+    with pytest.raises(RuntimeError, match="finish"):
+        layer.backward(MaskedGradient(np.ones((1, 4), np.float32), y=np.ones((1, 4), np.float32)))
+
+
+def test_an_owed_mask_is_applied_once(ops, rng):
+    x, dy = (rng.standard_normal((7, 4)).astype(np.float32) for _ in range(2))
+    moments = np.array([[0.1] * 4, [2.0] * 4], np.float32)
+    term = Normalized(ops.from_host(x), ops.from_host(moments), None, None)
+    gradient = MaskedGradient(ops.from_host(dy), term=term)
+    masked = gradient.finish(ops)
+    np.testing.assert_array_equal(ops.to_host(masked), np.where(x > np.float32(0.1), dy, 0))
+    assert gradient.finish(ops) is masked and gradient.shape == dy.shape and gradient.dtype == dy.dtype
+
+
+# -- sites and plans ------------------------------------------------------------------------------------------------
+
+
+def kinds(graph):
+    return {site.name: (site.kind, site.partner, site.first_back) for site in fusion.find_sites(graph)}
+
+
+def test_sites_of_a_residual_network():
+    assert kinds(residual()) == {
+        "stem.bn": ("relu", None, True),
+        "main1.bn": ("join", "side1.bn", False),
+        "side1.bn": ("join", "main1.bn", True),
+        "main2.bn": ("join", None, True),
+        "main3.bn": ("sum", None, True),
+    }
+
+
+def test_sites_that_stand_alone_say_why():
+    sites = {site.name: site for site in fusion.find_sites(preactivation())}
+    assert sites["bn0"].kind == "alone" and sites["bn0"].why == "read by several layers: relu0, add0"
+    assert sites["bn1"].kind == "relu" and sites["post0"].kind == "sum" and sites["post1"].kind == "join"
+    graph = m.Graph()
+    x = m.BatchNorm2d(3, name="first")(graph.input((4, 4, 3)))
+    x = m.BatchNorm2d(2, name="last")(m.Conv2d(3, 2, 1, name="conv")(x))
+    whys = [site.why for site in fusion.find_sites(graph.output(x))]
+    assert whys == ["read by conv, which needs it finished", "the network's output"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sites", "joins"), [("resnet50", 53, 20), ("densenet121", 121, 0), ("vgg16_bn", 13, 0)]
+)
+def test_all_batch_norms_of_the_models_are_found(name, sites, joins):
+    found = fusion.find_sites(models.build(name, (64, 64, 3), 10))
+    assert len(found) == sites and sum(site.kind == "join" for site in found) == joins
+    assert not [site for site in found if site.kind == "alone"]
+
+
+def test_costs_count_passes_by_hand():
+    """ResNet-50's first join: 256 channels at 56 x 56, with a projection; bf16, batch 2."""
+    sites = {site.name: site for site in fusion.find_sites(models.build("resnet50", (224, 224, 3), 10))}
+    size = 2 * 56 * 56 * 256 * 2
+    own, partner = sites["layer1.0.downsample.1"], sites["layer1.0.bn3"]
+    assert own.partner == partner.name and own.first_back and not partner.first_back
+    total = lambda way: [fusion.site_cost(s, way, 2, 2) for s in (own, partner)]  # noqa: E731
+    # both statistics 2, both normalisings 4, sum 3, ReLU 2; statistics 2, one pass over two inputs and an output 3
+    assert sum(c.forward_bytes for c in total("none")) == 11 * size
+    assert sum(c.forward_bytes for c in total("elementwise")) == 5 * size
+    # ReLU 3, twice 5; masking with sums 4, then 3, 2 and 3
+    assert sum(c.backward_bytes for c in total("none")) == 13 * size
+    assert sum(c.backward_bytes for c in total("elementwise")) == 12 * size
+    for site in sites.values():
+        assert fusion.site_cost(site, "elementwise", 2, 2).bytes < fusion.site_cost(site, "none", 2, 2).bytes
+
+
+def test_plans_round_trip_through_files(tmp_path, cpu_ops):
+    model = m.Model(residual())
+    plan = fusion.fuse(model, "elementwise")
+    plan.save(tmp_path / "plan.json")
+    assert fusion.fuse(m.Model(residual()), tmp_path / "plan.json") == plan
+    assert fusion.fuse(model, "none").sites == dict.fromkeys(plan.sites, "none")
+    assert not any(getattr(layer, "deferred", False) for layer in model.layers)
+
+
+def test_plans_that_do_not_fit_are_refused_by_name(tmp_path):
+    model = m.Model(preactivation())
+    own = fusion.choose(fusion.find_sites(model.graph), "elementwise")
+    with pytest.raises(ValueError, match="did you mean 'elementwise'"):
+        fusion.fuse(model, "elementwize")
+    with pytest.raises(ValueError, match="another network: the plan has 'conv"):
+        fusion.fuse(model, fusion.Plan(own.sites | {"conv9": "none"}, own.fingerprint))
+    with pytest.raises(ValueError, match="another network: the plan lacks 'post1'"):
+        fusion.fuse(model, fusion.Plan({n: w for n, w in own.sites.items() if n != "post1"}, own.fingerprint))
+    with pytest.raises(ValueError, match="bn0 cannot be elementwise: it is read by several layers"):
+        fusion.fuse(model, fusion.Plan(own.sites | {"bn0": "elementwise"}, own.fingerprint))
+    with pytest.raises(ValueError, match="other shapes or readers"):
+        fusion.fuse(model, fusion.Plan(own.sites, "0" * 16))
+    with pytest.raises(FileNotFoundError):
+        fusion.fuse(model, tmp_path / "none.json")
+    for text in ("not json", "[]", '{"schema": 1}', '{"schema": 9}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="bad.json"):
+            fusion.fuse(model, tmp_path / "bad.json")
+
+
+# -- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_fuse_tells_what_a_plan_saves_and_writes_it(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    options = ["--model", "resnet50", "--batch", "256", "--copy-gb-per-s", "4200", "--json", str(path)]
+    assert cli.main(["fuse", *options]) == 0
+    text = capsys.readouterr().out
+    assert "78.60 GB unfused, 52.46 GB by the plan; at 4200 GB/s 18.71 and 12.49 ms" in text
+    assert "layer1.0.bn1" in text and "layer1.0.add, layer1.0.relu_out" in text
+    assert fusion.Plan.load(path) == fusion.choose(
+        fusion.find_sites(models.build("resnet50", (224, 224, 3), 1000)), "elementwise"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["fuse", "--model", "vgg16_bn", "--plan", str(path)])
+    assert "another network: the plan has 'bn1'" in capsys.readouterr().err
+
+
+def test_training_with_fusion_gives_the_figures_of_training_without(tmp_path):
+    rows = []
+    for how in fusion.PLANS:
+        options = ["--model", "resnet20", "--epochs", "1", "--batch", "256", "--device", "cpu", "--fusion", how]
+        rows.append(cli.train(cli.parser().parse_args(["train", *options, "--output", str(tmp_path / how)])))
+    for name in ("train_loss", "test_loss"):
+        assert rows[1][name] == pytest.approx(rows[0][name], rel=2e-3), name
+
+
+def test_benchmark_rows_name_the_plan(tmp_path):
+    path = tmp_path / "rows.json"
+    options = ["--model", "resnet20", "--image-size", "8", "--batch", "2", "--device", "cpu", "--seconds", "0.01"]
+    assert cli.main(["bench", "model", *options, "--fusion", "elementwise", "--json", str(path)]) == 0
+    content = results.load(path)
+    plans = {row["layer"]: row["plan"] for row in content["rows"]}
+    assert plans["bn1"] == "elementwise" and plans["conv1"] is None
+    assert content["setup"]["fusion"] == "elementwise"

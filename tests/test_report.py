@@ -1,0 +1,153 @@
+"""The pages made from result files show what is in the files, whatever files there are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from minidl.bench.run import bench_network, merged
+from minidl.bench.setup import Setup
+from minidl.dist.communicator import SOLO
+from minidl.profile.results import write
+
+pytest.importorskip("matplotlib", reason="pictures need minidl[plot]")
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def report():
+    """benchmarks/report.py as a module."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec = importlib.util.spec_from_file_location("report", ROOT / "benchmarks" / "report.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    return module
+
+
+@pytest.fixture
+def pages(report):
+    report.layer_pages.measured.cache_clear()
+    yield report.layer_pages
+    report.layer_pages.measured.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def content():
+    """Two batches of a small network, as `minidl bench model` writes them."""
+    setups = [Setup("lenet", batch, "fp32", "cpu") for batch in (2, 4)]
+    ceilings = {"copy_gb_per_s": 20.0, "matrix_tflops": {"fp32": 0.1}, "vector_tflops": {"fp32": 0.1}}
+    return merged([bench_network(s, SOLO, ceilings, isolated=False, seconds=0.01) for s in setups])
+
+
+def on_two_ranks(content):
+    """The same as if two ranks had measured it."""
+    changed = json.loads(json.dumps(content))
+    for part in (*changed["rows"], *(point["setup"] for point in changed["points"])):
+        part["ranks"] = 2
+    carrier = next(row for row in changed["rows"] if row["layer"] == "conv1" and row["pass"] == "forward")
+    message = {"pass": "all_reduce", "wire_bytes": 1000.0, "exposed_ms": 5.0, "ms": 6.0, "flop": None, "bytes": None}
+    changed["rows"].insert(0, carrier | message)
+    return changed
+
+
+def cells(text, line):
+    """The cells of the line that begins with ``line``."""
+    return [[c.strip() for c in row.split("|")[1:-1]] for row in text.splitlines() if row.startswith(f"| {line} |")]
+
+
+def test_a_line_for_each_network_and_a_page_with_each_layer(pages, content, tmp_path):
+    write(tmp_path / "cpu" / "bench_model_small.json", content)
+    overview = pages.overview(tmp_path)
+    assert [line[1:4] for line in cells(overview, "lenet 32×32")] == [["2", "1", "fp32"], ["4", "1", "fp32"]]
+    assert "(layers/lenet.md)" in overview
+    page = pages.page(tmp_path, "lenet")
+    (head, *layers) = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert "share, b2 | share, b4 | FLOP/B, b2 | FLOP/B, b4" in head
+    names = [row["layer"] for row in content["rows"] if row["case"].endswith("b2") and row["index"] is not None]
+    assert [line.split(" | ")[0].strip("| ") for line in layers] == [
+        *dict.fromkeys(names), "loss", "optimizer", "unaccounted",
+    ]  # fmt: skip
+    shares = [float(cell.rstrip("%")) for line in layers if (cell := line.split("|")[4].strip())]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    assert content["command"] in page and "benchmarks/results/cpu/bench_model_small.json" in page
+
+
+def test_a_file_that_is_dropped_in_is_shown(pages, content, tmp_path):
+    write(tmp_path / "cpu" / "bench_model_a.json", content)
+    assert "Over ranks" not in pages.page(tmp_path, "lenet")
+    write(tmp_path / "cpu-x2" / "bench_model_b.json", on_two_ranks(content))
+    pages.measured.cache_clear()
+    page = pages.page(tmp_path, "lenet")
+    assert "## Over ranks: lenet 32×32, batch 2 on each" in page
+    over = page[page.index("## Over ranks: lenet 32×32, batch 2") :]
+    head, line = cells(over, "layers")[0], cells(over, "conv1")[0]
+    assert head == ["layers", "share, 1 rank", "share, 2 ranks", "exposed, 2 ranks", "FLOP/wire B, 2 ranks"]
+    flop = sum(row["flop"] or 0 for row in content["rows"] if row["layer"] == "conv1" and row["case"].endswith("b2"))
+    assert line[4] == f"{flop / 1000:,.0f}" and float(line[3].rstrip("%")) > 0
+    assert cells(over, "relu1")[0][3:] == ["", ""], "no message, no intensity"
+    assert "`mpirun -n 2 " in page
+
+
+def test_the_newest_of_the_same_measurement_counts(pages, content, tmp_path):
+    for name, date, ms in (("b", "2026-01-01", 111.0), ("a", "2026-02-01", 222.0)):
+        changed = json.loads(json.dumps(content)) | {"date": date}
+        for row in changed["rows"]:
+            row["ms"] = ms if row["pass"] == "step" else row["ms"]
+        write(tmp_path / "cpu" / f"bench_model_{name}.json", changed)
+    assert "222.0" in pages.overview(tmp_path) and "111.0" not in pages.overview(tmp_path)
+
+
+def test_every_picture_of_a_page_can_be_drawn(pages, content, tmp_path):
+    write(tmp_path / "cpu" / "bench_model_a.json", content)
+    write(tmp_path / "cpu-x2" / "bench_model_b.json", on_two_ranks(content))
+    drawn = {f"{name}.png": figure() for name, _, figure in pages.pictures(tmp_path)}
+    assert set(re.findall(r"\(([^)]*\.png)\)", pages.page(tmp_path, "lenet"))) == drawn.keys()
+    kinds = ("share", "over-batches", "over-ranks", "weak", "strong")
+    assert drawn.keys() == {f"lenet-fp32-{kind}.png" for kind in kinds}
+
+
+def test_without_files_the_page_says_so(pages, tmp_path):
+    assert pages.overview(tmp_path) == "Nothing was recorded yet."
+
+
+def test_the_recorded_pages_show_no_picture_that_is_not_there():
+    shown = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
+            assert (page.parent / link).is_file(), f"{page}: {link}"
+            shown += 1
+    assert shown > 20
+
+
+def test_a_page_without_its_marks_is_an_error(report):
+    made = report.between("a <!-- x: made by benchmarks/report.py --> old <!-- end of x --> b", "x", "new")
+    assert "old" not in made and made.startswith("a <!-- x") and made.endswith("b") and "\n\nnew\n\n" in made
+    with pytest.raises(ValueError, match="lacks the marks <!-- x: made"):
+        report.between("text", "x", "new")
+
+
+def test_every_option_of_every_verb_is_documented(report):
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for verb in report.command.VERBS:
+        part = text[text.index(f"### minidl bench {verb}\n") :].partition("\n### ")[0]
+        for action in report.command.parser_of(verb)._actions:
+            assert action.dest == "help" or (action.option_strings or [action.metavar])[-1] in part, (verb, action)
+
+
+def test_every_table_of_the_readme_has_its_command(report):
+    readme = (ROOT / "README.md").read_text()
+    listed = report.commands().splitlines()[2:]
+    for line in listed:
+        _, file, head, command, _ = (cell.strip() for cell in line.split("|"))
+        assert f"| {head} |" in readme, head
+        assert (ROOT / "benchmarks" / "results" / file.strip("`")).is_file() and len(command) > 10
+    assert len(listed) >= len(report.README_TABLES)
