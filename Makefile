@@ -79,7 +79,7 @@ report: $(BUILT) ## make the tables and pictures of README.md and docs/ from ben
 clean: ## remove everything built, keep .venv
 	@rm -rf build minidl/build dist ./*.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find $(wildcard minidl tests benchmarks scripts) \( -name '*.so' -o -name '*.pyc' \) -delete
-	@rm -f minidl/cpu/_*.c
+	@rm -f minidl/*/_*.c
 
 distclean: clean ## remove .venv too
 	@rm -rf .venv
@@ -105,7 +105,7 @@ distclean: clean ## remove .venv too
 	$(PIP) install --no-build-isolation --editable ".[$$extras,$$mpi,$$cuda]"
 	@touch $@
 
-$(BUILT): $(ENVIRONMENT) setup.py $(wildcard minidl/cpu/*.pyx minidl/cpu/*.pxd minidl/cpu/*.h)
+$(BUILT): $(ENVIRONMENT) setup.py $(wildcard minidl/*/*.pyx minidl/*/*.pxd minidl/*/*.h)
 	@mkdir -p build
 	@echo "build: the Cython core, with $$($(PY) --version)"
 	@$(PY) setup.py --quiet build_ext --inplace

@@ -1,4 +1,4 @@
-"""Builds the Cython core: every ``minidl/cpu/_*.pyx`` becomes one extension module. The rest is in pyproject.toml.
+"""Builds the Cython core: every ``minidl/*/_*.pyx`` becomes one extension module. The rest is in pyproject.toml.
 
 ``python setup.py build_ext --inplace`` builds in the source tree without pip and without a network.
 """
@@ -64,7 +64,7 @@ class BuildExtensions(build_ext):
 
 
 def extensions() -> list[Extension]:
-    headers = sorted(glob("minidl/cpu/*.h"))
+    shared = glob("minidl/cpu/*.h")
     return [
         Extension(
             source.removesuffix(".pyx").replace("/", "."),
@@ -72,9 +72,9 @@ def extensions() -> list[Extension]:
             include_dirs=["minidl/cpu", numpy.get_include()],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=["-O3", "-g0"],  # many Pythons ask for debug symbols, ten times the code
-            depends=headers,
+            depends=sorted({*shared, *glob(f"{os.path.dirname(source)}/*.h")}),
         )
-        for source in sorted(glob("minidl/cpu/_*.pyx"))
+        for source in sorted(glob("minidl/*/_*.pyx"))
     ]
 
 

@@ -20,7 +20,7 @@ from minidl.layer import Layer
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Profiler
+from minidl.profile import Profiler, grouping
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
@@ -42,6 +42,9 @@ class Model:
         store: where tensors saved for backward live.
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
+            None: what `minidl tune comm` measured on this machine, else 4 MiB.
+        message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
+            `minidl.params.Arena.connect` states.
 
     Raises:
         ValueError: unknown names, a plan or starting weights that differ between ranks.
@@ -58,7 +61,8 @@ class Model:
         frozen: Sequence[str] = (),
         store: TensorStore | None = None,
         profiler: Profiler = NULL_PROFILER,
-        group_bytes: int = 4 << 20,
+        group_bytes: int | None = None,
+        message_dtype: str = "fp32",
     ):
         if not isinstance(graph, Graph):
             raise checks.bad_dtype(
@@ -86,20 +90,26 @@ class Model:
         services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
-        self.arena.connect(comm, group_bytes)
+        if message_dtype not in ("fp32", "bf16"):
+            raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
+        group_bytes = grouping.group_bytes(self.ops, comm) if group_bytes is None else group_bytes
+        self.arena.connect(comm, group_bytes, parse_precision(message_dtype).storage)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
         self._needs_grad = _needs_grad(graph)
         self._shapes: tuple[int, ...] | None = None
         self.training = True
         self._agree()
+        self.arena.settle()
 
     def _agree(self) -> None:
         """Refuse to train when ranks disagree about the plan or the starting weights."""
         plan = [segment.describe() for segment in self.arena.segments]
         plan += [f"{layer.name} {layer!r}" for layer in self.layers]
         plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
-        require_same(self.comm, "parameter plan", [f"precision {self.precision.name}", *plan])
+        require_same(
+            self.comm, "parameter plan", [f"precision {self.precision.name}, messages {self.arena.wire.dtype}", *plan]
+        )
         if self.comm.size > 1:
             require_same_arrays(self.comm, "starting weights", {"weights": self.ops.to_host(self.arena.master)})
 

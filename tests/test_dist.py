@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from minidl import backend, launch
-from minidl.dist import SOLO, abort, facts, init, launched_size, mpiexec, require_same, require_same_arrays, world
+from minidl.dist import (
+    SOLO,
+    abort,
+    facts,
+    init,
+    launched_size,
+    mpiexec,
+    require_same,
+    require_same_arrays,
+    roll_call,
+    world,
+)
 from minidl.dist.agree import rank_list, together
 from minidl.dist.nccl import refuse_shared_devices
 from minidl.dist.threads import available_cores, cap_threads, count_sharing
@@ -155,10 +169,10 @@ def test_two_ranks_on_one_gpu_are_named():
 
 def test_a_failure_tells_rank_and_step(monkeypatch):
     monkeypatch.setattr(abort, "context", {})
-    text = abort.describe(1, 4, "uncaught exception", "Traceback\n  line")
+    text = abort.describe("1", 4, "uncaught exception", "Traceback\n  line")
     assert text.startswith("minidl: rank 1 of 4 (") and text.endswith("): uncaught exception\nTraceback\n  line\n")
     abort.context.update(step=7, layer="fc")
-    assert ", step 7, layer fc): broken\n" in abort.describe(0, 2, "broken")
+    assert ", step 7, layer fc): broken\n" in abort.describe("0", 2, "broken")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +192,41 @@ def test_departure_of_a_rank_with_an_exception_on_its_way():
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert abort.departure().code == 130
+
+
+def test_a_process_has_ended_whether_or_not_its_parent_took_notice():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not roll_call._ended(child.pid) and not roll_call._ended(os.getpid())
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on
+    assert roll_call._ended(child.pid)
+    child.wait()
+    assert roll_call._ended(child.pid)
+
+
+def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeypatch):
+    """Seen twice, so that a rank that ends in good order has been heard of; the next rank of the host, in a ring."""
+    said = []
+
+    def aborted(text, **alike):
+        said.append(text)
+
+    monkeypatch.setattr(roll_call.abort, "abort", aborted)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    ranks = roll_call.RollCall.__new__(roll_call.RollCall)
+    ranks._processes, ranks._suspects = {0: child.pid, 1: os.getpid()}, {}
+    ranks._comm = SimpleNamespace(rank=2, size=3)
+    for _ in range(3):
+        ranks._find_dead()
+    child.kill()
+    child.wait()
+    ranks._find_dead()
+    assert said == []
+    ranks._find_dead()
+    assert said == [f"rank 0 (process {child.pid}) is gone without a word: killed, out of memory, or crashed"]
+    ranks._processes.pop(0)  # it told of leaving
+    ranks._find_dead()
+    assert len(said) == 1
 
 
 def test_ranks_share_only_the_cores_they_have_in_common():
@@ -262,7 +311,6 @@ def test_facts_never_raise_and_every_failure_has_a_remedy(monkeypatch):
 @pytest.mark.parametrize("capturing", [False, True])
 def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing, monkeypatch):
     """Destroying them under a live CUDA graph crashes; fakes stand for NCCL and for CUDA."""
-    from types import SimpleNamespace
 
     from minidl.dist import nccl
 
@@ -295,7 +343,7 @@ def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing
     comm._nccl = SimpleNamespace(NCCL_FLOAT32=7, NCCL_SUM=0)
     comm._ops, comm._device, comm.closed, comm._captured = SimpleNamespace(Array=np.ndarray), 0, False, False
     comm._control = SimpleNamespace(
-        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda call: None
+        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda call, array, name: None
     )
     comm._inline, comm._messages = Engine(), Engine()
     comm._cuda = SimpleNamespace(

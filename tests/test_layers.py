@@ -179,7 +179,7 @@ def test_a_layer_alone_uses_the_communicator_it_is_given(cpu_ops, rng):
     class Doubling:
         rank, size = 0, 2
 
-        def start_all_reduce(self, array, span=None):
+        def start_all_reduce(self, array, span=None, name=""):
             array *= 2
             self.sent = array.size
             return self

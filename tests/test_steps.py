@@ -194,7 +194,7 @@ def test_silent_steps_send_nothing(cpu_ops):
         rank, size, local_rank, local_size, name = 0, 1, 0, 1, "counting"
         sent = 0
 
-        def start_all_reduce(self, array, span=None):
+        def start_all_reduce(self, array, span=None, name=""):
             Counting.sent += 1
             return self
 

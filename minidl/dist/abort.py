@@ -2,25 +2,32 @@
 
 Without this a rank that raises, or calls ``sys.exit(3)``, leaves the others waiting in a collective for ever (seen
 with Open MPI 5.0 and MPICH 5.0, started as plain ``mpiexec python script.py``). `install` hooks the three ways in
-which Python reports a failure; each ends in `abort`, which speaks, then kills all ranks, in bounded time.
+which Python reports a failure, and ``os._exit``; each ends in `abort`, which speaks, then kills all ranks, in bounded
+time. Of ranks that fail alike the lowest speaks for all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-__all__ = ["Departure", "abort", "before_abort", "context", "departure", "describe", "exit_code", "install"]
+from minidl.dist.agree import rank_list
 
+__all__ = ["Departure", "abort", "before_abort", "context", "departure", "describe", "exit_code", "install", "parted", "say", "tell"]
+
+ALIKE_SECONDS = 0.5  # for other ranks to fail of the same
 ENGINE_SECONDS = 2.0  # for engines to let go of the GPU
+SILENT_SECONDS = 2.0  # for the rank that speaks for this one
 KILL_SECONDS = 5.0  # for MPI to end the job; afterwards at least this process goes
 
 context: dict[str, object] = {}
@@ -41,29 +48,47 @@ class _Job:
     size: int
     kill: Callable[[int], None]
     calls: Callable[[], int]
+    alike: Callable[[str, float], list[int]]
     process: int
 
 
 _job: _Job | None = None
 _engines: list[Callable[[], None]] = []
 _aborting = threading.Lock()
+_end_process = os._exit
+_parted = False  # all ranks have left in good order
 _exit: tuple[int, Departure] | None = None  # calls made before sys.exit, and its status
 
 
-def install(rank: int, size: int, kill: Callable[[int], None], calls: Callable[[], int]) -> None:
-    """Hook ``sys.excepthook``, ``threading.excepthook`` and ``sys.exit`` of this process, once.
+def install(
+    rank: int,
+    size: int,
+    kill: Callable[[int], None],
+    calls: Callable[[], int],
+    alike: Callable[[str, float], list[int]],
+) -> None:
+    """Hook ``sys.excepthook``, ``threading.excepthook``, ``sys.exit`` and ``os._exit`` of this process, once.
 
     Args:
         rank, size: this rank among all, for the message.
         kill: ends all ranks with a status.
         calls: how many collectives this rank has called so far.
+        alike: tells the others of a failure and waits some seconds; the ranks that told of the same.
     """
-    global _job
-    first, _job = _job is None, _Job(rank, size, kill, calls, os.getpid())
+    global _job, _parted
+    _parted = False
+    first, _job = _job is None, _Job(rank, size, kill, calls, alike, os.getpid())
     if first:
         sys.excepthook = _except_hook(sys.excepthook)
         threading.excepthook = _thread_hook(threading.excepthook)
         sys.exit = _exit_hook(sys.exit)
+        os._exit = _hard_exit  # after which MPICH ends the other ranks and calls the job a success
+
+
+def parted() -> None:
+    """All ranks have left: from here on each may end as it likes."""
+    global _parted
+    _parted = True
 
 
 def before_abort(action: Callable[[], None]) -> None:
@@ -71,10 +96,11 @@ def before_abort(action: Callable[[], None]) -> None:
     _engines.append(action)
 
 
-def describe(rank: int, size: int, headline: str, details: str = "") -> str:
+def describe(ranks: str, size: int, headline: str, details: str = "") -> str:
     """The message of a failing rank: ``rank 1 of 4 (node3, step 12, layer conv1): headline``, then the details."""
     doing = ", ".join([socket.gethostname(), *(f"{key} {value}" for key, value in context.items())])
-    text = f"minidl: rank {rank} of {size} ({doing}): {headline}\n"
+    several = "s" * (not ranks.isdigit())
+    text = f"minidl: rank{several} {ranks} of {size} ({doing}): {headline}\n"
     return text + (details if not details or details.endswith("\n") else details + "\n")
 
 
@@ -85,26 +111,64 @@ def exit_code(status: Any) -> int:
     return (status & 0xFF or 1) if isinstance(status, int) else 1
 
 
-def abort(headline: str, details: str = "", code: int = 1) -> NoReturn:
-    """Print what happened on this rank, then end all ranks with status ``code``."""
+def abort(headline: str, details: str = "", code: int = 1, *, alike: str = "") -> NoReturn:
+    """Print what happened on this rank, then end all ranks with status ``code``.
+
+    Ranks that fail of the same at about the same time print it once: the lowest speaks for all.
+
+    Args:
+        alike: what must be equal for that; default: headline and details.
+    """
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # another thread of this process is at it, and the first failure is the one to tell
     assert _job is not None, "abort before install"
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    with contextlib.suppress(Exception):
-        # One write: the lines of ranks that fail together stay together.
-        sys.stderr.write(describe(_job.rank, _job.size, f"{headline}; ending all ranks", details))
-        sys.stderr.flush()
-    last_resort = threading.Timer(ENGINE_SECONDS + KILL_SECONDS, os._exit, (code,))
+    last_resort = threading.Timer(ALIKE_SECONDS + ENGINE_SECONDS + KILL_SECONDS, _end_process, (code,))
     last_resort.daemon = True
     last_resort.start()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    ranks = _ranks_alike(alike or f"{headline}\n{details}")
+    if ranks[0] == _job.rank:
+        _write(describe(rank_list(ranks), _job.size, f"{headline}; ending all ranks", details))
+    else:
+        time.sleep(SILENT_SECONDS)  # the rank that speaks ends this one
     release = threading.Thread(target=_release_engines, daemon=True)
     release.start()
     release.join(ENGINE_SECONDS)
     with contextlib.suppress(Exception):
         _job.kill(code)
-    os._exit(code)
+    _end_process(code)
+
+
+def tell(line: str) -> None:
+    """Write a line to stderr, once for all ranks that tell the same at about the same time."""
+    if _job is None or _aborting.locked():
+        _write(f"{line}\n")
+        return
+    ranks = _ranks_alike(line)
+    if ranks[0] == _job.rank:
+        _write(f"{line}\n" if len(ranks) == _job.size else f"{line} (rank {rank_list(ranks)} of {_job.size})\n")
+
+
+def say(line: str) -> None:
+    """Write a line about this rank to stderr; the job goes on."""
+    assert _job is not None, "say before install"
+    _write(describe(str(_job.rank), _job.size, line))
+
+
+def _ranks_alike(failure: str) -> list[int]:
+    assert _job is not None
+    try:
+        return _job.alike(hashlib.sha256(failure.encode()).hexdigest(), ALIKE_SECONDS)
+    except Exception:  # MPI is broken or gone: then everyone speaks for himself
+        return [_job.rank]
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(Exception):
+        # One write: the lines of ranks that fail together stay together.
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def departure() -> Departure:
@@ -138,7 +202,9 @@ def _except_hook(previous: Callable[..., Any]) -> Callable[..., None]:
         if _foreign():
             previous(kind, error, trace)
             return
-        abort("uncaught exception", "".join(traceback.format_exception(kind, error, trace)), _code_of(kind))
+        last = "" if issubclass(kind, KeyboardInterrupt) else str(error)  # each rank is interrupted elsewhere
+        details = "".join(traceback.format_exception(kind, error, trace))
+        abort("uncaught exception", details, _code_of(kind), alike=f"{kind.__name__}: {last}")
 
     return hook
 
@@ -153,6 +219,12 @@ def _thread_hook(previous: Callable[..., Any]) -> Callable[..., None]:
         abort(f"uncaught exception in thread {name}", "".join(trace), _code_of(args.exc_type))
 
     return hook
+
+
+def _hard_exit(status: int) -> NoReturn:
+    if not _foreign() and not _parted:
+        abort(f"os._exit({status}) called", "".join(traceback.format_stack(sys._getframe(1))), exit_code(status) or 1)
+    _end_process(status)
 
 
 def _exit_hook(previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:

@@ -16,7 +16,7 @@ import numpy as np
 from minidl import backend
 from minidl.dist.communicator import Communicator
 
-__all__ = ["rank_list", "require_same", "require_same_arrays", "together"]
+__all__ = ["by_value", "rank_list", "require_same", "require_same_arrays", "together"]
 
 
 def require_same(comm: Communicator, what: str, entries: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def require_same(comm: Communicator, what: str, entries: Sequence[str]) -> None:
         return
     rows = zip_longest(*comm.share(list(entries)))
     index, row = next((index, row) for index, row in enumerate(rows) if len(set(row)) > 1)
-    held = _by_value("no such entry" if entry is None else entry for entry in row)
+    held = by_value("no such entry" if entry is None else entry for entry in row)
     raise ValueError(f"{what} differs between ranks, first in entry {index}: {held}")
 
 
@@ -63,7 +63,7 @@ def together(comm: Communicator, what: str, attempt: Callable[[], Any]) -> list[
     outcomes = comm.share((value, problem))
     failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
     if failed:
-        raise RuntimeError(f"{what} failed: {_by_value(failed.values(), failed)}") from cause
+        raise RuntimeError(f"{what} failed: {by_value(failed.values(), failed)}") from cause
     return [value for value, _ in outcomes]
 
 
@@ -78,7 +78,7 @@ def rank_list(ranks: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _by_value(values: Iterable[str], ranks: Iterable[int] | None = None) -> str:
+def by_value(values: Iterable[str], ranks: Iterable[int] | None = None) -> str:
     """``on rank 0: a; on ranks 1-3: b``: who has what, for a value of each rank (default: of ranks 0, 1, ...)."""
     values = list(values)
     holders: dict[str, list[int]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Span", "Work", "check_array", "check_root", "unseen"]
+__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Span", "Work", "check_array", "check_root", "place", "unseen"]
 
 Span = Callable[[Any], AbstractContextManager]
 
@@ -41,7 +41,7 @@ class Communicator(Protocol):
     Attributes:
         rank, size: this rank among all ranks.
         local_rank, local_size: this rank among the ranks of its host.
-        name: the engine: solo, mpi or nccl.
+        name: the engine: solo, shm, mpi, nccl or simulated.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Communicator(Protocol):
             ValueError: for an array that is not dense or not writeable.
         """
 
-    def start_all_reduce(self, array: Any, span: Span = unseen) -> Work:
+    def start_all_reduce(self, array: Any, span: Span = unseen, name: str = "") -> Work:
         """Like `all_reduce`, but return at once; the message starts when all work enqueued so far is done.
 
         Until `Work.wait` nobody may read or write ``array``. Started messages run one after another, beside compute
@@ -67,6 +67,7 @@ class Communicator(Protocol):
         Args:
             span: called with the CUDA stream that the transfer is enqueued on, or with None in the thread that makes
                 it; a context around the transfer, for a profiler.
+            name: of the message, told where ranks disagree or wait for ever.
         """
 
     def all_gather(self, array: Any) -> Any:
@@ -86,6 +87,15 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Part from the other ranks; a collective itself. Further calls do nothing."""
+
+
+def place(comm: Communicator, array: Any) -> Any:
+    """``array``, or its copy in memory where ``comm`` adds up fastest; a collective.
+
+    For arrays that are sent again and again, such as gradients. Engines may offer it as a method ``place``.
+    """
+    own = getattr(comm, "place", None)
+    return array if own is None else own(array)
 
 
 def check_array(who: str, array: Any, *, written: bool) -> None:
@@ -125,7 +135,7 @@ class SoloCommunicator:
     def all_reduce(self, array: Any) -> None:
         check_array("all_reduce", array, written=True)
 
-    def start_all_reduce(self, array: Any, span: Span = unseen) -> Work:
+    def start_all_reduce(self, array: Any, span: Span = unseen, name: str = "") -> Work:
         check_array("start_all_reduce", array, written=True)
         return _DONE
 

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -160,6 +161,15 @@ def _mpiexec() -> str:
     return f"{found.path} ({found.family}, {found.version})"
 
 
+def _shared_memory() -> str:
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free / 2**20
+    if free < _SHARED_MIB:
+        raise RuntimeError(f"{free:.0f} MiB free in {folder}")
+    return f"{free:,.0f} MiB free in {folder}"
+
+
+_SHARED_MIB = 256  # gradients of a few ranks
 _GPU_EXTRA = "pip install 'minidl[cuda13]' (or 'minidl[cuda12]')"
 _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("Python", _python, ""),
@@ -175,6 +185,7 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("mpi4py", _package("mpi4py"), "pip install 'minidl[mpi]'"),
     ("MPI library", _mpi_library, "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
     ("mpiexec", _mpiexec, "pip install 'minidl[mpi-wheel]'"),
+    ("shared memory", _shared_memory, "CPU ranks sum slower without room for their gradients: docker run --shm-size=8g"),
     ("ml_dtypes", _package("ml_dtypes"), "pip install ml_dtypes"),
     ("safetensors", _package("safetensors"), "pip install safetensors"),
     ("rich", _package("rich"), "pip install 'minidl[cli]'"),

@@ -1,43 +1,98 @@
-"""Collectives on NumPy arrays by MPI (mpi4py), and the control plane of the GPU engine."""
+"""Collectives on NumPy arrays by MPI (mpi4py), and the control plane of the other engines."""
 
 from __future__ import annotations
 
-import queue
-import threading
+import hashlib
+import os
+import socket
 from typing import Any
 
 import numpy as np
 
-from minidl import backend, checks
-from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
+from minidl import checks
+from minidl.dist import _window
+from minidl.dist.calls import Call
+from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.roll_call import RollCall
+from minidl.precision import bfloat16
 
-__all__ = ["MPICommunicator"]
+__all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane"]
 
-_SUMMABLE = tuple(np.dtype(name) for name in ("float32", "float64", "int32", "int64"))
-
-
-class _Message:
-    """An all-reduce on its way through the helper thread."""
-
-    def __init__(self, array: np.ndarray, span: Span) -> None:
-        self.array = array
-        self.span = span
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
+SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
 
 
-class MPICommunicator:
-    """Ranks joined by MPI; arrays are NumPy's. Sums: float32, float64, int32, int64; other calls take any dtype.
+class MPILane:
+    """A communicator of MPI. Ranks first compare what they call: MPI itself gives wrong numbers, hangs or crashes."""
 
-    Started messages are blocking all-reduces in a helper thread, one after another on a communicator of their own:
-    the MPI libraries at hand do not progress a non-blocking collective by themselves, so beside 20 matrix products
-    it cost more than no overlap at all, and the thread less.
+    summable = _window.SUMMABLE
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi, self._comm = mpi, comm
+        self._digests = np.empty(2, np.int64)
+
+    def all_reduce(self, array: np.ndarray, call: Call) -> None:
+        self.agree(call)
+        self.sum(array)
+
+    def sum(self, array: np.ndarray) -> None:
+        """`all_reduce` where the ranks have agreed already."""
+        if array.dtype == bfloat16:
+            self._sum_halves(array)
+        else:
+            self._comm.Allreduce(self._mpi.IN_PLACE, array)
+
+    def _sum_halves(self, array: np.ndarray) -> None:
+        """MPI cannot add bfloat16. Each rank gets its slice of all arrays, adds in float32 in rank order, rounds once,
+        and gives it to all: the bytes of a ring, its bits those of the engine in shared memory.
+        """
+        ranks = self._comm.size
+        each = -(-array.size // ranks)
+        given, rows = np.zeros((2, ranks, each), array.dtype)
+        given.reshape(-1)[: array.size] = array.reshape(-1)
+        self._comm.Alltoall(_bytes(given), _bytes(rows))
+        _window.add_rows(rows, given[0], _window.SUMMABLE.index("bfloat16"))
+        self._comm.Allgather(_bytes(given[0]), _bytes(rows))
+        array.reshape(-1)[:] = rows.reshape(-1)[: array.size]
+
+    def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
+        self.agree(call)
+        self._comm.Allgather(_bytes(array), _bytes(out))
+
+    def broadcast(self, array: np.ndarray, call: Call) -> None:
+        self.agree(call)
+        self._comm.Bcast(_bytes(array), call.root)
+
+    def barrier(self, call: Call) -> None:
+        self.agree(call)  # nobody knows the answer before all have asked
+
+    def share(self, value: Any, call: Call) -> list[Any]:
+        """The values of all ranks: picklable objects."""
+        self.agree(call)
+        return self._comm.allgather(value)
+
+    def agree(self, call: Call) -> None:
+        """Compare the call with those of the other ranks.
+
+        Raises:
+            RuntimeError: on every rank, when they differ.
+        """
+        text = f"{call.code} {call.name}".encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        self._digests[:] = digest, -digest
+        self._comm.Allreduce(self._mpi.IN_PLACE, self._digests, self._mpi.MIN)
+        if self._digests[0] != -self._digests[1]:
+            raise different_calls(dict(self._comm.allgather((self._mpi.COMM_WORLD.rank, call))))
+
+    def close(self) -> None:
+        self._comm.Free()
+
+
+class MPICommunicator(HostCommunicator):
+    """Ranks joined by MPI; arrays are NumPy's. Sums: float32, float64, int32, int64, bfloat16 (added in float32, rounded
+    once); other calls take any dtype.
+
+    Attributes:
+        host_ranks: the ranks of this host, in order.
     """
 
     name = "mpi"
@@ -45,95 +100,35 @@ class MPICommunicator:
     def __init__(self, mpi: Any) -> None:
         """Join all ranks of ``mpi``, the module ``mpi4py.MPI``; a collective."""
         world = mpi.COMM_WORLD
-        self._mpi = mpi
-        self._comm, self._messages = world.Dup(), world.Dup()
+        self.mpi = mpi
         self.rank, self.size = world.rank, world.size
-        # The launchers' own variables disagree with each other and with this under oversubscription.
-        local = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
-        self.local_rank, self.local_size = local.rank, local.size
-        local.Free()
-        self.roll_call = RollCall(mpi, world)
-        self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
-        self._helper: threading.Thread | None = None
-        self._departed = self.closed = False
-
-    def all_reduce(self, array: np.ndarray) -> None:
-        self._admit("all_reduce", array, summed=True)
-        self._comm.Allreduce(self._mpi.IN_PLACE, array)
-
-    def start_all_reduce(self, array: np.ndarray, span: Span = unseen) -> Work:
-        self._admit("start_all_reduce", array, summed=True)
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._send_messages, name="minidl-messages", daemon=True)
-            self._helper.start()
-        message = _Message(array, span)
-        self._queue.put(message)
-        return message
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        self._admit("all_gather", array, written=False)
-        out = backend.get_ops("cpu").empty((self.size, *array.shape), array.dtype)
-        self._comm.Allgather(_bytes(array), _bytes(out))
-        return out
-
-    def broadcast(self, array: np.ndarray, root: int = 0) -> None:
-        check_root(root, self.size)
-        self._admit("broadcast", array)
-        self._comm.Bcast(_bytes(array), root)
-
-    def barrier(self) -> None:
-        self.enter("barrier")
-        self._comm.Barrier()
+        self.host_ranks, processes = _host(mpi, world)
+        self.local_rank, self.local_size = self.host_ranks.index(self.rank), len(self.host_ranks)
+        self._control = MPILane(mpi, world.Dup())
+        super().__init__(RollCall(mpi, world, processes), self._control, MPILane(mpi, world.Dup()))
 
     def share(self, value: Any) -> list[Any]:
-        self.enter("share")
-        return self._comm.allgather(value)
+        call = self.enter("share")
+        return self._run("inline", call, lambda lane: self._control.share(value, call))
 
-    def enter(self, call: str) -> None:
-        """Count a collective.
 
-        Raises:
-            RuntimeError: after `close`.
-        """
-        if self._departed:
-            raise checks.order("communicator", f"{call} called after close")
-        self.roll_call.enter(call)
+def _host(mpi: Any, world: Any) -> tuple[list[int], dict[int, int]]:
+    """The ranks of this host, and the process ids of the others among them.
 
-    def depart(self) -> None:
-        """Return when all ranks are done with their calls; the messages they started may still be on their way."""
-        if not self._departed:
-            self._departed = True
-            self.roll_call.leave()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.depart()
-        self.closed = True
-        if self._helper is not None:
-            self._queue.put(None)
-            self._helper.join()
-        self._messages.Free()
-        self._comm.Free()
-
-    def _admit(self, call: str, array: np.ndarray, *, written: bool = True, summed: bool = False) -> None:
-        check_array(call, array, written=written)
-        if not isinstance(array, np.ndarray):
-            remedy = "start with init(device='cuda') for arrays on a GPU"
-            raise checks.bad_dtype(call, "array", "a NumPy array", checks.describe(array), remedy)
-        if summed and array.dtype not in _SUMMABLE:
-            known = ", ".join(str(dtype) for dtype in _SUMMABLE)
-            raise checks.bad_dtype(call, "array", f"one of {known}", array.dtype, "sum in float32, then convert")
-        self.enter(call)
-
-    def _send_messages(self) -> None:
-        while (message := self._queue.get()) is not None:
-            try:
-                with message.span(None):
-                    self._messages.Allreduce(self._mpi.IN_PLACE, message.array)
-            except Exception as error:  # told where the result is waited for
-                message.error = error
-            message.done.set()
+    Raises:
+        ValueError: when the variable that simulates hosts holds no number.
+    """
+    chosen = os.environ.get(SIMULATED_HOSTS, "")
+    if chosen and (not chosen.isdigit() or int(chosen) < 1):
+        raise checks.bad_value("init", SIMULATED_HOSTS, "an integer of at least 1", chosen)
+    if chosen:
+        local = world.Split(world.rank // int(chosen), key=world.rank)
+    else:  # the launchers' own variables disagree with each other and with this under oversubscription
+        local = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
+    told = local.allgather((world.rank, socket.gethostname(), os.getpid()))
+    local.Free()
+    others = {rank: process for rank, host, process in told if rank != world.rank and host == socket.gethostname()}
+    return [rank for rank, _, _ in told], others
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

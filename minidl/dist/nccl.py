@@ -143,8 +143,8 @@ class NCCLCommunicator:
         stream = self._cuda.get_current_stream().ptr
         self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream)
 
-    def start_all_reduce(self, array: Any, span: Span = unseen) -> Work:
-        kind = self._admit("start_all_reduce", array, summed=True)
+    def start_all_reduce(self, array: Any, span: Span = unseen, name: str = "") -> Work:
+        kind = self._admit("start_all_reduce", array, summed=True, name=name)
         # A wait refers to the last record before it, so one event serves all messages.
         self._ready.record(self._cuda.get_current_stream())
         self._stream.wait_event(self._ready)
@@ -192,7 +192,9 @@ class NCCLCommunicator:
         release.join(_RELEASE_SECONDS)
         self._control.close()
 
-    def _admit(self, call: str, array: Any, *, written: bool = True, summed: bool = False) -> int | None:
+    def _admit(
+        self, call: str, array: Any, *, written: bool = True, summed: bool = False, name: str = ""
+    ) -> int | None:
         """Check ``array`` and count the call; NCCL's name for its dtype where it is ``summed``."""
         check_array(call, array, written=written)
         if not isinstance(array, self._ops.Array):
@@ -202,7 +204,7 @@ class NCCLCommunicator:
         if summed and kind is None:
             raise checks.bad_dtype(call, "array", f"one of {', '.join(_SUMMABLE)}", array.dtype)
         self._captured = self._captured or self._cuda.runtime.streamIsCapturing(self._cuda.get_current_stream().ptr)
-        self._control.enter(call)
+        self._control.enter(call, array, name=name)
         return getattr(self._nccl, kind) if summed else None
 
     def _check_health(self) -> None:

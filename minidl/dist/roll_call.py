@@ -1,44 +1,68 @@
-"""Who has left: finds ranks that ended while others wait for them, without any timeout.
+"""The ranks keep in touch beside their collectives: who has left, who waits for whom, who fails alike.
 
 All ranks make the same collective calls in the same order. Each counts its own; a rank that leaves tells the others
-how many it made. Whoever has entered a later call than that waits for ever, and knows it: it ends the job.
+how many it made. Whoever has entered a later call than that waits for ever, and knows it: it ends the job. Who waits
+long asks the others where they are (`minidl.dist.watchdog`).
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from minidl.dist import abort
+from minidl.dist import abort, watchdog
+from minidl.dist.agree import rank_list
+from minidl.dist.calls import CallLog, Position, Waiting
 
 __all__ = ["RollCall"]
 
 PERIOD_SECONDS = 0.1
 GRACE_SECONDS = 1.0  # for all ranks to fail alike (a mistyped option, say) and so to end in good order
+SUSPECT_SECONDS = 2.0  # in one call before the others are asked
+STAGGER_SECONDS = 0.25  # later for each rank, up to 20 ranks: who is asked by a lower one need not ask
+DEFER_SECONDS = 10.0
+ANSWER_SECONDS = 1.0
+WARN_SECONDS = 60.0
 _TAG = 1
+_LEFT, _ASK, _TOLD, _FAILED = range(4)
 
 
 class RollCall:
-    """Counts this rank's calls and listens, on a thread and a communicator of its own, for ranks that leave."""
+    """Listens, on a thread and a communicator of its own, for ranks that leave, ask or fail."""
 
-    def __init__(self, mpi: Any, world: Any) -> None:
-        self.calls = 0
+    def __init__(self, mpi: Any, world: Any, processes: Mapping[int, int]) -> None:
+        """``processes``: the process ids of the other ranks of this host, by rank."""
+        self.log = CallLog()
+        self.limit = watchdog.limit()
         self._mpi, self._comm = mpi, world.Dup()
-        self._call = "no call"
+        self._processes = dict(processes)
         self._left: dict[int, int] = {}  # rank -> calls it made before it left in good order
         self._told = 0  # ranks that have told of leaving
+        self._failed: dict[int, str] = {}  # rank -> how it fails
+        self._answers: dict[int, Position] = {}
+        self._asked: tuple[int, bool, float] | None = None  # call that was asked about, beyond the limit?, when
+        self._asked_by_lower = -DEFER_SECONDS  # when
+        self._warned = 0
+        self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
+        self._sent: list[Any] = []
+        self._sending = threading.Lock()
         self._health: list[Callable[[], None]] = []
+        self._signals = _open_signals()
+        self._interrupted: tuple[int, float] | None = None  # calls made when Ctrl-C came, and when
         self._gone = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="minidl-roll-call", daemon=True)
         self._listener.start()
 
-    def enter(self, call: str) -> None:
-        """Note that this rank now makes the collective ``call``."""
-        self._call = call
-        self.calls += 1
+    @property
+    def calls(self) -> int:
+        """The collectives that this rank has called so far."""
+        return self.log.made
 
     def watch(self, health: Callable[[], None]) -> None:
         """Run ``health`` now and then; an exception that it raises ends the job."""
@@ -47,8 +71,7 @@ class RollCall:
     def leave(self) -> None:
         """Tell the others and return when all have left. Does not return if this rank fails and they do not."""
         how = abort.departure()
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        told = [self._comm.isend((self.calls, how.code), rank, _TAG) for rank in others]
+        self._tell_all((_LEFT, (self.log.made, how.code)))
         everybody, since = self._comm.Ibarrier(), time.monotonic()
         while not everybody.Test():
             if how.code and time.monotonic() - since > GRACE_SECONDS:
@@ -56,34 +79,199 @@ class RollCall:
             time.sleep(0.005)
         self._gone.set()
         self._listener.join()
-        while self._told < len(others):
+        while self._told < self._comm.size - 1:
             self._hear()
-        self._mpi.Request.waitall(told)
+        end = time.monotonic() + GRACE_SECONDS  # all but answers to ranks that have left since are received
+        while time.monotonic() < end and not self._mpi.Request.Testall(self._sent):
+            time.sleep(0.005)
         self._comm.Free()
+        _close_signals(self._signals)
+        abort.parted()
+
+    def alike(self, failure: str, seconds: float) -> list[int]:
+        """Tell the others of this rank's failure; the ranks, this one included, that told of the same in time."""
+        rank, end = self._comm.rank, time.monotonic() + seconds
+        if self._gone.is_set():
+            return [rank]
+        self._failed[rank] = failure
+        self._tell_all((_FAILED, failure))
+        while time.monotonic() < end and len(self._failed) < self._comm.size:
+            if threading.current_thread() is self._listener:
+                self._hear_all()
+            time.sleep(0.01)
+        return sorted(other for other, text in self._failed.items() if text == failure)
+
+    def _tell_all(self, message: tuple[int, Any]) -> None:
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._tell(rank, message)
+
+    def _tell(self, rank: int, message: tuple[int, Any]) -> None:
+        with self._sending:
+            self._sent = [request for request in self._sent if not request.Test()]
+            self._sent.append(self._comm.isend(message, rank, _TAG))
 
     def _hear(self) -> None:
         status = self._mpi.Status()
-        calls, code = self._comm.recv(source=self._mpi.ANY_SOURCE, tag=_TAG, status=status)
-        self._told += 1
-        if code == 0:  # a rank that fails speaks for itself
-            self._left[status.source] = calls
+        what, content = self._comm.recv(source=self._mpi.ANY_SOURCE, tag=_TAG, status=status)
+        rank = status.source
+        if what == _LEFT:
+            calls, code = content
+            self._told += 1
+            self._processes.pop(rank, None)
+            if code == 0:  # a rank that fails speaks for itself
+                self._left[rank] = calls
+        elif what == _ASK:
+            if rank < self._comm.rank:
+                self._asked_by_lower = time.monotonic()
+            if not self._gone.is_set():
+                self._tell(rank, (_TOLD, self._position()))
+        elif what == _TOLD:
+            self._answers[rank] = content
+        elif what == _FAILED:
+            self._failed[rank] = content
+
+    def _hear_all(self) -> None:
+        while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
+            self._hear()
+
+    def _position(self) -> Position:
+        place, stack = watchdog.stack()
+        context = {key: str(value) for key, value in abort.context.items()}
+        return self.log.position(place=place, stack=stack, context=context)
 
     def _listen(self) -> None:
         try:
             while not self._gone.wait(PERIOD_SECONDS):
-                while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
-                    self._hear()
+                self._hear_all()
                 for health in self._health:
                     health()
                 self._find_missing()
+                self._find_dead()
+                self._find_interrupted()
+                self._find_stuck()
         except Exception:
             abort.abort("the engine reports an error", traceback.format_exc())
 
     def _find_missing(self) -> None:
-        call, calls = self._call, self.calls
+        call, calls = self.log.last, self.log.made
         for rank, made in self._left.items():
             if made < calls:
                 abort.abort(
                     f"waits in its collective call {calls} ({call}), but rank {rank} ended after {made}",
                     "every rank must make the same calls: uneven numbers of batches, or a call on some ranks only?",
                 )
+
+    def _find_dead(self) -> None:
+        """A rank of this host whose process ended without a word, where the launcher does not end the job.
+
+        Each looks at the next one only, so that many ranks are no more work than few.
+        """
+        others = sorted(self._processes)
+        if not others:
+            return
+        rank = next((other for other in others if other > self._comm.rank), others[0])
+        process = self._processes[rank]
+        self._suspects[rank] = self._suspects.get(rank, 0) + 1 if _ended(process) else 0
+        if self._suspects[rank] > 1:
+            text = f"rank {rank} (process {process}) is gone without a word: killed, out of memory, or crashed"
+            abort.abort(text, alike=text)
+
+    def _find_interrupted(self) -> None:
+        """Python raises KeyboardInterrupt when a call of MPI returns, which it may never do."""
+        if self._signals is None:
+            return
+        with suppress(BlockingIOError):
+            if signal.SIGINT in os.read(self._signals[0], 64):
+                self._interrupted = self.log.made, time.monotonic()
+        if self._interrupted is None or time.monotonic() - self._interrupted[1] < GRACE_SECONDS:
+            return
+        if self.log.made == self._interrupted[0] and self.log.waiting():
+            abort.abort("interrupted", "KeyboardInterrupt: while it waited for other ranks", 130, alike="KeyboardInterrupt: ")
+        self._interrupted = None
+
+    # -- the watchdog -------------------------------------------------------------------------------------------------
+
+    def _find_stuck(self) -> None:
+        under_way, now = self.log.waiting(), time.monotonic()
+        stagger = STAGGER_SECONDS * min(self._comm.rank, 20)
+        if not under_way or under_way[0].seconds < min(SUSPECT_SECONDS, self.limit / 2) + stagger:
+            self._asked = None
+            return
+        waiting = under_way[0]
+        over, last = waiting.seconds > self.limit + stagger, waiting.seconds > self.limit + stagger + DEFER_SECONDS
+        if now - self._asked_by_lower < DEFER_SECONDS and not last:
+            return  # that rank looks into it
+        if self._asked is None or self._asked[:2] != (waiting.call.number, over):
+            self._answers.clear()
+            self._asked = waiting.call.number, over, now
+            self._tell_all((_ASK, None))
+        if len(self._answers) < self._comm.size - 1 and now - self._asked[2] < ANSWER_SECONDS:
+            return
+        told = dict(self._answers)
+        self._judge(waiting, told, over and (self._speaks(waiting, told) or last))
+
+    def _judge(self, waiting: Waiting, told: Mapping[int, Position], over: bool) -> None:
+        """End the job if the ranks contradict each other, or the call is ``over``; else perhaps warn."""
+        rank, size, mine = self._comm.rank, self._comm.size, self._position()
+        if differs := watchdog.contradiction(rank, mine, told):
+            abort.abort(differs, "every rank must make the same calls in the same order", alike=differs)
+        if over:
+            abort.before_abort(lambda: self._end_silent(told))
+            abort.abort(*watchdog.report(waiting, size, rank, mine, told), watchdog.STATUS)
+        if waiting.seconds > WARN_SECONDS and self._warned != waiting.call.number and self._speaks(waiting, told):
+            self._warned = waiting.call.number
+            absent = rank_list(watchdog.missing(waiting, size, rank, told)) or "none"
+            abort.say(f"has waited {waiting.seconds:.0f} s in {waiting.call}; not there: {absent}")
+
+    def _end_silent(self, told: Mapping[int, Position]) -> None:
+        """Kill the ranks of this host that do not answer: a stopped process outlives the launcher's polite signals."""
+        for rank, process in self._processes.items():
+            if rank not in told:
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+
+    def _speaks(self, waiting: Waiting, told: Mapping[int, Position]) -> bool:
+        """Whether this is the lowest of the ranks that wait in the call."""
+        number = waiting.call.number
+        lower = [rank for rank, position in told.items() if rank < self._comm.rank]
+        return not any(other.call.number == number for rank in lower for other in told[rank].waiting)
+
+
+def _open_signals() -> tuple[int, int] | None:
+    """A pipe through which the numbers of signals come at once; None where somebody else reads them."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    previous = signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
+    if previous == -1:
+        return ends
+    signal.set_wakeup_fd(previous)
+    for end in ends:
+        os.close(end)
+    return None
+
+
+def _close_signals(ends: tuple[int, int] | None) -> None:
+    if ends is None or threading.current_thread() is not threading.main_thread():
+        return
+    if (current := signal.set_wakeup_fd(-1)) != ends[1]:  # somebody else's by now
+        signal.set_wakeup_fd(current)
+    for end in ends:
+        os.close(end)
+
+
+def _ended(process: int) -> bool:
+    """Whether a process of this host has ended, its parent having taken notice or not."""
+    with suppress(OSError, IndexError):
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is there, and not ours
+        pass
+    return False

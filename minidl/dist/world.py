@@ -9,15 +9,18 @@ from types import ModuleType
 
 from minidl import checks
 from minidl.dist import abort
-from minidl.dist.agree import rank_list, together
+from minidl.dist.agree import by_value, rank_list, together
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.dist.mpi import MPICommunicator
 from minidl.dist.nccl import NCCLCommunicator, bind_device
+from minidl.dist.shm import ShmCommunicator
 from minidl.dist.threads import cap_threads, ranks_sharing_cores
 
 __all__ = ["init", "launched_size", "world"]
 
 _DEVICES = ("auto", "cpu", "cuda")
+_ENGINES = ("auto", "shm", "mpi")
+ENGINE = "MINIDL_ENGINE"  # for programs that do not say
 
 # Number of ranks as told by Open MPI, by MPICH, Intel MPI and others with its process manager, by MVAPICH2, and by
 # srun (SLURM_NTASKS is also set in a batch script's own single process, this one is not).
@@ -32,7 +35,7 @@ def world() -> Communicator:
     return SOLO if getattr(_world, "closed", False) else _world
 
 
-def init(device: str = "auto") -> Communicator:
+def init(device: str = "auto", engine: str = "") -> Communicator:
     """Join the ranks of this job and return the communicator over them; a collective.
 
     A process that no MPI launcher started is alone and gets `SOLO`; neither MPI nor a GPU is touched then. With more
@@ -40,22 +43,28 @@ def init(device: str = "auto") -> Communicator:
     ``"cuda"`` each rank is bound to a GPU of its own.
 
     Args:
-        device: where the arrays to be sent live: ``"cpu"`` (MPI), ``"cuda"`` (NCCL), or ``"auto"``: cuda where every
-            rank has a GPU, cpu where none has.
+        device: where the arrays to be sent live: ``"cpu"``, ``"cuda"`` (NCCL), or ``"auto"``: cuda where every rank has
+            a GPU, cpu where none has.
+        engine: how arrays of the cpu travel: ``"shm"`` (memory that the ranks of a host share, MPI between hosts),
+            ``"mpi"``, or ``"auto"``: shm where every host has the same number of ranks, two at least, and room for
+            it, else mpi. Default: $MINIDL_ENGINE, else auto.
 
     Raises:
-        ValueError: for another device, or with ``"auto"`` when only some ranks have a GPU.
+        ValueError: for another device or engine, for shm where hosts have different numbers of ranks, or with ``"auto"`` when only some ranks have a GPU.
         ImportError: under a launcher without mpi4py.
         RuntimeError: when the job cannot be joined, on all ranks alike; when called again for another device.
     """
     global _world, _device
+    engine = engine or os.environ.get(ENGINE) or "auto"
     if device not in _DEVICES:
         raise checks.unknown("device", device, _DEVICES)
+    if engine not in _ENGINES:
+        raise checks.unknown("engine", engine, _ENGINES)
     if getattr(_world, "closed", False):
         _world, _device = SOLO, None
     if _world is SOLO:  # nothing is joined yet, or this process is alone and may change its mind
         size = launched_size()
-        _world, _device = (SOLO, device) if size == 1 else _join(device, _load_mpi(size))
+        _world, _device = (SOLO, device) if size == 1 else _join(device, engine, _load_mpi(size))
     elif device not in ("auto", _device):
         raise checks.order("init", f"called for {device} after {_device}", "close the communicator first")
     return _world
@@ -94,19 +103,38 @@ def _load_mpi(size: int) -> ModuleType:
     return MPI
 
 
-def _join(device: str, mpi: ModuleType) -> tuple[Communicator, str]:
+def _join(device: str, engine: str, mpi: ModuleType) -> tuple[Communicator, str]:
     comm = MPICommunicator(mpi)
-    abort.install(comm.rank, comm.size, mpi.COMM_WORLD.Abort, lambda: comm.roll_call.calls)
+    calls = comm.roll_call
+    abort.install(comm.rank, comm.size, mpi.COMM_WORLD.Abort, lambda: calls.calls, calls.alike)
     try:
         sharing = ranks_sharing_cores(comm)
         together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
         device = _agree_on_device(comm, device)
-        joined = comm if device == "cpu" else NCCLCommunicator(comm, bind_device(comm))
+        joined = _on_host(comm, engine) if device == "cpu" else NCCLCommunicator(comm, bind_device(comm))
     except BaseException:
         comm.close()
         raise
     atexit.register(_part)
     return joined, device
+
+
+def _on_host(comm: MPICommunicator, engine: str) -> Communicator:
+    """The engine for arrays of the host; the same everywhere, even where ranks were told differently."""
+    told = comm.share(engine)
+    if len(set(told)) > 1:
+        raise ValueError(f"init: {by_value(f'engine {name}' for name in told)}; all ranks need the same")
+    sizes = set(comm.share(comm.local_size))
+    if engine == "mpi" or (engine == "auto" and (len(sizes) > 1 or min(sizes) < 2)):
+        return comm
+    try:
+        return ShmCommunicator(comm)
+    except RuntimeError as error:
+        if engine == "shm":
+            raise
+        if comm.rank == 0:
+            print(f"minidl: {error}; sums go by MPI, which is slower", file=sys.stderr, flush=True)
+        return comm
 
 
 def _agree_on_device(comm: Communicator, device: str) -> str:

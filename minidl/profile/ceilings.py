@@ -29,7 +29,7 @@ from minidl.profile.all_reduce import sweep
 from minidl.profile.results import machine_name, machine_record, rounded, write
 from minidl.profile.timing import Budget, HostTimer
 
-__all__ = ["VERSION", "cache_path", "describe", "find", "kept", "measure", "slowest"]
+__all__ = ["VERSION", "cache_path", "describe", "find", "identity", "kept", "load", "measure", "slowest"]
 
 VERSION = 1  # of the record; others are measured anew
 CACHE_MULTIPLE = 4  # both arrays of a copy together, in sizes of the last cache
@@ -67,7 +67,7 @@ def measure(ops: ModuleType, comm: Communicator = SOLO, *, progress: Progress | 
     figures = slowest(comm.share(own))
     figures["all_reduce"] = sweep(ops, comm, begin) if comm.size > 1 else None
     # as a file holds them: who measures and who finds them reckon with the same figures
-    return _identity(ops, comm) | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | rounded(figures)
+    return identity(ops, comm) | {"date": datetime.now(UTC).isoformat(timespec="seconds")} | rounded(figures)
 
 
 def find(
@@ -82,7 +82,7 @@ def find(
     record = None if remeasure else kept(ops, comm)
     if record is None:
         record = measure(ops, comm, progress=progress)
-        path = cache_path(_identity(ops, comm))
+        path = cache_path(identity(ops, comm))
         if comm.rank == 0:
             with suppress(OSError):  # a home that cannot be written: the next run measures again
                 write(path, record)
@@ -91,8 +91,8 @@ def find(
 
 def kept(ops: ModuleType, comm: Communicator = SOLO) -> Record | None:
     """What `find` kept earlier, if it did; a collective."""
-    identity = _identity(ops, comm)
-    return comm.share(_load(cache_path(identity), identity) if comm.rank == 0 else None)[0]
+    who = identity(ops, comm)
+    return comm.share(load(cache_path(who), who) if comm.rank == 0 else None)[0]
 
 
 def slowest(records: Sequence[Record]) -> Record:
@@ -114,7 +114,7 @@ def slowest(records: Sequence[Record]) -> Record:
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
-def _identity(ops: ModuleType, comm: Communicator) -> Record:
+def identity(ops: ModuleType, comm: Communicator) -> Record:
     """What the figures hold for; the same on all ranks, whose machines may differ."""
     names = comm.share((machine_name(machine_record()), comm.local_size))
     return {
@@ -146,7 +146,7 @@ def cache_path(identity: Record) -> Path:
     return (Path(chosen) if chosen else Path(base) / "minidl") / "ceilings" / f"{name}.json"
 
 
-def _load(path: Path, identity: Record) -> Record | None:
+def load(path: Path, identity: Record) -> Record | None:
     """The record at ``path``; None when there is none, it is damaged, or it is another's."""
     try:
         record = json.loads(path.read_text())

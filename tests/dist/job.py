@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from minidl.dist import mpiexec
 
-__all__ = ["FAULTS", "Job", "missing", "run", "run_alone"]
+__all__ = ["DIFFERENT_CALLS", "FAULTS", "LIMIT_SECONDS", "Job", "finish", "missing", "run", "run_alone", "run_program", "started"]
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
@@ -30,10 +31,23 @@ FAULTS = {
     "interrupt": (130, "KeyboardInterrupt"),
     "exit_with_status": (3, "sys.exit(3) called from"),
     "exit_with_text": (1, "sys.exit('no data') called from"),
+    "ends_without_a_word": (1, "os._exit(0) called"),
     "early_end": (1, "(all_reduce), but rank 1 ended after"),
     "early_end_while_a_message_is_awaited": (1, "(start_all_reduce), but rank 1 ended after"),
     "early_close": (1, "(all_reduce), but rank 1 ended after"),
 }
+
+# Those that the engines on the CPU know of by themselves: ranks that call different things, and a rank that does not
+# come (`LIMIT_SECONDS` is then what a collective may take).
+DIFFERENT_CALLS = {
+    "other_size": ("start_all_reduce of 1000 float32 (conv1)", "start_all_reduce of 900 float32 (conv1)"),
+    "other_dtype": ("all_reduce of 1000 float32", "all_reduce of 1000 int32"),
+    "other_order": ("start_all_reduce of 1000 float32 (conv1)", "start_all_reduce of 1000 float32 (conv2)"),
+    "other_call": ("all_reduce of 1000 float32", "share"),
+    "other_root": ("broadcast of 1000 float32 from rank 0", "broadcast of 1000 float32 from rank 1"),
+    "blocking_or_not": ("start_all_reduce of 1000 float32", "all_reduce of 1000 float32"),
+}
+LIMIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,11 @@ def run(worker: str, ranks: int, out: Path, *arguments: str, **environment: str)
     return _run(mpiexec.find().command(ranks, _program(worker, out, arguments)), out, environment)
 
 
+def run_program(program: list[str], ranks: int, out: Path, **environment: str) -> Job:
+    """Run ``python program...`` as ``ranks`` processes."""
+    return _run(mpiexec.find().command(ranks, [sys.executable, *program]), out, environment)
+
+
 def run_alone(worker: str, out: Path, *arguments: str, **environment: str) -> Job:
     """Run it as one process without a launcher."""
     return _run(_program(worker, out, arguments), out, environment)
@@ -71,11 +90,18 @@ def _program(worker: str, out: Path, arguments: tuple[str, ...]) -> list[str]:
     return [sys.executable, str(WORKERS / f"{worker}.py"), str(out), *arguments]
 
 
-def _run(command: list[str], out: Path, environment: dict[str, str]) -> Job:
+@contextlib.contextmanager
+def started(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
+    """Like `run`, but the process of the launcher, to be waited for by `finish`; it is gone afterwards."""
+    with _started(mpiexec.find().command(ranks, _program(worker, out, arguments)), environment) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def _started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # The thread count of whoever runs the tests is not that of a user's job.
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    started = time.monotonic()
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -86,11 +112,28 @@ def _run(command: list[str], out: Path, environment: dict[str, str]) -> Job:
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
+            yield process
+        finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            raise AssertionError(f"{command} still running after {TIMEOUT_SECONDS} s; it said:\n{output}") from None
+
+
+def finish(process: subprocess.Popen) -> str:
+    """All output of a started job, which must end in time."""
+    try:
+        return process.communicate(timeout=TIMEOUT_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(
+            f"{process.args} still running after {TIMEOUT_SECONDS} s; it said:\n{output}"
+        ) from None
+
+
+def _run(command: list[str], out: Path, environment: dict[str, str]) -> Job:
+    begun = time.monotonic()
+    with _started(command, environment) as process:
+        output = finish(process)
     answers = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
-    return Job(process.returncode, output, time.monotonic() - started, answers)
+    return Job(process.returncode, output, time.monotonic() - begun, answers)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from minidl.dist import Communicator, Work, require_same, require_same_arrays
+from minidl.dist.communicator import place
 from minidl.precision import bfloat16
 
 SHAPES = [(), (1,), (0,), (7,), (3, 0, 5), (5, 13, 3), (70001,)]
@@ -130,6 +131,32 @@ class CommunicatorLaws:
         expected[128:512] = self.every((1000,), "float32").sum(0)[128:512]
         np.testing.assert_array_equal(self.ops.to_host(arena), expected)
 
+    @pytest.mark.parametrize("dtype", SUMMED)
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_placed_arrays_are_the_same_but_for_their_place(self, shape, dtype):
+        array = place(self.comm, self.send(self.make(shape, dtype)))
+        assert isinstance(array, self.ops.Array) and array.shape == shape and array.dtype == dtype
+        np.testing.assert_array_equal(self.ops.to_host(array), self.make(shape, dtype))
+        self.comm.start_all_reduce(array).wait()
+        np.testing.assert_array_equal(self.ops.to_host(array), self.every(shape, dtype).sum(0))
+
+    def test_slices_of_a_placed_arena_leave_their_neighbours_alone(self):
+        arena, expected = place(self.comm, self.send(self.make((9000,), "float32"))), self.make((9000,), "float32")
+        cuts = [0, 1, 64, 1000, 1001, 5000, 9000]
+        works = [self.comm.start_all_reduce(arena[i:j]) for i, j in zip(cuts[1:-2], cuts[2:-1], strict=True)]
+        for work in works:
+            work.wait()
+        expected[1:5000] = self.every((9000,), "float32").sum(0)[1:5000]
+        np.testing.assert_array_equal(self.ops.to_host(arena), expected)
+
+    def test_ranks_may_send_from_different_places(self):
+        arena = place(self.comm, self.send(self.make((9000,), "float32")))
+        for size in (9, 900):
+            mine = [arena[:size], arena[size : 2 * size], self.send(self.ops.to_host(arena[:size]).copy())][self.comm.rank % 3]
+            expected = np.sum(self.comm.share(self.ops.to_host(mine).copy()), axis=0)
+            self.comm.all_reduce(mine)
+            np.testing.assert_array_equal(self.ops.to_host(mine), expected)
+
     @pytest.mark.parametrize("call", ["all_reduce", "start_all_reduce", "broadcast", "all_gather"])
     def test_refuses_what_it_cannot_send(self, call):
         with pytest.raises(ValueError, match=f"{call}: array must be dense"):
@@ -142,15 +169,29 @@ class CommunicatorLaws:
     @pytest.mark.parametrize("dtype", ["float16", bfloat16], ids=str)
     def test_half_precision_is_summed_or_refused(self, dtype):
         array = self.send(self.make((301,), dtype))
-        if self.comm.name == "mpi":
-            with pytest.raises(TypeError, match="all_reduce: array must be one of float32"):
-                self.comm.all_reduce(array)
+        try:
+            self.comm.all_reduce(array)
+        except TypeError as error:
+            assert dtype == "float16" and self.comm.name in ("mpi", "shm") and "all_reduce: array must be one of float32" in str(error)
             return
-        self.comm.all_reduce(array)
         self.comm.start_all_reduce(half := self.send(self.make((302,), dtype))).wait()
         for found in (array, half):  # small integers are exact in both types
             expected = self.every(found.shape, "float32").sum(0)
             np.testing.assert_array_equal(self.ops.to_host(found).astype("float32"), expected)
+
+    @pytest.mark.parametrize("size", [1, 5, 4099, 300007])
+    def test_rounded_sums_keep_their_bound(self, size):
+        """u (sum |g| + |sum g|) (1 + u) for values rounded on the way in and out; a rounding more for several hosts."""
+        exact = np.random.default_rng(self.comm.rank).standard_normal(size).astype("float32")
+        array = self.send(exact.astype(bfloat16))
+        self.comm.all_reduce(array)
+        found = self.ops.to_host(array).astype("float64")
+        parts, hosts = np.stack(self.comm.share(exact)).astype("float64"), self.comm.size // self.comm.local_size
+        roundings = self.comm.size if self.comm.name == "nccl" else min(hosts, 2)  # of sums, partial ones first
+        u, absolute = 2.0**-8, np.abs(parts).sum(0)
+        later = (roundings - 1) * absolute
+        assert (np.abs(found - parts.sum(0)) <= u * (absolute + later + np.abs(parts.sum(0))) * (1 + 2 * u)).all()
+        assert len(set(self.comm.share(self.ops.to_host(array).tobytes()))) == 1
 
     def test_refuses_a_root_that_is_no_rank(self):
         for root in (-1, self.comm.size):

@@ -38,6 +38,18 @@ def test_n_ranks_equal_one(ranks, group_bytes, alone, tmp_path):
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4]), "it must have learnt, or equality says little"
 
 
+def test_in_shared_memory_the_size_of_messages_changes_no_bit(tmp_path):
+    """Sums are in rank order, in place or copied, for any grouping; three ranks, whose sums depend on the order."""
+    weights = []
+    for group_bytes in (0, 600, 1 << 20):
+        out = tmp_path / str(group_bytes)
+        out.mkdir()
+        done = job.run("training", 3, out, "cpu", str(group_bytes), MINIDL_ENGINE="shm")
+        assert done.status == 0, done.output
+        weights.append(done.answers[0]["weights"])
+    assert weights[0] == weights[1] == weights[2]
+
+
 def test_two_ranks_resume_to_the_same_bits(tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()

@@ -1,4 +1,7 @@
-"""One way in which a job can end, on purpose: ``faults.py OUT NAME DEVICE``. Rank 1 misbehaves, rank 0 waits for it."""
+"""One way in which a job can end, on purpose: ``faults.py OUT NAME DEVICE [RANK]``.
+
+Rank RANK (default 1) misbehaves, the others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ import numpy as np
 from minidl.backend import get_ops
 from minidl.dist import abort, init
 
-out, name, device = sys.argv[1:]
+out, name, device = sys.argv[1:4]
 comm = init(device)
 ops = get_ops(device)
 array = ops.from_host(np.ones(1000, "float32"))
-misbehaves = comm.rank == 1
+misbehaves = comm.rank == int(sys.argv[4] if len(sys.argv) > 4 else 1)
 
 
 def wait_for_the_others() -> None:
@@ -96,6 +99,68 @@ def early_close():
     wait_for_the_others()
 
 
+def killed():
+    if misbehaves:
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_the_others()
+
+
+def ends_without_a_word():
+    if misbehaves:
+        os._exit(0)
+    wait_for_the_others()
+
+
+def sleeping():
+    """A rank that is busy elsewhere for ever."""
+    abort.context.update(step=12)
+    if misbehaves:
+        time.sleep(1000)
+    comm.start_all_reduce(array, name="layer1.0.conv2").wait()
+
+
+def stopped():
+    """A rank that does not even answer."""
+    if misbehaves:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for_the_others()
+
+
+def other_size():
+    comm.start_all_reduce(array[: 900 if misbehaves else 1000], name="conv1").wait()
+
+
+def other_dtype():
+    comm.all_reduce(array.view("int32") if misbehaves else array)
+
+
+def other_order():
+    """Messages of one size, in another order: their sums would be wrong and nobody would know."""
+    names = ["conv1", "conv2"]
+    for name in reversed(names) if misbehaves else names:
+        comm.start_all_reduce(ops.from_host(np.ones(1000, "float32")), name=name).wait()
+
+
+def other_call():
+    comm.share(1) if misbehaves else comm.all_reduce(array)
+
+
+def blocking_or_not():
+    comm.all_reduce(array) if misbehaves else comm.start_all_reduce(array).wait()
+
+
+def other_root():
+    comm.broadcast(array, root=comm.rank)
+
+
+def the_same_error_everywhere():
+    raise ValueError("--lr must be positive")
+
+
+def errors_of_their_own():
+    raise ValueError(f"rank {comm.rank} has its own")
+
+
 def all_exit_with_status():
     sys.exit(3)
 
@@ -130,5 +195,6 @@ def forked_child_fails():
     time.sleep(0.5)
 
 
+Path(out, f"{comm.rank}.at").touch()
 globals()[name]()
 Path(out, f"{comm.rank}.json").write_text("{}")

@@ -57,6 +57,31 @@ def without_threadpoolctl():
     return dict(error=error_of(init, "cpu"))
 
 
+def without_shared_memory():
+    """Rank 1 finds none at first."""
+    from minidl.dist import shm
+
+    if rank() == 1:
+
+        def none(*_):
+            raise OSError(28, "No space left on device")
+
+        shm._open_file = none
+    comm = init("cpu")
+    comm.all_reduce(total := np.ones(3))
+    comm.close()
+    return dict(name=comm.name, total=total.tolist(), error=error_of(init, "cpu", "shm"))
+
+
+def engines():
+    """Told differently, told wrongly, and told to use MPI."""
+    different = error_of(init, "cpu", "mpi" if rank() == 1 else "shm")
+    comm = init("cpu", "mpi")
+    name = comm.name
+    comm.close()
+    return dict(different=different, unknown=error_of(init, "cpu", "smh"), name=name, auto=init("cpu").name)
+
+
 def without_gpu():
     return dict(error=error_of(init, "cuda"), solo=world() is SOLO)
 

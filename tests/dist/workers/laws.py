@@ -1,4 +1,4 @@
-"""Runs the communicator laws on this rank: ``laws.py OUT DEVICE``. All ranks run all of them in the same order."""
+"""Runs the communicator laws on this rank: ``laws.py OUT DEVICE [ENGINE]``. All ranks run all of them in the same order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def cases(law):
         yield dict(zip((name for name, _ in marks), values, strict=True))
 
 
-def main(out: str, device: str) -> None:
-    comm = init(device)
+def main(out: str, device: str, engine: str = "") -> None:
+    comm = init(device, engine)
     laws = CommunicatorLaws()
     laws.comm, laws.ops = comm, get_ops(device)
     failures, count = {}, 0

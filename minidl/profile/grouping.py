@@ -1,0 +1,166 @@
+"""How many bytes of gradients one message should carry on this machine: measured beside compute, and kept.
+
+Small messages start earlier and cost more: a latency each, and on a CPU a thread that takes a core from the products.
+So 64 layers of equal gradients pass through a backward pass of matrix products that takes about twice as long as the
+exchange by itself, once for each size of group, in turn; the least time wins. `minidl tune comm` measures, `Model`
+reads what was kept for this machine, engine and number of ranks. Records are files in the folder ``grouping`` beside
+that of the ceilings (`minidl.profile.ceilings`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.dist import Communicator
+from minidl.dist.communicator import place
+from minidl.profile import ceilings
+from minidl.profile.all_reduce import fit
+from minidl.profile.results import write
+from minidl.profile.roofline import wire_bytes
+
+__all__ = ["DEFAULT_BYTES", "Record", "choose", "disturbed", "group_bytes", "kept", "measure", "tune"]
+
+DEFAULT_BYTES = 4 << 20  # where nothing was measured
+LAYERS, LAYER_BYTES = 64, 256 << 10
+SAMPLES = 15
+COMPUTE_SHARE = 2.0  # of the exchange's own time
+WITHIN = 1.02  # of the best step: among those the smallest group, whose tail is shortest
+_MATRIX = 192
+_VERSION = 1
+
+Record = dict[str, Any]
+
+
+def group_bytes(ops: ModuleType, comm: Communicator) -> int:
+    """What was measured for this machine, engine and number of ranks, else 4 MiB; a collective on several ranks."""
+    record = kept(ops, comm) if comm.size > 1 else None
+    return DEFAULT_BYTES if record is None else record["group_bytes"]
+
+
+def kept(ops: ModuleType, comm: Communicator) -> Record | None:
+    """What `tune` kept earlier, if it did; a collective."""
+    identity = _identity(ops, comm)
+    return comm.share(ceilings.load(_path(identity), identity) if comm.rank == 0 else None)[0]
+
+
+def tune(ops: ModuleType, comm: Communicator, progress: Callable[[str], None] | None = None) -> tuple[Record, str]:
+    """Measure and keep; (the record, where it lies: empty where it could not be written). A collective."""
+    record, path = measure(ops, comm, progress), ""
+    if comm.rank == 0:
+        with suppress(OSError):  # a home that cannot be written
+            write(_path(record), record)
+            path = str(_path(record))
+    return record, comm.share(path)[0]
+
+
+def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None] | None = None) -> Record:
+    """Time every size of group beside compute: some ten seconds; a collective.
+
+    Returns:
+        The record: group_bytes, latency_us and bus_gb_per_s (an alpha-beta model of the messages alone), compute_ms of
+        the backward pass without messages, and ``groups``: for each size bytes, step_ms, exposed_ms, alone_ms (the
+        exchange without compute). The slowest rank's times, of several samples the fastest.
+
+    Raises:
+        ValueError: on one rank alone, or on GPUs, where products of the host say nothing.
+    """
+    if comm.size < 2:
+        raise checks.bad_value("tune comm", "ranks", "at least 2", comm.size, "start it with mpiexec or minidl.launch")
+    if ops.name != "cpu":
+        raise checks.bad_value("tune comm", "device", "cpu", ops.name, "on GPUs pass group_bytes to Model")
+    arena = place(comm, ops.zeros((LAYERS * LAYER_BYTES // 4,), np.dtype(np.float32)))
+    sizes = [LAYER_BYTES << i for i in range(LAYERS.bit_length())]
+    exchange = _slowest(comm, [_step(comm, arena, sizes[-1], None) for _ in range(3)])
+    compute = _products(comm, COMPUTE_SHARE * exchange / LAYERS)
+    arms: dict[tuple[int, bool], list[float]] = {(size, beside): [] for size in (0, *sizes) for beside in (True, False)}
+    del arms[0, False]
+    for sample in range(SAMPLES):
+        if progress is not None and comm.rank == 0:
+            progress(f"group sizes, sample {sample + 1} of {SAMPLES}")
+        for size, beside in arms:
+            arms[size, beside].append(_step(comm, arena, size, compute if beside else None))
+    best = {arm: _slowest(comm, times) for arm, times in arms.items()}
+    base = best[0, True]
+    groups = [
+        {
+            "bytes": size, "step_ms": best[size, True], "exposed_ms": best[size, True] - base,
+            "alone_ms": best[size, False],
+        }
+        for size in sizes
+    ]  # fmt: skip
+    messages = [
+        (wire_bytes(g["bytes"], comm.size), g["alone_ms"] * g["bytes"] / (LAYERS * LAYER_BYTES)) for g in groups
+    ]
+    latency_us, bus_gb_per_s = fit(messages)
+    figures = {"latency_us": latency_us, "bus_gb_per_s": bus_gb_per_s, "compute_ms": base, "groups": groups}
+    head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "group_bytes": choose(groups)}
+    return _identity(ops, comm) | head | figures
+
+
+def choose(groups: Sequence[Record]) -> int:
+    """The smallest group whose step is about as fast as the fastest."""
+    limit = WITHIN * min(group["step_ms"] for group in groups)
+    return min(group["bytes"] for group in groups if group["step_ms"] <= limit)
+
+
+def disturbed(record: Record) -> bool:
+    """Whether messages seem to make a step faster: then others used the machine, and the choice says little."""
+    return any(group["exposed_ms"] < -0.05 * record["compute_ms"] for group in record["groups"])
+
+
+def _step(comm: Communicator, arena: Any, size: int, compute: Callable[[], None] | None) -> float:
+    """Milliseconds of a backward pass whose layers share messages of ``size`` bytes; 0: no messages."""
+    comm.barrier()
+    started, works, sent = time.perf_counter(), [], 0
+    for layer in range(LAYERS):
+        if compute is not None:
+            compute()
+        end = (layer + 1) * LAYER_BYTES
+        if size and end - sent >= size:
+            works.append(comm.start_all_reduce(arena[sent // 4 : end // 4]))
+            sent = end
+    for work in works:
+        work.wait()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _products(comm: Communicator, milliseconds: float) -> Callable[[], None]:
+    """Matrix products of about so long, equally many on all ranks."""
+    a = np.random.default_rng(0).standard_normal((_MATRIX, _MATRIX), np.float32)
+    out = np.empty_like(a)
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        np.matmul(a, a, out=out)
+        times.append((time.perf_counter() - started) * 1e3)
+    count = max(1, math.ceil(milliseconds / max(comm.share(statistics.median(times)))))
+
+    def compute() -> None:
+        for _ in range(count):
+            np.matmul(a, a, out=out)
+
+    return compute
+
+
+def _slowest(comm: Communicator, own: Sequence[float]) -> float:
+    """Of each sample the slowest rank, of those the fastest: others share the machine."""
+    return min(max(times) for times in zip(*comm.share(list(own)), strict=True))
+
+
+def _identity(ops: ModuleType, comm: Communicator) -> Record:
+    return ceilings.identity(ops, comm) | {"version": _VERSION, "engine": comm.name}
+
+
+def _path(identity: Record) -> Any:
+    path = ceilings.cache_path(identity)
+    return path.parents[1] / "grouping" / f"{path.stem}-{identity['engine']}.json"

@@ -1,0 +1,137 @@
+"""Nothing hangs: every way in which a rank can fail, for real, ends all ranks soon, once and clearly said."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+
+from minidl.dist import mpiexec
+from tests.dist import job
+from tests.dist.job import DIFFERENT_CALLS, FAULTS, LIMIT_SECONDS
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+
+LIMIT = {"MINIDL_TIMEOUT": str(LIMIT_SECONDS)}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failing_rank_ends_the_job(fault, tmp_path):
+    status, text = FAULTS[fault]
+    done = job.run("faults", 2, tmp_path, fault, "cpu")
+    assert done.status == status, done.output
+    assert text in done.output
+    assert "ending all ranks" in done.output
+    assert done.seconds < 5
+
+
+def test_the_failing_rank_tells_who_where_and_when(tmp_path):
+    done = job.run("faults", 3, tmp_path, "uncaught_exception", "cpu")
+    assert "minidl: rank 1 of 3 (" in done.output
+    assert ", step 12, layer layer1.0.conv2): uncaught exception" in done.output
+    assert "in uncaught_exception" in done.output  # the traceback
+    assert "rank 0 of 3" not in done.output
+
+
+@pytest.mark.parametrize(
+    "name", ["late_rank", "exit_that_is_caught", "message_never_awaited", "forked_child_fails", "all_exit_with_status"]
+)
+def test_what_is_no_fault_ends_in_good_order(name, tmp_path):
+    done = job.run("faults", 2, tmp_path, name, "cpu")
+    assert done.status == (3 if name == "all_exit_with_status" else 0), done.output
+    assert "ending all ranks" not in done.output
+
+
+@pytest.mark.parametrize("engine", ["shm", "mpi"])
+@pytest.mark.parametrize("fault", DIFFERENT_CALLS)
+def test_ranks_that_call_different_things_are_told_which(fault, engine, tmp_path):
+    theirs, its = DIFFERENT_CALLS[fault]
+    done = job.run("faults", 2, tmp_path, fault, "cpu", MINIDL_ENGINE=engine)
+    assert done.status == 1, done.output
+    lines = [line for line in done.output.splitlines() if re.search(r"collective calls? .*differs?: ", line)]
+    assert len(lines) == 1, done.output
+    assert f"{theirs}; on rank 1: " in lines[0] and f"{its};" in lines[0]
+    assert "every rank must make the same calls in the same order" in done.output
+    assert done.output.count("ending all ranks") == 1
+    alone = fault in ("other_call", "blocking_or_not")  # a rank that waits finds out; the others all know at once
+    assert ("minidl: rank 0 of 2" if alone and engine == "shm" else "of 2 (") in done.output
+    assert done.seconds < 8  # found out at once, or when a rank has waited a little: the limit is ten minutes
+
+
+@pytest.mark.parametrize("fault", ["other_size", "other_order", "other_call"])
+def test_ranks_of_several_hosts_are_told_as_well(fault, tmp_path):
+    done = job.run("faults", 4, tmp_path, fault, "cpu", MINIDL_ENGINE="shm", MINIDL_RANKS_PER_HOST="2")
+    assert done.status == 1, done.output
+    assert re.search(r"collective calls? .*differs?: .*on rank 1: ", done.output), done.output
+    assert done.seconds < 15  # four ranks whose MPI spins on two cores
+
+
+@pytest.mark.parametrize("engine", ["shm", "mpi"])
+def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
+    done = job.run("faults", 3, tmp_path, "sleeping", "cpu", MINIDL_ENGINE=engine, **LIMIT)
+    assert done.status == 124, done.output
+    assert done.output.count("ending all ranks") == 1, done.output
+    first = done.output.splitlines()[0]
+    assert first.startswith("minidl: rank 0 of 3 (") and ", step 12): waits for " in first
+    assert "start_all_reduce of 1000 float32 (layer1.0.conv2), for rank 1; ending all ranks" in first
+    assert "  rank 1: made " in done.output and "the last share; in none for" in done.output
+    assert "  rank 2: waits in the same call (step 12" in done.output
+    assert "time.sleep(1000)" in done.output, "the stack of the rank that sleeps"
+    assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_stopped_rank_is_named_whoever_it_is(culprit, tmp_path):
+    done = job.run("faults", 2, tmp_path, "stopped", "cpu", str(culprit), **LIMIT)
+    # The launcher reports the abort, or that the stopped rank had to be killed, whichever it sees first.
+    assert done.status in (124, 9, 137), done.output
+    assert f"minidl: rank {1 - culprit} of 2 (" in done.output
+    assert f"for rank {culprit}; ending all ranks" in done.output
+    assert f"  rank {culprit}: does not answer: stopped" in done.output
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    done = job.run("faults", 2, tmp_path, "killed", "cpu")
+    assert done.status != 0, done.output
+    assert done.seconds < 5 and done.answers == []
+
+
+@pytest.mark.parametrize("fault", ["sleeping", "stopped"])
+@pytest.mark.parametrize("engine", ["shm", "mpi"])
+def test_ctrl_c_ends_ranks_that_wait(fault, engine, tmp_path):
+    """In the launcher's terminal, while one rank sleeps or does not run at all and the others wait for it."""
+    with job.started("faults", 3, tmp_path, fault, "cpu", MINIDL_ENGINE=engine) as process:
+        ready = time.monotonic() + job.TIMEOUT_SECONDS
+        while len(list(tmp_path.glob("*.at"))) < 3 and time.monotonic() < ready:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        interrupted = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output = job.finish(process)
+    assert time.monotonic() - interrupted < 8
+    assert process.returncode != 0, output
+    if mpiexec.find().family != "Open MPI":  # which kills its ranks before they can say a word
+        assert output.count("ending all ranks") == 1 and "KeyboardInterrupt" in output, output
+
+
+def test_ranks_that_fail_alike_speak_with_one_voice(tmp_path):
+    done = job.run("faults", 4, tmp_path, "the_same_error_everywhere", "cpu")
+    assert done.status == 1, done.output
+    assert done.output.count("ValueError: --lr must be positive") == 1
+    assert done.output.startswith("minidl: ranks 0-3 of 4 (")
+
+
+def test_ranks_that_fail_of_different_things_all_speak(tmp_path):
+    done = job.run("faults", 2, tmp_path, "errors_of_their_own", "cpu")
+    assert done.status == 1, done.output
+    assert "ValueError: rank 0 has its own" in done.output or "ValueError: rank 1 has its own" in done.output
+    assert "ranks 0-1" not in done.output
+
+
+def test_an_error_of_the_command_line_is_one_line(tmp_path):
+    done = job.run_program(["-m", "minidl", "train", "--device", "cpu", "--epochs", "1", "--lr", "-1"], 3, tmp_path)
+    assert done.status == 2, done.output
+    said = [line for line in done.output.splitlines() if line.startswith("minidl train: ")]
+    assert len(said) == 1, done.output

@@ -1,0 +1,91 @@
+"""What a message should carry: chosen from planted times, kept for one machine and engine, read by Model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import minidl as m
+from minidl.dist import SOLO
+from minidl.profile import grouping
+from tests.dist import job
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
+
+
+class Two:
+    """The first of two ranks that answer alike and send nothing."""
+
+    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "two"
+
+    def share(self, value):
+        return [value, value]
+
+    def all_reduce(self, array):
+        array *= 2
+
+
+def record(ops, comm, size):
+    return grouping._identity(ops, comm) | {"group_bytes": size}
+
+
+def planted(*steps):
+    return [{"bytes": 1 << i, "step_ms": step} for i, step in enumerate(steps)]
+
+
+def test_the_smallest_of_the_fastest_groups_is_chosen():
+    assert grouping.choose(planted(9.0, 5.0, 4.0, 3.95, 6.0)) == 4
+    assert grouping.choose(planted(1.0, 1.0, 1.0)) == 1
+    assert grouping.choose(planted(3.0, 2.0, 1.0)) == 4
+
+
+def test_steps_that_messages_make_faster_tell_of_a_busy_machine():
+    quiet = {"compute_ms": 10.0, "groups": [{"exposed_ms": -0.1}, {"exposed_ms": 3.0}]}
+    assert not grouping.disturbed(quiet)
+    assert grouping.disturbed(quiet | {"groups": [{"exposed_ms": -0.6}]})
+
+
+def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
+    comm = Two()
+    assert grouping.group_bytes(cpu_ops, comm) == grouping.DEFAULT_BYTES == 4 << 20
+    grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 12345))
+    assert grouping.group_bytes(cpu_ops, comm) == 12345
+    assert grouping.group_bytes(cpu_ops, SOLO) == 4 << 20, "one rank sends nothing"
+    other = Two()
+    other.name = "another"
+    assert grouping.group_bytes(cpu_ops, other) == 4 << 20, "another engine"
+    path = grouping._path(record(cpu_ops, comm, 1))
+    path.write_text(json.dumps(record(cpu_ops, comm, 7) | {"version": -1}))
+    assert grouping.group_bytes(cpu_ops, comm) == 4 << 20
+
+
+def test_a_model_takes_what_was_kept_unless_told(cpu_ops):
+    comm = Two()
+    grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 64))
+    assert m.Model(m.models.lenet(), comm=comm).arena.group_bytes == 64
+    assert m.Model(m.models.lenet(), comm=comm, group_bytes=0).arena.group_bytes == 0
+    assert m.Model(m.models.lenet()).arena.group_bytes == 4 << 20
+
+
+def test_one_rank_and_gpus_are_refused(cpu_ops):
+    with pytest.raises(ValueError, match="tune comm: ranks must be at least 2, got 1; start it with"):
+        grouping.measure(cpu_ops, SOLO)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
+def test_the_command_measures_and_keeps(tmp_path):
+    program = "from minidl.profile import grouping as g; g.SAMPLES = 2; import sys; from minidl.cli import main; "
+    done = job.run_program(["-c", program + "sys.exit(main(['tune', 'comm']))"], 2, tmp_path)
+    assert done.status == 0, done.output
+    assert "messages of " in done.output and "alpha-beta: " in done.output
+    (path,) = (tmp_path / "cache" / "grouping").glob("*-shm.json")
+    kept = json.loads(path.read_text())
+    assert (
+        kept["ranks"] == 2 and kept["engine"] == "shm" and kept["group_bytes"] in [g["bytes"] for g in kept["groups"]]
+    )
+    assert kept["latency_us"] >= 0 and kept["bus_gb_per_s"] > 0 and f"kept in {path}" in done.output.replace("\n", "")
