@@ -76,6 +76,8 @@ class SGD:
     ):
         for argument, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             _finite(argument, value)
+        if momentum >= 1:
+            raise checks.bad_value("SGD", "momentum", "below 1, or the velocity grows without end", momentum)
         if nesterov and momentum == 0:
             raise checks.bad_value("SGD", "momentum", "positive with nesterov=True", momentum)
         if not isinstance(model, Model):

@@ -105,6 +105,8 @@ def test_impossible_settings_are_refused(cpu_ops, rng):
         m.SGD(model, -1)
     with pytest.raises(ValueError, match="momentum must be"):
         m.SGD(model, 0.1, nesterov=True)
+    with pytest.raises(ValueError, match="momentum must be below 1"):
+        m.SGD(model, 0.1, 1.0)
     with pytest.raises(ValueError, match="lr must be a number"):
         m.SGD(model, "0.1")
     with pytest.raises(TypeError, match="groups must be ParameterGroups"):
