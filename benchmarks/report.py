@@ -149,6 +149,53 @@ def _default(action: argparse.Action) -> str:
     return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
 
 
+# -- other pages ------------------------------------------------------------------------------------------------------
+
+_SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight": "dY Xᵀ at A"}
+_SPARSE_PEERS = {"scipy-csr": "SciPy CSR", "scipy-csr-of-transpose": "SciPy CSR", "numpy-dense": "dense NumPy"}
+
+
+def sparse() -> str:
+    """Time of each peer over that of sparse products: geometric mean over the shapes of batches, and the worst shape."""
+    groups: dict[tuple[str, ...], dict[float, list[float]]] = {}
+    for file in load("cpu", "bench_csb"):
+        for row in file["rows"]:
+            for peer, ms in row["peers"].items():
+                key = _SPARSE_PEERS[peer], f"{_SPARSE_PASSES[row['pass']]}, {row['arm'].replace('-', ' ')}"
+                if row["shape"][-1] > 1:
+                    groups.setdefault(key, {}).setdefault(row["sparsity"], []).append(ms / row["ms"])
+    levels = sorted({level for found in groups.values() for level in found})
+    cell = lambda ratios: f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f})" if ratios else ""  # noqa: E731
+    order = list(dict.fromkeys(_SPARSE_PEERS.values()))
+    lines = sorted(groups.items(), key=lambda item: order.index(item[0][0]))
+    rows = [[*key, *(cell(found.get(level, [])) for level in levels)] for key, found in lines]
+    return markdown(["against", "pass", *(f"{level:.0%}" for level in levels)], rows)
+
+
+def all_reduces() -> str:
+    """Milliseconds of an all-reduce between CPU ranks, median (fastest)."""
+    files = [file for ranks in (2, 4) for file in load("cpu", f"bench_all_reduce_{ranks}")]
+    head, sizes = ["size"], {}
+    for file in files:
+        ranks = file["rows"][0]["ranks"]
+        head += [f"{ranks} ranks: shm, gradients", "shm, any array", "mpi4py"]
+        for row in file["rows"]:
+            cells = sizes.setdefault(row["bytes"], [])
+            if row["arm"] != "mpi":
+                cells.append(_median_and_least(row["ms"], row["min_ms"]))
+            if row["arm"] == "shm-copied":
+                cells.append(_median_and_least(row["peers"]["mpi4py"], row["peers_min"]["mpi4py"]))
+    return markdown(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
+
+
+def _median_and_least(median: float, least: float) -> str:
+    return f"{median:.3g} ({least:.3g})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +216,8 @@ def between(page: str, name: str, text: str) -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": results},
     "docs/benchmarks.md": {"commands": commands, "options": options},
+    "docs/distributed.md": {"all-reduces": all_reduces},
+    "docs/sparse.md": {"products": sparse},
     "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
 }
 
