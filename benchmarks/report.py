@@ -156,7 +156,7 @@ _SPARSE_PEERS = {"scipy-csr": "SciPy CSR", "scipy-csr-of-transpose": "SciPy CSR"
 
 
 def sparse() -> str:
-    """Time of each peer over that of sparse products: geometric mean over the shapes of batches, and the worst shape."""
+    """Time of each peer over that of sparse products: geometric mean over the shapes with batches, worst shape."""
     groups: dict[tuple[str, ...], dict[float, list[float]]] = {}
     for file in load("cpu", "bench_csb"):
         for row in file["rows"]:
