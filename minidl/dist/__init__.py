@@ -1,8 +1,8 @@
 """Ranks of one job: start-up, collectives on arrays, and what happens when one of them fails.
 
-    comm = minidl.dist.init()           # SOLO, or the ranks that mpiexec started
-    work = comm.start_all_reduce(grad)  # returns at once
-    work.wait()                         # what follows sees the sum
+comm = minidl.dist.init()           # SOLO, or the ranks that mpiexec started
+work = comm.start_all_reduce(grad)  # returns at once
+work.wait()                         # what follows sees the sum
 """
 
 from __future__ import annotations

@@ -23,7 +23,19 @@ from typing import Any, NoReturn
 
 from minidl.dist.agree import rank_list
 
-__all__ = ["Departure", "abort", "before_abort", "context", "departure", "describe", "exit_code", "install", "parted", "say", "tell"]
+__all__ = [
+    "Departure",
+    "abort",
+    "before_abort",
+    "context",
+    "departure",
+    "describe",
+    "exit_code",
+    "install",
+    "parted",
+    "say",
+    "tell",
+]
 
 ALIKE_SECONDS = 0.5  # for other ranks to fail of the same
 ENGINE_SECONDS = 2.0  # for engines to let go of the GPU

@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Kind, dtype, root and size in 64 bits: equal on ranks that make the same call. Others give 0 as their kind."""
+        """Kind, dtype, root and size in 64 bits: equal on ranks that make the same call. Other kinds count as 0."""
         kind = _KINDS.index(self.kind) + 1 if self.kind in _KINDS else 0
         dtype = _DTYPES.index(self.dtype) if self.dtype in _DTYPES else _OTHER_DTYPE
         place = (kind << 8 | dtype) << _ROOT_BITS | self.root % (1 << _ROOT_BITS)

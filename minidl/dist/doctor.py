@@ -185,7 +185,11 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("mpi4py", _package("mpi4py"), "pip install 'minidl[mpi]'"),
     ("MPI library", _mpi_library, "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
     ("mpiexec", _mpiexec, "pip install 'minidl[mpi-wheel]'"),
-    ("shared memory", _shared_memory, "CPU ranks sum slower without room for their gradients: docker run --shm-size=8g"),
+    (
+        "shared memory",
+        _shared_memory,
+        "CPU ranks sum slower without room for their gradients: docker run --shm-size=8g",
+    ),
     ("ml_dtypes", _package("ml_dtypes"), "pip install ml_dtypes"),
     ("safetensors", _package("safetensors"), "pip install safetensors"),
     ("rich", _package("rich"), "pip install 'minidl[cli]'"),

@@ -88,8 +88,9 @@ class MPILane:
 
 
 class MPICommunicator(HostCommunicator):
-    """Ranks joined by MPI; arrays are NumPy's. Sums: float32, float64, int32, int64, bfloat16 (added in float32, rounded
-    once); other calls take any dtype.
+    """Ranks joined by MPI; arrays are NumPy's.
+
+    Sums: float32, float64, int32, int64, bfloat16 (added in float32, rounded once); other calls take any dtype.
 
     Attributes:
         host_ranks: the ranks of this host, in order.

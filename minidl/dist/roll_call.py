@@ -187,7 +187,9 @@ class RollCall:
         if self._interrupted is None or time.monotonic() - self._interrupted[1] < GRACE_SECONDS:
             return
         if self.log.made == self._interrupted[0] and self.log.waiting():
-            abort.abort("interrupted", "KeyboardInterrupt: while it waited for other ranks", 130, alike="KeyboardInterrupt: ")
+            abort.abort(
+                "interrupted", "KeyboardInterrupt: while it waited for other ranks", 130, alike="KeyboardInterrupt: "
+            )
         self._interrupted = None
 
     # -- the watchdog -------------------------------------------------------------------------------------------------

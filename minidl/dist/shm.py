@@ -101,7 +101,9 @@ class _ShmLane:
 
     def _differ(self, error: _window.Mismatch) -> RuntimeError:
         told = zip(self._ranks, error.calls, strict=True)
-        return different_calls({rank: Call.decode(code, n, name.decode(errors="replace")) for rank, (code, n, name) in told})
+        return different_calls(
+            {rank: Call.decode(code, n, name.decode(errors="replace")) for rank, (code, n, name) in told}
+        )
 
 
 class _Hierarchy:
@@ -149,7 +151,9 @@ class ShmCommunicator(HostCommunicator):
         sizes = control.share(self.local_size)
         if min(sizes) < 2 or len(set(sizes)) > 1:
             found = f"hosts with {' or '.join(str(n) for n in sorted(set(sizes)))} ranks"
-            raise checks.bad_value("init", "engine", "mpi where hosts do not all have the same ranks, two at least", found)
+            raise checks.bad_value(
+                "init", "engine", "mpi where hosts do not all have the same ranks, two at least", found
+            )
         # Who shares its core with others gives it to them at once.
         spins = SPINS if ranks_sharing_cores(control) <= len(available_cores()) else 0
         chunk = chunk_bytes or _chunk(self.local_size)
@@ -207,7 +211,8 @@ def _lane(control: MPICommunicator, chunk: int, spins: int, regions: list[_Regio
 def _shared_memory(control: MPICommunicator, size: int, own: list[tuple[int, int]]) -> mmap.mmap:
     """``size`` bytes, zero at first, that the ranks of each host share; a collective.
 
-    Each rank makes sure of the pages of its ``own`` parts, (start, length), which then lie near it. The file has no name any more when this returns, so it goes with the last rank, however that ends.
+    Each rank makes sure of the pages of its ``own`` parts, (start, length), which then lie near it. The file has no
+    name any more when this returns, so it goes with the last rank, however that ends.
 
     Raises:
         RuntimeError: on every rank, when there is no room for it on one.
@@ -226,7 +231,9 @@ def _shared_memory(control: MPICommunicator, size: int, own: list[tuple[int, int
 
 
 def _make_file(size: int) -> str:
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory; elsewhere a file, whose pages are in memory too
+    folder = (
+        "/dev/shm" if os.path.isdir("/dev/shm") else None
+    )  # memory; elsewhere a file, whose pages are in memory too
     handle, name = tempfile.mkstemp(prefix="minidl-", dir=folder)
     try:
         os.ftruncate(handle, size)

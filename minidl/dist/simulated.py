@@ -1,4 +1,4 @@
-"""A cluster that is not there: messages take the time of an alpha-beta model, and the other ranks are twins of this one.
+"""A cluster that is not there: messages take the time of an alpha-beta model, the other ranks are twins of this one.
 
     comm = SimulatedCommunicator(8, AlphaBeta(latency=10e-6, bandwidth=12.5e9))
     model = minidl.Model(graph, comm=comm, group_bytes=4 << 20)

@@ -50,7 +50,8 @@ def init(device: str = "auto", engine: str = "") -> Communicator:
             it, else mpi. Default: $MINIDL_ENGINE, else auto.
 
     Raises:
-        ValueError: for another device or engine, for shm where hosts have different numbers of ranks, or with ``"auto"`` when only some ranks have a GPU.
+        ValueError: for another device or engine, for shm where hosts have different numbers of ranks, or with
+            ``"auto"`` when only some ranks have a GPU.
         ImportError: under a launcher without mpi4py.
         RuntimeError: when the job cannot be joined, on all ranks alike; when called again for another device.
     """

@@ -16,7 +16,18 @@ from pathlib import Path
 
 from minidl.dist import mpiexec
 
-__all__ = ["DIFFERENT_CALLS", "FAULTS", "LIMIT_SECONDS", "Job", "finish", "missing", "run", "run_alone", "run_program", "started"]
+__all__ = [
+    "DIFFERENT_CALLS",
+    "FAULTS",
+    "LIMIT_SECONDS",
+    "Job",
+    "finish",
+    "missing",
+    "run",
+    "run_alone",
+    "run_program",
+    "started",
+]
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
@@ -126,9 +137,7 @@ def finish(process: subprocess.Popen) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(
-            f"{process.args} still running after {TIMEOUT_SECONDS} s; it said:\n{output}"
-        ) from None
+        raise AssertionError(f"{process.args} still running after {TIMEOUT_SECONDS} s; it said:\n{output}") from None
 
 
 def _run(command: list[str], out: Path, environment: dict[str, str]) -> Job:

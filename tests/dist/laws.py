@@ -152,7 +152,9 @@ class CommunicatorLaws:
     def test_ranks_may_send_from_different_places(self):
         arena = place(self.comm, self.send(self.make((9000,), "float32")))
         for size in (9, 900):
-            mine = [arena[:size], arena[size : 2 * size], self.send(self.ops.to_host(arena[:size]).copy())][self.comm.rank % 3]
+            mine = [arena[:size], arena[size : 2 * size], self.send(self.ops.to_host(arena[:size]).copy())][
+                self.comm.rank % 3
+            ]
             expected = np.sum(self.comm.share(self.ops.to_host(mine).copy()), axis=0)
             self.comm.all_reduce(mine)
             np.testing.assert_array_equal(self.ops.to_host(mine), expected)
@@ -172,7 +174,11 @@ class CommunicatorLaws:
         try:
             self.comm.all_reduce(array)
         except TypeError as error:
-            assert dtype == "float16" and self.comm.name in ("mpi", "shm") and "all_reduce: array must be one of float32" in str(error)
+            assert (
+                dtype == "float16"
+                and self.comm.name in ("mpi", "shm")
+                and "all_reduce: array must be one of float32" in str(error)
+            )
             return
         self.comm.start_all_reduce(half := self.send(self.make((302,), dtype))).wait()
         for found in (array, half):  # small integers are exact in both types

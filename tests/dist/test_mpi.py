@@ -59,7 +59,9 @@ def test_refused_arrays_leave_the_ranks_in_step(tmp_path):
     assert done.status == 0, done.output
     for answer in done.answers:
         first, second, third = answer["errors"]
-        assert first.startswith("TypeError: all_reduce: array must be one of float32, float64, int32, int64, bfloat16, got float")
+        assert first.startswith(
+            "TypeError: all_reduce: array must be one of float32, float64, int32, int64, bfloat16, got float"
+        )
         assert second.startswith("TypeError: start_all_reduce: array must be one of")
         assert third.startswith("ValueError: all_reduce: array must be writeable")
         assert answer["total"] == [2.0] * 4

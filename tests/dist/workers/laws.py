@@ -1,4 +1,4 @@
-"""Runs the communicator laws on this rank: ``laws.py OUT DEVICE [ENGINE]``. All ranks run all of them in the same order."""
+"""Runs the communicator laws on this rank, all ranks in the same order: ``laws.py OUT DEVICE [ENGINE]``."""
 
 from __future__ import annotations
 

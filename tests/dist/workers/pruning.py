@@ -37,9 +37,7 @@ def main(out: Path) -> None:
     )  # fmt: skip
     pruning = Pruning(CubicSchedule(0.8, begin=2, end=8, frequency=2))
     optimizer = PrunedSGD(model, 0.05, 0.9, weight_decay=1e-3, pruning=pruning)
-    run = Trainer(
-        model, optimizer, m.SoftmaxCrossEntropy(comm=comm), loader, schedule=lambda step: 0.05, epochs=3
-    )
+    run = Trainer(model, optimizer, m.SoftmaxCrossEntropy(comm=comm), loader, schedule=lambda step: 0.05, epochs=3)
     row = run.fit()
     answer = {
         "loss": row["train_loss"],

@@ -17,7 +17,10 @@ def trainer(comm, output: Path) -> Trainer:
     model = m.Model(models.resnet20(num_classes=4, image_shape=(8, 8, 3)), comm=comm)
     loaders = [
         data.Loader(
-            data.dataset("synthetic", None, split, n=30, shape=(8, 8, 3), num_classes=4), 8, rank=comm.rank, size=comm.size
+            data.dataset("synthetic", None, split, n=30, shape=(8, 8, 3), num_classes=4),
+            8,
+            rank=comm.rank,
+            size=comm.size,
         )
         for split in ("train", "test")
     ]  # fmt: skip
