@@ -45,10 +45,10 @@ def residual():
 def preactivation():
     """Sums that a batch norm and a further sum read; a batch norm that two layers read."""
     graph = m.Graph()
-    x = m.Conv2d(3, 8, 3, padding=1, name="stem")(graph.input((6, 6, 3)))
+    x = m.Conv2d(3, 8, 3, padding=1, bias=False, name="stem")(graph.input((6, 6, 3)))
     for i in range(2):
         y = m.BatchNorm2d(8, name=f"bn{i}")(x)
-        left = m.Conv2d(8, 8, 3, padding=1, name=f"conv{i}")(m.ReLU(name=f"relu{i}")(y))
+        left = m.Conv2d(8, 8, 3, padding=1, bias=False, name=f"conv{i}")(m.ReLU(name=f"relu{i}")(y))
         x = m.Add(name=f"add{i}")(m.BatchNorm2d(8, name=f"post{i}")(left), x if i else y)
     return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(m.ReLU(name="last")(x))))
 

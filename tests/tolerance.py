@@ -16,6 +16,12 @@ def draw(rng: np.random.Generator, shape, dtype, *, scale: float = 1.0, offset: 
     return (rng.standard_normal(shape) * scale + offset).astype(dtype)
 
 
+def draw_integers(rng: np.random.Generator, shape, dtype, *, limit: int = 3) -> np.ndarray:
+    """Whole numbers of at most ``limit``: float32 holds their products' sums exactly (up to 2**24), in any order and
+    with any rounding, so that a kernel must give the bits of the reference."""
+    return rng.integers(-limit, limit + 1, shape).astype(dtype)
+
+
 def assert_close(actual, expected, dtype=np.float32, *, terms: int = 1, scale: float | None = None, tf32: bool = False):
     """Assert ``|actual - expected|`` within one rounding to ``dtype`` plus float32 accumulation of ``terms`` terms.
 
