@@ -154,11 +154,14 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     fuse(model, a.fusion)
     optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
 
+    # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
+    transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
+
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
         return data.Loader(
             dataset, a.batch, rank=comm.rank, size=comm.size, seed=a.seed, dtype=mode.storage,
-            workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
+            workers=a.workers, **transfer, **normal, **kwargs,
         )  # fmt: skip
 
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
