@@ -45,7 +45,8 @@ cdef void add_noise(uint8_t *pixels, int64_t size, uint64_t seed, uint64_t sampl
     cdef MinidlPhilox noise
     cdef int i
     for at in range(0, size, 32):
-        noise = minidl_philox(<uint64_t>(at // 32 + 1), seed, sample)  # NumPy's counter is advanced before its first use
+        # NumPy advances the counter before its first use.
+        noise = minidl_philox(<uint64_t>(at // 32 + 1), seed, sample)
         for i in range(4):
             noise.word[i] = (noise.word[i] >> 1) & SEVEN_BITS
         if at + 32 <= size:
@@ -63,7 +64,7 @@ def classified(
     uint8_t[:, ::1] images, const int64_t[::1] samples, const int64_t[::1] labels, uint64_t seed,
     const uint8_t[:, :, ::1] down, const uint8_t[:, ::1] across,
 ):
-    """Write images (n, H * W * C): down[label] (H, C) along the rows + across[label] (W * C) along the columns + noise."""
+    """Write images (n, H * W * C): waves of their classes, down (classes, H, C) + across (classes, W * C), + noise."""
     cdef int64_t n, h, w, c, label, height = down.shape[1], channels = down.shape[2], row = across.shape[1]
     cdef uint8_t *line
     with nogil:
