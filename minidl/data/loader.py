@@ -137,7 +137,8 @@ class Loader:
     def plan(self) -> str:
         """What all ranks must share, in words: :meth:`state`, and how the images are augmented, normalised, rounded."""
         normal = f"scale {self._scale.tolist()}, shift {self._shift.tolist()}"
-        return f"{self.state()}, augment {checks.wording(self.augment)}, dtype {self.dtype}, {normal}"
+        files = f", files {self.dataset.fingerprint}" if hasattr(self.dataset, "fingerprint") else ""
+        return f"{self.state()}{files}, augment {checks.wording(self.augment)}, dtype {self.dtype}, {normal}"
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where :meth:`state` was taken, in the middle of an epoch too.
@@ -244,14 +245,20 @@ class Loader:
         count = min(self.batch, self.samples - begin)
         start, stop = shard(count, self.rank, self.size)
         indices = order[begin + start : begin + stop]
-        images, labels = self._fetch(indices)
-        if self.augment is not None:
-            images, labels = self.augment(
-                images, labels, lambda stream: random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
-            )
+        images, labels = self._augmented(indices, epoch)
         if self.normalise is None:
             images = cpu.normalise(images, self._scale, self._shift, self.dtype)
         return Batch(np.ascontiguousarray(images), np.ascontiguousarray(labels, np.int32), begin + start, count)
+
+    def _augmented(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        def draw(stream: int) -> np.ndarray:
+            return random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
+
+        if self.augment is None:
+            return self._fetch(indices)
+        if hasattr(self.augment, "fetch"):
+            return self.augment.fetch(self.dataset, indices, draw)
+        return self.augment(*self._fetch(indices), draw)
 
     def _fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The items at ``indices``, stacked."""
