@@ -10,7 +10,7 @@ import minidl  # noqa: E402
 
 project, author = "minidl", "the minidl developers"
 version = release = minidl.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 html_theme = "furo"
 html_title = f"minidl {version}"

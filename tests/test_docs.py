@@ -55,9 +55,9 @@ def test_the_first_hour_runs_as_it_is_written(shell, tmp_path, monkeypatch, caps
         done = shell(text)
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
         if "killed.py" in text:
-            assert re.search(r"rank 1\b", done.stdout + done.stderr), done.stderr
+            assert re.search(r"signal:? 9", done.stdout + done.stderr, re.IGNORECASE), done.stdout + done.stderr
     printed = capsys.readouterr().out
-    assert "(4, 16, 16, 8) (4, 16, 16, 3) (8, 3, 3, 3)" in printed and "conv2d: x must be" in printed
+    assert "(4, 16, 16, 8) (4, 16, 16, 3) (8, 3, 3, 3)" in printed and "conv2d: x must have shape (N, H, W, 3)" in printed
     share = int(re.search(r"(\d+)% of the weights are left", printed).group(1))
     assert 10 <= share < 20
     assert (tmp_path / "resnet20.onnx").exists() and list((tmp_path / "plots").glob("*.png"))
@@ -66,7 +66,8 @@ def test_the_first_hour_runs_as_it_is_written(shell, tmp_path, monkeypatch, caps
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("myst_parser", reason="needs the extra docs")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]
+    options = ["-W", "--keep-going", "-q", "-b", "html"]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "reference.html").read_text()
