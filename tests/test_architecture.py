@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"memory", "sparse", "onnx"},
+    {"memory", "sparse", "onnx", "torch_bridge"},
     {"train"},
     {"bench"},
     {"launch", "cli"},
