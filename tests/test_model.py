@@ -466,7 +466,11 @@ def test_a_forked_store_goes_back_again(ops, rng):
 
 def test_the_gradient_of_the_input_is_handed_over_when_asked_for(ops, rng):
     def built(**options):
-        return m.Model(models.build("resnet20", (8, 8, 3), 5), device=ops.name, **options)
+        graph = m.Graph()
+        x = graph.input((8, 8, 3))
+        y = m.ReLU()(m.BatchNorm2d(4)(m.Conv2d(3, 4, 3, padding=1, name="first")(x)))
+        y = m.Add()(m.Conv2d(4, 6, 3, padding=1, name="main")(y), m.Conv2d(3, 6, 1, name="side")(x))
+        return m.Model(graph.output(m.Linear(384, 5)(m.Flatten()(y))), device=ops.name, **options)
 
     plain, asked = built(), built(input_grad=True)
     x, dy = rng.standard_normal((2, 8, 8, 3)).astype(np.float32), rng.standard_normal((2, 5)).astype(np.float32)
