@@ -104,8 +104,8 @@ def _interrupted(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _train(a: argparse.Namespace) -> int:
-    train(a)
-    return 0
+    _, trainer = _trained(a)
+    return 0 if trainer.stopped is None else 128 + trainer.stopped  # as shells report a signal
 
 
 def _info(a: argparse.Namespace) -> int:
@@ -142,6 +142,10 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
 
 def train(a: argparse.Namespace) -> dict[str, float]:
     """``minidl train`` with parsed options, on every rank; the last epoch's figures, named as in metrics.csv."""
+    return _trained(a)[0]
+
+
+def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     checks.at_least("--epochs", "number", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
@@ -185,11 +189,14 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
-    return row
+    return row, trainer
 
 
 def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None) -> None:
     """The last lines: the figure, what was written, what to try next."""
+    if trainer.stopped is not None:
+        print(f"stopped by {trainer.stopped.name} after step {trainer.step}; the same with --resume goes on")
+        return
     if not row:
         print(f"nothing left to do: {a.output} is at epoch {trainer.epochs}; raise --epochs to go on")
         return

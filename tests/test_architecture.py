@@ -23,7 +23,7 @@ LEVELS = [
     {"models", "data"},
     {"model"},
     {"fusion"},
-    {"loss", "optim"},
+    {"loss", "optim", "stopping"},
     {"memory", "sparse", "onnx", "torch_bridge"},
     {"train"},
     {"bench"},

@@ -550,6 +550,7 @@ def test_synthetic_noise_is_that_of_numpys_philox(shape, task):
     noise = [np.random.Generator(np.random.Philox(key=[5, i])).bytes(int(np.prod(shape))) for i in (0, 2, 38)]
     noise = np.stack([np.frombuffer(bytes_, np.uint8).reshape(shape) >> 1 for bytes_ in noise]).astype(int)
     images, labels = source.take(np.array([0, 2, 38]))
+    assert source.take(np.array([], int))[0].shape == (0, *shape), "a rank without samples"
     rest = images - noise
     assert rest.min() >= 0 and rest.max() < 128
     if task == "classification":

@@ -71,11 +71,11 @@ class Synthetic:
             for label, sample in zip(labels, samples, strict=True):
                 label[...] = self._classes(int(sample))
             images = self._colours[labels]
-            _pixels.noisy(images.reshape(len(samples), -1), samples, self.seed)
+            _pixels.noisy(_rows(images), samples, self.seed)
             return images, labels
         labels = samples % self.num_classes
         images = np.empty((len(samples), *self.shape), np.uint8)
-        _pixels.classified(images.reshape(len(samples), -1), samples, labels, self.seed, self._down, self._across)
+        _pixels.classified(_rows(images), samples, labels, self.seed, self._down, self._across)
         return images, labels.astype(np.int32)
 
     def _classes(self, sample: int) -> np.ndarray:
@@ -91,6 +91,11 @@ class Synthetic:
             across = (columns / width - x) / (0.08 + 0.2 * wide)
             labels[vertical**2 + across**2 < 1] = kind
         return labels
+
+
+def _rows(images: np.ndarray) -> np.ndarray:
+    """One row of bytes per image, also when there is none."""
+    return images.reshape(len(images), int(np.prod(images.shape[1:])))
 
 
 def _waves(length: int, frequencies: np.ndarray, phases: np.ndarray) -> np.ndarray:
