@@ -77,7 +77,8 @@ def main(out: Path, folder: Path) -> None:
     answer = {
         "rank": comm.rank, "whole": digest(whole), "parts": digest(parts), "step": parts.step,
         # A checkpoint averages running statistics, and this one was written after another step.
-        "weights": [digest(whole, buffers=False), digest(again, buffers=False)], "stopped": [stopped.stopped, stopped.step, resumed],
+        "weights": [digest(run, buffers=False) for run in (whole, again)],
+        "stopped": [stopped.stopped, stopped.step, resumed],
     }  # fmt: skip
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()
