@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import itertools
 import json
 import sys
@@ -27,6 +28,7 @@ from minidl.data import (
     counter,
     dataset,
     digits,
+    mnist,
     shard,
     synthetic,
 )
@@ -646,3 +648,50 @@ def test_an_item_unlike_the_first_is_named(odd, error):
     pairs = [(np.zeros((2, 2, 1), np.uint8), 0)] * 5 + [odd]
     with pytest.raises(error, match="item 5"):
         list(Loader(pairs, 3))
+
+
+# ---- MNIST -------------------------------------------------------------------------------------------------------
+
+
+def idx(array) -> bytes:
+    head = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return head + array.tobytes()
+
+
+@pytest.fixture
+def mnist_folder(tmp_path, rng):
+    for name, count in (("train", 12), ("t10k", 5)):
+        (tmp_path / f"{name}-images-idx3-ubyte").write_bytes(idx(rng.integers(0, 256, (count, 6, 7)).astype(np.uint8)))
+        labels = idx(np.arange(count, dtype=np.uint8) % 10)
+        (tmp_path / f"{name}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    return tmp_path
+
+
+def test_mnist_reads_plain_and_compressed_files(mnist_folder):
+    train, test = (dataset("mnist", mnist_folder, split) for split in ("train", "test"))
+    assert (len(train), len(test), train.num_classes) == (12, 5, 10)
+    pixels = np.frombuffer((mnist_folder / "train-images-idx3-ubyte").read_bytes()[16:], np.uint8).reshape(12, 6, 7, 1)
+    np.testing.assert_array_equal(train.images, pixels)
+    assert train.labels.tolist() == [*range(10), 0, 1] and train[3][0].shape == (6, 7, 1)
+    (mnist_folder / "train-images-idx3-ubyte").rename(mnist_folder / "train-images.idx3-ubyte")
+    np.testing.assert_array_equal(mnist(mnist_folder).images, pixels)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("train-images-idx3-ubyte", b"", "no IDX file"),
+        ("train-images-idx3-ubyte", bytes((0, 0, 13, 3)) + bytes(12), "no IDX file"),
+        ("train-images-idx3-ubyte", idx(np.zeros((12, 6, 7), np.uint8))[:-1], "has 519 bytes"),
+        ("train-images-idx3-ubyte", idx(np.zeros((11, 6, 7), np.uint8)), "11 images and 12 labels"),
+        ("train-labels-idx1-ubyte.gz", gzip.compress(b"words")[:-3], "damaged"),
+        ("train-labels-idx1-ubyte.gz", None, "missing"),
+    ],
+)
+def test_damaged_files_of_mnist_are_named(mnist_folder, name, content, words):
+    if content is None:
+        (mnist_folder / name).unlink()
+    else:
+        (mnist_folder / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        mnist(mnist_folder)

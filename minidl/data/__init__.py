@@ -6,6 +6,7 @@ from minidl.data.dataset import ArrayDataset, Dataset, dataset, datasets, regist
 from minidl.data.digits import digits
 from minidl.data.folder import ImageFolder, image_folder
 from minidl.data.loader import Batch, Loader, shard
+from minidl.data.mnist import mnist
 from minidl.data.synthetic import synthetic
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "datasets",
     "digits",
     "image_folder",
+    "mnist",
     "register",
     "shard",
     "synthetic",
