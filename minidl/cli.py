@@ -15,6 +15,7 @@ from minidl.bench import command as bench
 from minidl.bench import plan, tuning
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
+from minidl.config import use_config
 from minidl.dist import abort
 from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
@@ -48,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _verb(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """The parser of one verb's options."""
+    (verbs,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return verbs.choices[name]
+
+
 def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
@@ -74,13 +81,18 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
     p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
+    p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
-    arguments = parser().parse_args(argv)
+    top = parser()
+    arguments = top.parse_args(argv)
     try:
+        if getattr(arguments, "config", None):
+            use_config(_verb(top, arguments.verb), arguments.config)
+            arguments = top.parse_args(argv)
         status = _VERBS[arguments.verb](arguments)
         dist.world().close()
         return status
