@@ -36,6 +36,7 @@ from minidl.cpu.conv2d import (
     conv2d,
     conv2d_backward_data,
     conv2d_backward_weight,
+    conv2d_stats,
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
@@ -71,6 +72,7 @@ __all__ = [
     "conv2d",
     "conv2d_backward_data",
     "conv2d_backward_weight",
+    "conv2d_stats",
     "channel_sum",
     "batch_norm_stats",
     "batch_norm_finalize",

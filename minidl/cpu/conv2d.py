@@ -10,11 +10,12 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
 from minidl.cpu.array import Array, cast, contiguous, empty, rows, zeros
+from minidl.cpu.batch_norm import batch_norm_stats
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
+__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight", "conv2d_stats"]
 
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
@@ -87,6 +88,15 @@ def conv2d(
     x, stride = _skip_pixels(x, w.shape, stride, padding)
     plan = make_plan(x.shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), False)
     return _apply(plan, x, w, empty((x.shape[0], plan.rows, plan.cols, w.shape[0]), x.dtype), bias, None)
+
+
+def conv2d_stats(
+    x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    tf32: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`conv2d`, and ``batch_norm_stats`` of its result."""
+    y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, tf32=tf32)
+    return y, batch_norm_stats(y)
 
 
 @_QUIET

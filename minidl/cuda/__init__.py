@@ -36,6 +36,7 @@ from minidl.cuda.conv2d import (
     conv2d,
     conv2d_backward_data,
     conv2d_backward_weight,
+    conv2d_stats,
 )
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
@@ -72,6 +73,7 @@ __all__ = [
     "conv2d",
     "conv2d_backward_data",
     "conv2d_backward_weight",
+    "conv2d_stats",
     "channel_sum",
     "batch_norm_stats",
     "batch_norm_finalize",

@@ -22,6 +22,7 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_stats",
+    "merge_chunks",
 ]
 
 THREADS = 256
@@ -103,7 +104,20 @@ def batch_norm_stats(x: Any) -> Any:
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    _merge("batch_norm_merge_kernel", cut, channels, mean, squares, stats)
+    _merge("batch_norm_merge_kernel", cut, channels, mean, squares, None, stats)
+    return stats
+
+
+def merge_chunks(mean: Any, squares: Any, counts: Any, rows: int) -> Any:
+    """What `batch_norm_stats` returns, from means (float64) and squared deviations (float32) of chunks, both (R, C).
+
+    ``counts``: (R,) float64, rows of each chunk; ``rows``: of all.
+    """
+    chunks, channels = mean.shape
+    stats = empty(1 + 2 * channels, np.float64)
+    argument = np.array([(rows, 0, 0, 0, channels, 0, chunks)], _ARGUMENT)
+    cut = Chunks((chunks, 1), (1, 1), 0, chunks, argument)
+    _merge("batch_norm_merge_kernel", cut, channels, mean, squares, counts, stats)
     return stats
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from minidl import checks
 from minidl.cuda import conv2d_generic, conv2d_hopper, conv2d_stem, conv2d_textbook, conv2d_weight_hopper, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.batch_norm import batch_norm_stats
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_family import choose_family, textbook
 from minidl.cuda.conv2d_plan import Convolution, convolution
@@ -25,7 +26,7 @@ from minidl.cuda.widen import narrow, wide_channels, widen
 from minidl.precision import float32
 from minidl.shapes import Pair
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
+__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight", "conv2d_stats"]
 
 
 def conv2d(
@@ -47,21 +48,47 @@ def conv2d(
         groups: output channel k sees the input channels of its own group, k // (K / groups), only.
         tf32: round float32 operands to TF32.
     """
-    conv = convolution("conv2d", x.shape, w.shape, stride, padding, dilation, groups)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _forward("conv2d", x, w, bias, geometry, tf32, False)[0]
+
+
+def conv2d_stats(
+    x: Any,
+    w: Any,
+    bias: Any | None = None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    tf32: bool = False,
+) -> tuple[Any, Any]:
+    """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
+
+    The order of their sums is a function of the sizes and of the kernel's tile.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, tf32, True)
+    return y, batch_norm_stats(y) if stats is None else stats
+
+
+def _forward(who: str, x: Any, w: Any, bias: Any, geometry: dict, tf32: bool, statistics: bool) -> tuple[Any, Any]:
+    """(y, its statistics where they are asked for and the kernel takes them)"""
+    conv = convolution(who, x.shape, w.shape, **geometry)
     y = empty(conv.y_shape, x.dtype)
-    code = _check_operands("conv2d", x, w, bias, None, y, tf32)
+    code = _check_operands(who, x, w, bias, None, y, tf32)
     if y.size == 0:
-        return y
+        return y, None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
-    elif _on_stem("conv2d", conv, x.dtype):
+        return y, None
+    if _on_stem(who, conv, x.dtype):
         conv2d_stem.forward(conv, x, w, bias, y)
-    else:
-        wide = _wide_channels(conv, x.itemsize)
-        if wide > conv.channels:
-            x, w, conv = widen(x, wide), widen(w, wide), conv._replace(channels=wide)
-        _gather("conv2d", conv, code, tf32, False, x, w, bias, None, y)
-    return y
+        return y, None
+    wide = _wide_channels(conv, x.itemsize)
+    if wide > conv.channels:
+        x, w, conv = widen(x, wide), widen(w, wide), conv._replace(channels=wide)
+    return y, _gather(who, conv, code, tf32, False, x, w, bias, None, y, statistics)
 
 
 def conv2d_backward_data(
@@ -175,18 +202,25 @@ def _gather(
     bias: Any,
     add: Any,
     output: Any,
-) -> None:
-    """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``."""
+    statistics: bool = False,
+) -> Any:
+    """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``.
+
+    Returns the statistics of a forward pass where they are asked for and the kernel takes them.
+    """
     source, w = as_rows(source), contiguous(w)
     bias, add = _given(contiguous, bias), _given(as_rows, add)
     if conv.depthwise and depthwise.fits(conv, backward):
         depthwise.gather(conv, code, backward, source, w, bias, add, output)
-        return
+        return None
     fits = {"hopper": conv2d_hopper.applies(conv, code, backward, current_device()), "generic": True}
-    if choose_family(who, fits) == "hopper":
-        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output)
-    else:
+    if choose_family(who, fits) != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output)
+    elif statistics and conv.images <= conv2d_hopper.images_at_once(conv):
+        return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output)
+    else:
+        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output)
+    return None
 
 
 def _given(kind: Callable[[Any], Any], array: Any) -> Any:

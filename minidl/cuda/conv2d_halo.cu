@@ -17,8 +17,10 @@
 //   source       (C, W, H, N), tiled: 64 channels x patch
 //   filter       (C, taps, K), tiled: 64 channels x 1 x 64 filters
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
+// With STATISTICS means and sums of squared deviations of each window of the output go to partial (windows, 2, columns),
+// from which conv2d_statistics.cu goes on.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
 // warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
@@ -46,6 +48,7 @@ struct Maps { TensorMap filter, source, output, add; };
 struct Problem {
     int tiles, share, group, tiles_n;
     int windows, down, across;  // all of them; along the height and the width of an image
+    int height, width;          // of an image
     int columns, depth;
     int taps_h, taps_w;
     int first_h, first_w;
@@ -203,7 +206,7 @@ struct Place {
     }
 };
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial) {
     // Lane i holds the address of row i % 8, a pixel, of matrix i / 8: lower and upper 8 channels, then the next line.
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const int offset = (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
@@ -215,6 +218,11 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             if (channel < output.place.p.columns) shift[i] = bias[channel];
         }
     }
+    const Problem& p = output.place.p;
+    const int number = tile.window + output.warpgroup;
+    const Window window(p, number);
+    const int lines = number < p.windows ? min(p.height - window.y, WINDOW) : 0, width = min(p.width - window.x, WIDTH);
+    Tally tally;
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
         const u32 slab = output.open(tile, s);
@@ -226,11 +234,17 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             finish<true>(d, slab + j * WIDTH * 128 + offset, output.added());
         }
         output.close(tile, s);
+        if (STATISTICS && s * SLAB_LINES < lines)
+            tally.take<SLAB_PIXELS>(slab, s == 0, width == WIDTH && (s + 1) * SLAB_LINES <= lines, [&](int i) {
+                return i % WIDTH < width && s * SLAB_LINES + i / WIDTH < lines;
+            });
     }
+    if (STATISTICS && lines > 0)
+        tally.leave(partial + i64(number) * 2 * p.columns, lines * width, tile.column, p.columns);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                    const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared), p.patch};
@@ -259,7 +273,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
             Sum sum;
             output.prepare(tile);
             input.accumulate(sum);
-            write(output, tile, sum, bias);
+            write(output, tile, sum, bias, partial);
         }
         output.drain();
     }

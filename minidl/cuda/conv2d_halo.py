@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_statistics import Patches
 from minidl.cuda.conv2d_walk import DEPTH, ITEMSIZE, Planned, Walk, blocks, columns_of, depth_of, filter_view, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import View, Views
@@ -26,8 +27,8 @@ ATOM = 1024  # bytes: alignment of a patch
 # The structure Problem of conv2d_halo.cu.
 _PROBLEM = struct(
     "",
-    "tiles share group tiles_n windows down across columns depth taps_h taps_w first_h first_w offset_h offset_w "
-    "delta_h delta_w line patch added",
+    "tiles share group tiles_n windows down across height width columns depth taps_h taps_w first_h first_w "
+    "offset_h offset_w delta_h delta_w line patch added",
 )
 
 
@@ -95,6 +96,7 @@ def plan_halo(
     device: DeviceRecord,
     tile: HaloTile,
     share: int,
+    statistics: bool = False,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -111,6 +113,8 @@ def plan_halo(
         windows=windows,
         down=down,
         across=across,
+        height=h.count,
+        width=w.count,
         columns=columns,
         depth=depth_of(conv, backward),
         taps_h=h.taps,
@@ -140,6 +144,7 @@ def plan_halo(
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {"PATCHES": PATCHES, "SLABS": SLABS}
-    grid = blocks(tiles, share, group)
-    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, _shared(tile, (h, w), stages))
+    defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics)}
+    grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
+    patches = Patches(conv.images, h.count, w.count, tile.window, WIDTH) if statistics else None
+    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, patches)

@@ -15,8 +15,10 @@
 //   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
 //   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
 //   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
+// With STATISTICS (not SPREAD) means and sums of squared deviations of each TILE_M / 2 rows of the output go to
+// partial (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
-// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD, STATISTICS; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
 // SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
@@ -177,7 +179,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
 
 // Where a warpgroup's slabs of 64 x 64 lie.
 struct Place {
-    static constexpr int PER_BLOCK = TILE_N / SLAB_COLUMNS, COUNT = BLOCKS * PER_BLOCK, BYTES = SLAB_BYTES;
+    static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
 
     const Layout& at;
     const Maps& maps;
@@ -187,9 +189,9 @@ struct Place {
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
     __device__ __forceinline__ int row(const Tile& tile, int s) const {
-        return tile.row + warpgroup * ROWS + s / PER_BLOCK * 64;
+        return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
     }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s % PER_BLOCK * 64; }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * 64; }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
         const TensorMap& add = maps.add[tile.index];
@@ -225,27 +227,37 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
     }
 }
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial) {
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+    const Place& place = output.place;
+    Tally tally;
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
         const u32 slab = output.open(tile, s);
-        const int first = s % Place::PER_BLOCK * SLAB_COLUMNS;
+        const int first = s / BLOCKS * SLAB_COLUMNS;
 #pragma unroll
         for (int j = 0; j < SLAB_COLUMNS; j += 16) {
             float d[8];
 #pragma unroll
-            for (int e = 0; e < 8; ++e) d[e] = sum[s / Place::PER_BLOCK][(first + j) / 2 + e];
-            if (bias) add_bias(d, bias, tile.column + first + j, output.place.p.columns);
+            for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
+            if (bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
             finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
         }
         output.close(tile, s);
+        if constexpr (STATISTICS) {
+            const int rows = place.p.classes[0].rows - place.row(tile, s), all = rows + s % BLOCKS * 64;
+            if (rows > 0)
+                tally.take<64>(slab, s % BLOCKS == 0, rows >= 64, [&](int i) { return i < rows; });
+            if (s % BLOCKS == BLOCKS - 1 && all > 0)
+                tally.leave(partial + i64(place.row(tile, 0) / ROWS) * 2 * place.p.columns, min(all, ROWS),
+                            place.column(tile, s), place.p.columns);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
@@ -274,7 +286,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             Sum sum;
             output.prepare(tile);
             accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
-            write(output, tile, sum, bias);
+            write(output, tile, sum, bias, partial);
         }
         output.drain();
     }

@@ -16,6 +16,7 @@ import numpy as np
 from minidl.cuda.array import copy_into, empty
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_statistics import Patches, merge_patches
 from minidl.cuda.conv2d_walk import (
     DEPTH,
     ITEMSIZE,
@@ -32,6 +33,7 @@ from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, rows
+from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "applies",
     "candidates",
     "choose",
+    "forward_with_statistics",
     "gather",
     "images_at_once",
     "plan",
@@ -50,6 +53,7 @@ __all__ = [
 ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
 SLAB = 64  # rows and columns of an output buffer
+WARPGROUPS = 2  # that share the rows of a tile
 VECTOR = ACCESS // ITEMSIZE
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
@@ -194,6 +198,7 @@ def plan(
     added: bool,
     device: DeviceRecord,
     chosen: tuple[HopperTile | HaloTile, int] | None = None,
+    statistics: bool = False,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -201,10 +206,11 @@ def plan(
         pitches: elements per pixel of the source and of the array to be added, of `aligned` arrays.
         added: whether there is one.
         chosen: the tile and the tiles per block; what `choose` says unless given.
+        statistics: of a forward pass, leave those of its patches too.
     """
     tile, share = chosen or choose(conv, backward, device)
     if isinstance(tile, HaloTile):
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)
@@ -215,8 +221,10 @@ def plan(
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
+        defines |= {"STATISTICS": int(statistics), **tile.defines}
         grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
-        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines | tile.defines, shared))
+        patches = Patches(1, 1, math.prod(conv.y_shape[:3]), 1, tile.rows // WARPGROUPS) if statistics else None
+        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines, shared, patches))
     return launches
 
 
@@ -233,13 +241,24 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
             start(one, *arrays)
 
 
-def start(planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None) -> None:
-    """Start a planned launch on `aligned` arrays."""
-    maps, options = TensorMaps(planned.views, (w, source, output, add)), {"defines": planned.defines}
-    name = f"{planned.stem}_kernel"
+def forward_with_statistics(conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any) -> Any:
+    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; for `images_at_once` at most."""
+    x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, current_device(), statistics=True)
+    partial = empty((one.patches.count, 2, conv.out_channels), float32)
+    start(one, w, x, output, None, bias, partial)
+    return merge_patches(partial, one.patches)
+
+
+def start(
+    planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None, partial: Any = None
+) -> None:
+    """Start a planned launch on `aligned` arrays; ``partial``: for the statistics of its patches (patches, 2, C)."""
+    maps = TensorMaps(planned.views, (w, source, output, add))
     launch(
-        planned.stem, name, planned.grid, planned.block, maps, bias, planned.problem, **options, shared=planned.shared
-    )
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block, maps, bias, partial, planned.problem,
+        defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
 
 
 def _spread(walks: list[tuple[Walk, Walk]]) -> bool:

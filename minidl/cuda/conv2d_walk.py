@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minidl.cuda.conv2d_plan import AxisClass, Convolution, parity_classes
+from minidl.cuda.conv2d_statistics import Patches
 from minidl.cuda.hopper import View, Views
 from minidl.shapes import Pair
 
@@ -31,7 +32,11 @@ ITEMSIZE = 2
 
 
 class Planned(NamedTuple):
-    """A launch of ``<stem>_kernel`` of ``<stem>.cu``. ``views``: of filters, source, output and what is added to it."""
+    """A launch of ``<stem>_kernel`` of ``<stem>.cu``.
+
+    ``views``: of filters, source, output and what is added to it; ``patches``: of the output, if statistics of each are
+    left.
+    """
 
     stem: str
     grid: int
@@ -40,6 +45,7 @@ class Planned(NamedTuple):
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
+    patches: Patches | None = None
 
 
 class Walk(NamedTuple):
