@@ -133,6 +133,7 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     w = ops.empty((filters, *kernel, x.shape[-1] // groups), x.dtype)
     bias, input_bias, db = _parameters(filters, x.shape[-1], filters)
     y = ops.conv2d(x, w, bias, **where)
+    assert ops.conv2d_stats(x, w, bias, **where)[1].shape == (1 + 2 * filters,)
     dy = ops.empty(y.shape, y.dtype)
     dx = ops.conv2d_backward_data(dy, w, x.shape, **where)
     assert dx.shape == x.shape
