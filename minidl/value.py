@@ -45,7 +45,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Value:
-    """An array with notes. ``stats`` is never owed: batch-norm sums (1 + 2C,) float64 taken by the producer."""
+    """An array with notes. ``stats`` is never owed: ``batch_norm_stats`` (1 + 2C,) float64 taken by the producer."""
 
     array: Any = None
     origin: Origin | None = None

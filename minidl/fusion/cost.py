@@ -45,6 +45,8 @@ _PASSES = {
 def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     """What ``way`` of running ``site`` costs for ``batch`` samples of ``itemsize`` bytes per element."""
     kind = site.kind if site.first_back or site.kind == "alone" else "partner"
-    forward, backward = _PASSES[kind, way]
+    taken = way == "statistics"  # by the convolution, in no pass of their own
+    forward, backward = _PASSES[kind, "none" if kind == "alone" else "elementwise" if taken else way]
+    forward -= taken
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)

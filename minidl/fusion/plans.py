@@ -16,10 +16,11 @@ __all__ = ["PLANS", "Plan", "choose"]
 
 SCHEMA = 1
 
-# What a site can be, with the names of the literature's passes (F, J: forward, B: backward).
+# What a site can be, with the names of the literature's passes (F, J: forward, B: backward). Each includes the last.
 PLANS = {
     "none": "each layer in its own kernels (F0, J0, B0)",
     "elementwise": "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
+    "statistics": "that, and the convolution below takes the statistics of what it writes (F3, J3)",
 }
 
 
@@ -68,25 +69,32 @@ class Plan:
             way = self.sites[site.name]
             if way not in PLANS:
                 raise checks.unknown("fusion of a batch norm", way, PLANS)
-            if way != "none" and site.kind == "alone":
-                raise ValueError(f"fusion: {site.name} cannot be {way}: it is {site.why}")
+            if not _possible(site, way):
+                what = f"it is {site.why}" if way == "elementwise" else "no convolution writes for it alone"
+                raise ValueError(f"fusion: {site.name} cannot be {way}: {what}")
         if self.fingerprint != fingerprint(sites):
             raise ValueError("fusion: a plan for another network: same names, other shapes or readers")
 
 
 def fingerprint(sites: Sequence[Site]) -> str:
-    """Of the sites' names, kinds, readers and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape) for s in sites])
+    """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
+    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer) for s in sites])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _possible(site: Site, way: str) -> bool:
+    return way == "none" or (site.kind != "alone" if way == "elementwise" else site.producer is not None)
+
+
 def choose(sites: Sequence[Site], how: str) -> Plan:
-    """One of `PLANS` wherever it applies.
+    """One of `PLANS` wherever it applies, elsewhere the one before it that does.
 
     Raises:
         ValueError: unknown ``how``, listing the known ones.
     """
     if how not in PLANS:
         raise checks.unknown("fusion", how, PLANS)
-    ways = {site.name: how if site.kind != "alone" else "none" for site in sites}
+    known = list(PLANS)
+    best_first = known[known.index(how) :: -1]
+    ways = {site.name: next(way for way in best_first if _possible(site, way)) for site in sites}
     return Plan(ways, fingerprint(sites))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
 
 __all__ = ["Site", "find_sites"]
 
@@ -22,6 +22,7 @@ class Site:
         partner: at a join of two batch norms, the other one's name.
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
         shape: (H, W, C) or (C,), of one sample.
+        producer: name of the convolution below it, if it alone reads that.
         why: of one that stands alone, the reason.
     """
 
@@ -32,12 +33,20 @@ class Site:
     first_back: bool
     shape: tuple[int, ...]
     why: str | None = None
+    producer: str | None = None
 
 
 def find_sites(graph: Graph) -> list[Site]:
     """All batch norms, in execution order. Pure: the graph may or may not belong to a model."""
     readers = graph.consumers()
-    return [_site(graph, node, readers) for node in graph.nodes if isinstance(node.layer, BatchNorm2d)]
+    nodes = [node for node in graph.nodes if isinstance(node.layer, BatchNorm2d)]
+    return [replace(_site(graph, node, readers), producer=_producer(graph, node, readers)) for node in nodes]
+
+
+def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
+    source = graph.nodes[node.inputs[0]]
+    alone = isinstance(source.layer, Conv2d) and len(readers[source.index]) == 1
+    return source.name if alone else None
 
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:

@@ -11,6 +11,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
+from minidl.value import Value
 
 __all__ = ["Conv2d", "ConvTranspose2d"]
 
@@ -84,6 +85,8 @@ class Conv2d(_Convolution):
         ValueError: bad sizes; an input that is not NHWC with C channels, or smaller than the kernel.
     """
 
+    statistics = False  # a fusion plan's mode: in training, take the batch norm's statistics of the output on the way
+
     def __init__(
         self,
         in_channels: int,
@@ -125,6 +128,9 @@ class Conv2d(_Convolution):
     def compute(self, x: Any) -> Any:
         self.save(x=x)
         weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
+        if self.statistics and self.training:
+            y, stats = self.ops.conv2d_stats(x, weight, bias, **self.geometry, tf32=self.tf32)
+            return Value(y, stats=stats)
         return self.ops.conv2d(x, weight, bias, **self.geometry, tf32=self.tf32)
 
     def backward_weight(self, dy: Any) -> None:
