@@ -23,6 +23,7 @@
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
 
 #include "common.cuh"
+#include "relu_mask.cuh"
 
 // A cut of the rows into chunks (planned by batch_norm.py).
 struct Chunks {
@@ -71,17 +72,6 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = otherwise;
     }
-}
-
-// Whether the forward pass, which rounds (x - mean)*rstd*gamma + beta to T, was left with something above zero: half of
-// the smallest number of T rounds to zero, what is larger does not.
-template <class S> struct RoundsToZero;
-template <> struct RoundsToZero<float> { static constexpr float most = 0.0f; };
-template <> struct RoundsToZero<bf16> { static constexpr float most = 0x1p-134f; };
-template <> struct RoundsToZero<f16> { static constexpr float most = 0x1p-25f; };
-
-DEVICE bool was_positive(float centred, float scale, float shift) {
-    return fmaf(centred, scale, shift) > RoundsToZero<T>::most;
 }
 
 // rstd*gamma and beta of VEC channels: as the forward pass has them, to the bit.

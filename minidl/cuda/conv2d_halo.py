@@ -97,6 +97,7 @@ def plan_halo(
     tile: HaloTile,
     share: int,
     statistics: bool = False,
+    masked: int = 0,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -135,16 +136,17 @@ def plan_halo(
         apart = pixel, width * pixel, height * width * pixel
         return View(code, (channels, width, height, conv.images), apart, box)
 
-    slab = SLAB_COLUMNS, WIDTH, SLAB_LINES, 1
+    slab, window = (SLAB_COLUMNS, WIDTH, SLAB_LINES, 1), (SLAB_COLUMNS, WIDTH, tile.window, 1)
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
         (image(columns, h.count, w.count, columns, slab), 2),
         (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
+        *((image(columns, h.count, w.count, columns, window), 4 + i) for i in range(masked)),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics)}
+    defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics), "MASKED": masked}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
-    patches = Patches(conv.images, h.count, w.count, tile.window, WIDTH) if statistics else None
-    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, patches)
+    patches = Patches(conv.images, h.count, w.count, tile.window, WIDTH)
+    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows, patches)

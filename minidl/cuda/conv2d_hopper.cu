@@ -18,7 +18,12 @@
 // With STATISTICS (not SPREAD) means and sums of squared deviations of each TILE_M / 2 rows of the output go to
 // partial (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
-// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD, STATISTICS; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
+// whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
+// `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
+// (patches, 2, columns).
+//
+// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
 // SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
@@ -46,6 +51,9 @@ constexpr int CLASSES = SPREAD ? 4 : 1;
 struct Maps {
     TensorMap filter;
     TensorMap source[CLASSES], output[CLASSES], add[CLASSES];
+#if MASKED
+    TensorMap below[MASKED][CLASSES];  // x, and y if it is read
+#endif
 };
 
 // Row (n, i, j) of a class, n * height * width + i * width + j, starts at source pixel (first_h + i*step_h, first_w +
@@ -72,11 +80,12 @@ struct Problem {
 
 // One tile of the output.
 struct Tile {
-    int index;  // of its class
+    int index;   // of its class
+    int number;  // of its rows, among all classes
     int row, column;
 
     __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0) {
-        int m = tile / p.tiles_n;
+        int m = number = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
         if constexpr (SPREAD)
             while (m >= p.classes[index].tiles) m -= p.classes[index++].tiles;
@@ -111,6 +120,69 @@ struct Layout {
     }
 };
 
+// Where a warpgroup's slabs of 64 x 64 lie.
+struct Place {
+    static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+
+    const Layout& at;
+    const Maps& maps;
+    const Problem& p;
+    int warpgroup;
+
+    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
+    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
+    __device__ __forceinline__ int row(const Tile& tile, int s) const {
+        return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
+    }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * 64; }
+
+    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
+        load(maps.add[tile.index], to, barrier, tile, s);
+    }
+
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s) const {
+        if constexpr (SPREAD) {
+            const Pixel from(p.classes[tile.index], row(tile, s));
+            load_pixels(to, map, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
+        } else {
+            load_box(to, map, barrier, column(tile, s), row(tile, s));
+        }
+    }
+
+    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
+        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
+        const TensorMap& output = maps.output[tile.index];
+        if constexpr (SPREAD) {
+            const Pixel to(p.classes[tile.index], row(tile, s));
+            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
+        } else {
+            store_box(output, from, column(tile, s), row(tile, s));
+        }
+    }
+};
+
+// Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
+constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
+
+#if MASKED
+// One thread: fills stages with what the slabs of a tile need of x and y.
+DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
+    for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
+#pragma unroll
+        for (int array = 0; array < MASKED; ++array) {
+            const u32 barrier = at.filled(ring.index);
+            barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+            barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
+#pragma unroll
+            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i)
+                Place{at, maps, p, i / SLABS_AT_ONCE}.load(maps.below[array][tile.index],
+                                                           at.stage(ring.index) + i * SLAB_BYTES, barrier, tile,
+                                                           s + i % SLABS_AT_ONCE);
+            ring.advance();
+        }
+}
+#endif
+
 // One thread: fills stage after stage.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
     Ring<STAGES> ring;
@@ -144,6 +216,9 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     }
                     ring.advance();
                 }
+#if MASKED
+        fill_below(at, maps, p, ring, tile);
+#endif
     }
 }
 
@@ -177,44 +252,6 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-// Where a warpgroup's slabs of 64 x 64 lie.
-struct Place {
-    static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
-
-    const Layout& at;
-    const Maps& maps;
-    const Problem& p;
-    int warpgroup;
-
-    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
-    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
-    __device__ __forceinline__ int row(const Tile& tile, int s) const {
-        return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
-    }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * 64; }
-
-    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        const TensorMap& add = maps.add[tile.index];
-        if constexpr (SPREAD) {
-            const Pixel from(p.classes[tile.index], row(tile, s));
-            load_pixels(to, add, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
-        } else {
-            load_box(to, add, barrier, column(tile, s), row(tile, s));
-        }
-    }
-
-    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
-        const TensorMap& output = maps.output[tile.index];
-        if constexpr (SPREAD) {
-            const Pixel to(p.classes[tile.index], row(tile, s));
-            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
-        } else {
-            store_box(output, from, column(tile, s), row(tile, s));
-        }
-    }
-};
-
 // Adds the bias to accumulators of two blocks of 8 columns from `column` on.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
 #pragma unroll
@@ -227,11 +264,44 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
     }
 }
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial) {
+#if MASKED
+// What a warpgroup reads of the stages that fill_below fills.
+struct BelowInput {
+    const Layout& at;
+    Ring<STAGES>& ring;
+    u32 from[2], emptied[2];
+
+    // Masks slab s in `output` and adds to the sums of its columns.
+    __device__ __forceinline__ void mask(Masking& masking, u32 slab, int s, int warpgroup) {
+        if (s % SLABS_AT_ONCE == 0)
+#pragma unroll
+            for (int array = 0; array < MASKED; ++array) {
+                barrier_wait(at.filled(ring.index), ring.parity);
+                from[array] = at.stage(ring.index) + warpgroup * (SLABS_AT_ONCE * SLAB_BYTES);
+                emptied[array] = at.emptied(ring.index);
+                ring.advance();
+            }
+        const u32 lane = columns_across(), of = s % SLABS_AT_ONCE * SLAB_BYTES + lane;
+#pragma unroll 1
+        for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
+            masking.take(slab + lane + k, from[0] + of + k, from[MASKED - 1] + of + k, [](int) { return true; });
+        if ((s + 1) % SLABS_AT_ONCE == 0 && threadIdx.x % 32 == 0)
+#pragma unroll
+            for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
+    }
+};
+#endif
+
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
+                  const Below& below, Ring<STAGES>& ring) {
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
     const Place& place = output.place;
     Tally tally;
+#if MASKED
+    BelowInput input{place.at, ring};
+    Masking masking;
+#endif
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
         const u32 slab = output.open(tile, s);
@@ -244,6 +314,14 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             if (bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
             finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
         }
+#if MASKED
+        output.share();
+        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
+        input.mask(masking, slab, s, output.warpgroup);
+        if (s % BLOCKS == BLOCKS - 1)
+            masking.leave(partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns,
+                          place.column(tile, s), place.p.columns);
+#endif
         output.close(tile, s);
         if constexpr (STATISTICS) {
             const int rows = place.p.classes[0].rows - place.row(tile, s), all = rows + s % BLOCKS * 64;
@@ -258,7 +336,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
-                     const __grid_constant__ Problem p) {
+                     const float* __restrict__ moments, const float* __restrict__ gamma,
+                     const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
@@ -286,7 +365,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             Sum sum;
             output.prepare(tile);
             accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
-            write(output, tile, sum, bias, partial);
+            write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();
     }

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import copy_into, empty
+from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.conv2d_statistics import Patches, merge_patches
+from minidl.cuda.conv2d_statistics import Patches, merge_patches, sum_patches
 from minidl.cuda.conv2d_walk import (
     DEPTH,
     ITEMSIZE,
@@ -38,6 +38,7 @@ from minidl.shapes import Pair, ceil_div
 
 __all__ = [
     "TILES",
+    "Below",
     "HopperTile",
     "aligned",
     "applies",
@@ -46,6 +47,7 @@ __all__ = [
     "forward_with_statistics",
     "gather",
     "images_at_once",
+    "masked_gradient",
     "plan",
     "start",
 ]
@@ -66,6 +68,25 @@ _PROBLEM = struct(
     "tiles share group tiles_n columns depth step_h step_w delta_h delta_w tap_step_h tap_step_w added",
     ("classes", _CLASS, CLASSES),
 )
+
+
+class Below(NamedTuple):
+    """The ReLU and the batch norm below a convolution, for its data gradient.
+
+    Attributes:
+        x: the batch norm's input, (N, H, W, C).
+        moments, gamma, beta: its (2, C) and (C,) float32, or None.
+        y: the ReLU's output where it does not follow from ``x``, or None.
+    """
+
+    x: Any
+    moments: Any
+    gamma: Any
+    beta: Any
+    y: Any = None
+
+
+NOTHING = Below(None, None, None, None)
 
 
 class HopperTile(NamedTuple):
@@ -199,6 +220,7 @@ def plan(
     device: DeviceRecord,
     chosen: tuple[HopperTile | HaloTile, int] | None = None,
     statistics: bool = False,
+    masked: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -207,24 +229,27 @@ def plan(
         added: whether there is one.
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
+        masked: of a data gradient, arrays that are read for the ReLU and the batch norm below: 0, 1 or 2.
     """
     tile, share = chosen or choose(conv, backward, device)
     if isinstance(tile, HaloTile):
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        views = _views(conv, code, backward, part, pitches, tile)
+        views = _views(conv, code, backward, part, pitches, tile, masked)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
-        defines |= {"STATISTICS": int(statistics), **tile.defines}
-        grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
-        patches = Patches(1, 1, math.prod(conv.y_shape[:3]), 1, tile.rows // WARPGROUPS) if statistics else None
-        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines, shared, patches))
+        defines |= {"STATISTICS": int(statistics), "MASKED": masked, **tile.defines}
+        tiles = int(problem["tiles"][0])
+        sums = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
+        patches = Patches(1, 1, math.prod(conv.y_shape[:3]), 1, tile.rows // WARPGROUPS)
+        rest = problem, defines, tile.shared_bytes, sums, patches
+        launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
 
@@ -250,13 +275,43 @@ def forward_with_statistics(conv: Convolution, code: int, x: Any, w: Any, bias: 
     return merge_patches(partial, one.patches)
 
 
+def masked_gradient(conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any) -> Any:
+    """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, or None.
+
+    None, and nothing is done, where it takes more than one launch.
+    """
+    dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
+    arrays = [aligned(contiguous(array)) for array in (below.x, below.y) if array is not None]
+    pitches = rows(dy)[2], 0 if add is None else rows(add)[2]
+    if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
+        return None
+    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), masked=len(arrays))
+    partial = empty((one.sums, 2, conv.channels), float32)
+    start(one, w, dy, output, add, None, partial, below, tuple(arrays))
+    return sum_patches(partial)
+
+
 def start(
-    planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None, partial: Any = None
+    planned: Planned,
+    w: Any,
+    source: Any,
+    output: Any,
+    add: Any = None,
+    bias: Any = None,
+    partial: Any = None,
+    below: Below = NOTHING,
+    arrays: tuple[Any, ...] = (),
 ) -> None:
-    """Start a planned launch on `aligned` arrays; ``partial``: for the statistics of its patches (patches, 2, C)."""
-    maps = TensorMaps(planned.views, (w, source, output, add))
+    """Start a planned launch on `aligned` arrays.
+
+    Args:
+        partial: for what patches leave, (R, 2, C) float32.
+        below, arrays: what a masked gradient knows of the batch norm below, and the arrays it reads of it.
+    """
+    maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
     launch(
-        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block, maps, bias, partial, planned.problem,
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
 
@@ -313,8 +368,10 @@ def _views(
     walks: list[tuple[Walk, Walk]],
     pitches: Pair,
     tile: HopperTile,
+    masked: int = 0,
 ) -> Views:
-    """The structure Maps: filter, then source, output and addend of each class; unused places repeat the first."""
+    """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
+    places repeat the first."""
     spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns = columns_of(conv, backward)
@@ -343,4 +400,5 @@ def _views(
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
+        *((output(*pair, columns), 4 + i) for i in range(masked) for pair in walks),
     )

@@ -57,3 +57,20 @@ conv2d_statistics_kernel(const float* __restrict__ partial, double* __restrict__
     squares[to] = clamp_below(float(v[3] + (v[2] - v[1] * shift)), 0.0f);
     if (channel == 0) counts[blockIdx.x] = v[0];
 }
+
+// Sums of every `per` of (patches, columns) float: (chunks, columns) float, grid and block as above.
+extern "C" __global__ void __launch_bounds__(COLUMNS * LANES)
+conv2d_sums_kernel(const float* __restrict__ partial, float* __restrict__ sums, int patches, int per, int columns) {
+    __shared__ double parts[LANES][COLUMNS];
+    const int lane = threadIdx.y, column = blockIdx.y * COLUMNS + threadIdx.x;
+    const int first = blockIdx.x * per, last = min(first + per, patches);
+    double sum = 0.0;
+    if (column < columns)
+#pragma unroll 8
+        for (int patch = first + lane; patch < last; patch += LANES) sum += partial[i64(patch) * columns + column];
+    parts[lane][threadIdx.x] = sum;
+    __syncthreads();
+    if (lane > 0 || column >= columns) return;
+    for (int other = 1; other < LANES; ++other) sum += parts[other][threadIdx.x];
+    sums[i64(blockIdx.x) * columns + column] = float(sum);
+}

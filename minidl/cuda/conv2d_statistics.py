@@ -12,7 +12,7 @@ from minidl.cuda.conv2d_plan import argument, struct
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
-__all__ = ["Patches", "merge_patches"]
+__all__ = ["Patches", "merge_patches", "sum_patches"]
 
 COLUMNS, LANES = 32, 8  # threads of a block: channels, patches
 CHUNKS = 256  # at most; as many as one block of the last merge takes at once
@@ -62,3 +62,14 @@ def merge_patches(partial: Any, patches: Patches) -> Any:
     grid = chunks, ceil_div(channels, COLUMNS)
     launch("conv2d_statistics", "conv2d_statistics_kernel", grid, (COLUMNS, LANES), partial, mean, squares, counts, cut)
     return merge_chunks(mean, squares, counts, patches.images * patches.height * patches.width)
+
+
+def sum_patches(partial: Any) -> Any:
+    """(R, 2, C) float32 with few R: what patches left (patches, 2, C) float32, neighbours added up in their order."""
+    count, pair, channels = partial.shape
+    per = ceil_div(count, CHUNKS)
+    out = empty((ceil_div(count, per), pair, channels), np.float32)
+    grid = out.shape[0], ceil_div(pair * channels, COLUMNS)
+    sizes = np.int32(count), np.int32(per), np.int32(pair * channels)
+    launch("conv2d_statistics", "conv2d_sums_kernel", grid, (COLUMNS, LANES), partial, out, *sizes)
+    return out

@@ -34,8 +34,8 @@ ITEMSIZE = 2
 class Planned(NamedTuple):
     """A launch of ``<stem>_kernel`` of ``<stem>.cu``.
 
-    ``views``: of filters, source, output and what is added to it; ``patches``: of the output, if statistics of each are
-    left.
+    ``views``: of filters, source, output, what is added to it, and of a batch norm below its input and its ReLU's
+    output. ``sums``: pairs of values per channel that are left.
     """
 
     stem: str
@@ -45,6 +45,7 @@ class Planned(NamedTuple):
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
+    sums: int = 0
     patches: Patches | None = None
 
 
