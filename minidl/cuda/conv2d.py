@@ -26,7 +26,14 @@ from minidl.cuda.widen import narrow, wide_channels, widen
 from minidl.precision import float32
 from minidl.shapes import Pair
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight", "conv2d_stats"]
+__all__ = [
+    "channel_sum",
+    "conv2d",
+    "conv2d_backward_data",
+    "conv2d_backward_data_masked",
+    "conv2d_backward_weight",
+    "conv2d_stats",
+]
 
 
 def conv2d(
@@ -120,6 +127,48 @@ def conv2d_backward_data(
     if dx.size:
         _gather(who, conv, code, tf32, True, dy, w, bias, add, dx)
     return dx
+
+
+def conv2d_backward_data_masked(
+    dy: Any,
+    w: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    y: Any = None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    add: Any | None = None,
+    tf32: bool = False,
+) -> tuple[Any, Any]:
+    """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
+
+    Args:
+        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
+        y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        add, and the others: as in `conv2d_backward_data`.
+
+    Returns:
+        The gradient where the ReLU's output was positive, else 0, and for ``batch_norm_backward_sums`` the parts of the
+        batch norm's sums; or the gradient as it is and None, where no kernel does this on the way.
+    """
+    who = "conv2d_backward_data_masked"
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x.shape, w.shape, **geometry)
+    code = _check_operands(who, dy, w, None, add, x, tf32)
+    fits = {"hopper": conv2d_hopper.applies(conv, code, True, current_device()), "generic": True}
+    if x.size and not conv.depthwise and choose_family(who, fits) == "hopper":
+        if dy.shape != conv.y_shape:
+            raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
+        parts = conv2d_hopper.masked_gradient(conv, code, as_rows(dy), contiguous(w), _given(as_rows, add), below, dx)
+        if parts is not None:
+            return dx, parts
+    return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
 
 
 def conv2d_backward_weight(

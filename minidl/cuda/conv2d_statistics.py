@@ -68,6 +68,8 @@ def sum_patches(partial: Any) -> Any:
     """(R, 2, C) float32 with few R: what patches left (patches, 2, C) float32, neighbours added up in their order."""
     count, pair, channels = partial.shape
     per = ceil_div(count, CHUNKS)
+    if per == 1:
+        return partial
     out = empty((ceil_div(count, per), pair, channels), np.float32)
     grid = out.shape[0], ceil_div(pair * channels, COLUMNS)
     sizes = np.int32(count), np.int32(per), np.int32(pair * channels)

@@ -33,7 +33,9 @@ def fuse(model: Model, how: str | Path | Plan = "elementwise") -> Plan:
         way = plan.sites[site.name]
         model.graph[site.name].layer.deferred = way != "none" and site.kind != "alone"
         if site.producer is not None:
-            model.graph[site.producer].layer.statistics = way == "statistics"
+            model.graph[site.producer].layer.statistics = way in ("statistics", "gradients")
+        if site.taker is not None:
+            model.graph[site.taker].layer.masks = way == "gradients"
     return plan
 
 

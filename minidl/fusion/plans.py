@@ -16,11 +16,13 @@ __all__ = ["PLANS", "Plan", "choose"]
 
 SCHEMA = 1
 
-# What a site can be, with the names of the literature's passes (F, J: forward, B: backward). Each includes the last.
+# What a site can be, with the names of the literature's passes (F, J: forward, B: backward). Each includes those before
+# as far as the site can.
 PLANS = {
     "none": "each layer in its own kernels (F0, J0, B0)",
     "elementwise": "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
     "statistics": "that, and the convolution below takes the statistics of what it writes (F3, J3)",
+    "gradients": "that, and the data gradient of the convolution above masks and sums what it writes (B3)",
 }
 
 
@@ -69,21 +71,27 @@ class Plan:
             way = self.sites[site.name]
             if way not in PLANS:
                 raise checks.unknown("fusion of a batch norm", way, PLANS)
-            if not _possible(site, way):
-                what = f"it is {site.why}" if way == "elementwise" else "no convolution writes for it alone"
-                raise ValueError(f"fusion: {site.name} cannot be {way}: {what}")
+            if _obstacle(site, way):
+                raise ValueError(f"fusion: {site.name} cannot be {way}: {_obstacle(site, way)}")
         if self.fingerprint != fingerprint(sites):
             raise ValueError("fusion: a plan for another network: same names, other shapes or readers")
 
 
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer) for s in sites])
+    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker) for s in sites])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _possible(site: Site, way: str) -> bool:
-    return way == "none" or (site.kind != "alone" if way == "elementwise" else site.producer is not None)
+def _obstacle(site: Site, way: str) -> str | None:
+    """Why a site cannot be run so."""
+    if way == "elementwise" and site.kind == "alone":
+        return f"it is {site.why}"
+    if way == "statistics" and site.producer is None:
+        return "no convolution writes for it alone"
+    if way == "gradients" and site.taker is None:
+        return "no convolution has the last gradient of the ReLU above it"
+    return None
 
 
 def choose(sites: Sequence[Site], how: str) -> Plan:
@@ -96,5 +104,5 @@ def choose(sites: Sequence[Site], how: str) -> Plan:
         raise checks.unknown("fusion", how, PLANS)
     known = list(PLANS)
     best_first = known[known.index(how) :: -1]
-    ways = {site.name: next(way for way in best_first if _possible(site, way)) for site in sites}
+    ways = {site.name: next(way for way in best_first if not _obstacle(site, way)) for site in sites}
     return Plan(ways, fingerprint(sites))

@@ -106,7 +106,7 @@ class BatchNorm2d(Layer):
         self.save(x=x, moments=moments, count=count)
         affine = self._affine
         if self.deferred:
-            return Value(origin=Origin((Normalized(x, moments, *affine),)))
+            return Value(origin=Origin((Normalized(x, moments, *affine, owner=self.name),)))
         return self.ops.batch_norm_apply(x, moments, *affine)
 
     @property
@@ -137,7 +137,9 @@ class BatchNorm2d(Layer):
             "accumulate": any(not g.first for g in (weight, bias) if g is not None),
         }
         ops, x, moments = self.ops, kept.x, kept.moments
-        if not _owes_mask(dy):
+        if isinstance(dy, MaskedGradient) and dy.norm == self.name:
+            kept.sums = ops.batch_norm_backward_sums(dy.parts, moments, **gradients)
+        elif not _owes_mask(dy):
             kept.sums = ops.batch_norm_backward_stats(finished(ops, dy), x, moments, **gradients)
         elif dy.term is not None:
             kept.sums = ops.batch_norm_relu_backward_stats(dy.dy, x, moments, *self._affine, **gradients)
