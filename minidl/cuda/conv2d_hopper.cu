@@ -265,31 +265,28 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
 }
 
 #if MASKED
-// What a warpgroup reads of the stages that fill_below fills.
-struct BelowInput {
-    const Layout& at;
-    Ring<STAGES>& ring;
-    u32 from[2], emptied[2];
-
-    // Masks slab s in `output` and adds to the sums of its columns.
-    __device__ __forceinline__ void mask(Masking& masking, u32 slab, int s, int warpgroup) {
-        if (s % SLABS_AT_ONCE == 0)
-#pragma unroll
-            for (int array = 0; array < MASKED; ++array) {
-                barrier_wait(at.filled(ring.index), ring.parity);
-                from[array] = at.stage(ring.index) + warpgroup * (SLABS_AT_ONCE * SLAB_BYTES);
-                emptied[array] = at.emptied(ring.index);
-                ring.advance();
-            }
-        const u32 lane = columns_across(), of = s % SLABS_AT_ONCE * SLAB_BYTES + lane;
-#pragma unroll 1
-        for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
-            masking.take(slab + lane + k, from[0] + of + k, from[MASKED - 1] + of + k, [](int) { return true; });
-        if ((s + 1) % SLABS_AT_ONCE == 0 && threadIdx.x % 32 == 0)
-#pragma unroll
-            for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
+// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
+    Ring<STAGES> other = ring;
+    if (MASKED == 2) other.advance();
+    if (s % SLABS_AT_ONCE == 0) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
     }
-};
+    const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
+    const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
+    slab += columns_across();
+#pragma unroll 1
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
+        masking.take(slab + k, x + k, y + k, [](int) { return true; });
+    if ((s + 1) % SLABS_AT_ONCE == 0) {
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(at.emptied(ring.index));
+            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
+        }
+        ring.advance(MASKED);
+    }
+}
 #endif
 
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
@@ -299,7 +296,6 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     const Place& place = output.place;
     Tally tally;
 #if MASKED
-    BelowInput input{place.at, ring};
     Masking masking;
 #endif
 #pragma unroll
@@ -311,13 +307,13 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             float d[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
-            if (bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
+            if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
             finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
         }
 #if MASKED
         output.share();
         if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-        input.mask(masking, slab, s, output.warpgroup);
+        mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
         if (s % BLOCKS == BLOCKS - 1)
             masking.leave(partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns,
                           place.column(tile, s), place.p.columns);
