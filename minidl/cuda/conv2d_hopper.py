@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.array import copy_into, empty
+from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_walk import (
@@ -43,6 +44,7 @@ __all__ = [
     "choose",
     "gather",
     "images_at_once",
+    "options",
     "plan",
     "start",
 ]
@@ -80,6 +82,11 @@ class HopperTile(NamedTuple):
     resident: int
     step: float
     rest: float
+
+    @property
+    def name(self) -> str:
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
 
     @property
     def threads(self) -> int:
@@ -180,9 +187,35 @@ def microseconds(
 def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
     tile = min(candidates(conv, backward, device), key=lambda tile: microseconds(conv, backward, tile, device)[1])
-    rounds = ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+    rounds = _rounds(conv, backward, tile, device)
     groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
     return tile, ceil_div(rounds, groups)
+
+
+def _rounds(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord) -> int:
+    """Tiles of a block, when all blocks run at a time."""
+    return ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+
+
+def options(conv: Convolution, backward: bool, device: DeviceRecord) -> list[Choice]:
+    """What a tuner may try, first what `choose` says: each tile, its blocks once, in the lengths wanted, and single."""
+    chosen, share = choose(conv, backward, device)
+    found = [Choice("hopper", chosen.name, (share,))]
+    for tile in candidates(conv, backward, device):
+        rounds = _rounds(conv, backward, tile, device)
+        groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
+        found += [Choice("hopper", tile.name, (some,)) for some in (rounds, ceil_div(rounds, groups), 1)]
+    return list(dict.fromkeys(found))
+
+
+def _taken(
+    choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord
+) -> tuple[HopperTile | HaloTile, int] | None:
+    """Tile and share of a choice; None where it names none that can do this."""
+    if choice is None or len(choice.split) != 1:
+        return None
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device)}
+    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -220,8 +253,19 @@ def plan(
     return launches
 
 
-def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+def gather(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    choice: Choice | None = None,
+) -> None:
     """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
+    chosen = _taken(choice, conv, backward, current_device())
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     step = images_at_once(conv)
@@ -229,7 +273,7 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
         images = slice(i, min(i + step, conv.images))
         part = conv._replace(images=images.stop - i)
         arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device()):
+        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen):
             start(one, *arrays)
 
 
