@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import models
-from minidl.bench.conv_tuning import DeviceContest, answer, of_network, variants
+from minidl.bench.conv_tuning import DeviceContest, answer, case, of_network, spelt, variants
 from minidl.cuda import nvrtc
 from minidl.cuda.conv2d import options
 from minidl.cuda.conv2d_family import Question
@@ -56,20 +56,12 @@ def questions_of(shape: tuple[int, ...], dtype: str) -> list[Question]:
     return [Question(which, conv, *DTYPES[dtype]) for which in passes]
 
 
-def _case(row: dict[str, Any]) -> str:
-    (n, h, w, c), (k, r, s, _), (stride, _), (dilation, _) = (row[key] for key in ("x", "w", "stride", "dilation"))
-    more = f"/{stride}" * (stride > 1) + f" dilated {dilation}" * (dilation > 1)
-    more += f" {row['groups']} groups" * (row["groups"] > 1)
-    return f"{n}x{h}x{w} {c}-{k} {r}x{s}{more}"
-
-
 def _row(question: Question) -> dict[str, Any]:
     row = answer(question, options(question, current_device()), DeviceContest(question))
-    named = lambda choice: " ".join([choice[0], choice[1], "/".join(map(str, choice[2]))]).rstrip()  # noqa: E731
     return {
-        "case": _case(row), "pass": row["pass"], "dtype": row["dtype"], "arm": "untuned", "ms": row["default_ms"],
-        "spread": row["spread"], "floor_ms": None, "peers": {"tuned": row["ms"]}, "kernel": named(row["default"]),
-        "tuned": named(row["choice"]), "candidates": row["candidates"],
+        "case": case(row), "pass": row["pass"], "dtype": row["dtype"], "arm": "untuned", "ms": row["default_ms"],
+        "spread": row["spread"], "floor_ms": None, "peers": {"tuned": row["ms"]}, "kernel": spelt(row["default"]),
+        "tuned": spelt(row["choice"]), "candidates": row["candidates"],
     }  # fmt: skip
 
 

@@ -8,8 +8,10 @@ short race picks a few, which then take turns with that one; it stays unless ano
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +22,7 @@ from minidl.cuda import conv2d, conv2d_backward_data, conv2d_backward_weight
 from minidl.cuda.array import cast, copy_into, empty, from_host
 from minidl.cuda.conv2d import STORAGE, options
 from minidl.cuda.conv2d_family import Choice, Question, kernel
-from minidl.cuda.conv2d_tuned import asked, choice_record, question_record
+from minidl.cuda.conv2d_tuned import asked, choice_record, question_of, question_record
 from minidl.cuda.device import DeviceRecord, current_device, import_cupy
 from minidl.cuda.launch import dry_run
 from minidl.graph import Graph
@@ -29,14 +31,28 @@ from minidl.memory import record as walk
 from minidl.precision import float32
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
-__all__ = ["Contest", "DeviceContest", "answer", "distinct", "of_layer", "of_network", "race", "variants"]
+__all__ = [
+    "Contest",
+    "DeviceContest",
+    "Row",
+    "answer",
+    "case",
+    "describe",
+    "of_layer",
+    "of_network",
+    "race",
+    "spelt",
+    "tune",
+    "variants",
+]
 
 QUICK = Budget(samples=3, seconds=math.inf, sample_ms=0.6)
 CAREFUL = Budget(samples=3, seconds=math.inf, sample_ms=1.5)
 FINALISTS, TURNS = 3, 3
 GAIN = 0.01  # what is faster by less is as good
 MOST_SETS = 8
-PERIOD = 1 << 22  # random numbers, which repeat
+ALIGNED = 64  # values
+PERIOD, SHIFTS = 1 << 22, 1 << 10  # random numbers, which repeat; places where arrays start among them
 # By how much results of two kernels may differ, of the largest value: they sum in another order, and round once.
 AGREE = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2.0**-7, "fp16": 2.0**-9}
 
@@ -44,25 +60,20 @@ Row = dict[str, Any]
 Draw = Callable[[Sequence[int], Any], Any]
 
 
-def of_network(graph: Graph, batch: int, precision: str, device: DeviceRecord) -> list[Question]:
-    """What a training step of a network asks, found by walking it on shapes; the graph is used up."""
+def of_network(graph: Graph, batch: int, precision: str, device: DeviceRecord) -> Counter[Question]:
+    """What a training step of a network asks, and how often, found by walking it on shapes; the graph is used up."""
     with asked() as heard:
         walk(graph, batch, precision=precision, device=device)
-    return distinct(heard)
+    return Counter(heard)
 
 
-def of_layer(layer: Layer, shape: Sequence[int], precision: str, device: DeviceRecord) -> list[Question]:
+def of_layer(layer: Layer, shape: Sequence[int], precision: str, device: DeviceRecord) -> Counter[Question]:
     """What the passes of one layer ask on an input of this shape; the layer is used up."""
     with dry_run(device), asked() as heard:
         layer.to("cuda", precision)
         y = layer.forward(empty(shape, layer.precision.storage))
         layer.backward(empty(y.shape, y.dtype))
-    return distinct(heard)
-
-
-def distinct(questions: Iterable[Question]) -> list[Question]:
-    """Each once, those of no images left out."""
-    return [question for question in dict.fromkeys(questions) if question.conv.images]
+    return Counter(heard)
 
 
 def variants(questions: Iterable[Question], device: DeviceRecord) -> list[tuple]:
@@ -132,15 +143,18 @@ class DeviceContest:
 
 @functools.cache
 def _noise() -> Any:
-    return from_host(np.random.default_rng(0).standard_normal(PERIOD, np.float32))
+    return from_host(np.random.default_rng(0).standard_normal(PERIOD + SHIFTS * ALIGNED, np.float32))
+
+
+_drawn = itertools.count()
 
 
 def _random(shape: Sequence[int], dtype: Any) -> Any:
     """Normal values that repeat, made on the device."""
-    flat = empty(math.prod(shape), float32)
+    flat, start = empty(math.prod(shape), float32), next(_drawn) % SHIFTS * ALIGNED
     for first in range(0, flat.size, PERIOD):
         part = flat[first : first + PERIOD]
-        copy_into(part, _noise()[: part.size])
+        copy_into(part, _noise()[start : start + part.size])
     return cast(flat.reshape(shape), dtype)
 
 
@@ -180,3 +194,59 @@ def answer(question: Question, choices: Sequence[Choice], contest: Contest) -> R
         "choice": choice_record(best), "ms": times[best], "spread": spread, "default": choice_record(choices[0]),
         "default_ms": times[choices[0]], "candidates": {str(choice): ms for choice, ms in times.items()},
     }  # fmt: skip
+
+
+def tune(
+    questions: Iterable[Question],
+    device: DeviceRecord,
+    rows: list[Row],
+    save: Callable[[list[Row]], None],
+    *,
+    contest: Callable[[Question], Contest] = DeviceContest,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Answer what ``rows`` do not answer yet, and save after each answer, so that a run cut off can go on.
+
+    Args:
+        rows: of an earlier run.
+        save: is given all rows so far.
+        contest: makes the contest of a question.
+        progress: told what was found, line by line.
+
+    Returns:
+        A row for each of ``questions`` that more than one kernel can answer.
+    """
+    known = {question_of(row): row for row in rows}
+    choices = {question: options(question, device) for question in questions}
+    open_ones = [question for question in choices if question not in known and len(choices[question]) > 1]
+    for i, question in enumerate(open_ones):
+        row = known[question] = answer(question, choices[question], contest(question))
+        save(list(known.values()))
+        progress(f"{i + 1} of {len(open_ones)}: {describe(row)}")
+    return [known[question] for question in choices if question in known]
+
+
+def describe(row: Row) -> str:
+    """What was found, in one line."""
+    text = f"{case(row)} {row['pass']}: {row['default_ms'] * 1e3:.1f} us by {spelt(row['default'])}"
+    if row["choice"] == row["default"]:
+        return f"{text}, none faster"
+    return f"{text}, {row['ms'] * 1e3:.1f} us by {spelt(row['choice'])}"
+
+
+def case(row: Row) -> str:
+    """A row's convolution in short: ``8x27x27 96-192 3x3/2``; padding that keeps the size is not told."""
+    (n, h, w, c), (k, r, s, _), stride, dilation = (row[key] for key in ("x", "w", "stride", "dilation"))
+    pair = lambda values: "x".join(map(str, dict.fromkeys(values)))  # noqa: E731
+    text = f"{n}x{h}x{w} {c}-{k} {r}x{s}"
+    text += f"/{pair(stride)}" if max(stride) > 1 else ""
+    text += f" dilated {pair(dilation)}" if max(dilation) > 1 else ""
+    usual = [d * (size // 2) for d, size in zip(dilation, (r, s), strict=True)]
+    text += f" padded {pair(row['padding'])}" if row["padding"] != usual else ""
+    return text + (f" {row['groups']} groups" if row["groups"] > 1 else "")
+
+
+def spelt(choice: Sequence[Any]) -> str:
+    """A choice as it stands in a row, in words."""
+    family, tile, split = choice
+    return str(Choice(family, tile, tuple(split)))
