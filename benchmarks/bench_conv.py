@@ -3,11 +3,13 @@ PyTorch.
 
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
     python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
+    mpirun -n 2 python benchmarks/bench_conv.py --beside 64 --network resnet50
 
 On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark. On the CPU it is oneDNN with as many threads, in
 channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
 output is compared with the peer's. The table lists first what costs the networks most against the best peer: the time
-lost, weighted by how often the layer occurs.
+lost, weighted by how often the layer occurs. ``--beside`` times both sides also while all-reduces of so many MiB run
+between the GPUs without a pause.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import backend, cuda
+from minidl import backend, cuda, dist
+from minidl.bench.beside import Traffic
 from minidl.cpu import _conv2d
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
@@ -266,6 +269,36 @@ def _measure(
     return rows
 
 
+def _measure_beside(
+    layer: Layer, name: str, wanted: list[str], traffic: Traffic, cache: int, samples: int
+) -> list[dict[str, Any]]:
+    """On several GPUs, alone and beside all-reduces; a collective, the slowest rank's times."""
+    import cupy
+
+    from minidl.bench.torch_calls import captured, time_calls
+
+    torch, precision, rows = _torch(), PRECISIONS[name], []
+    arrays = _Arrays(layer, precision, min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache)), "cuda")
+    budget = Budget(samples, seconds=math.inf)
+    for which in _passes(layer, wanted):
+        ours, peer = arrays.ours(which), arrays.peer(which)
+        error = _checked(arrays, name, which, ours[-1](), peer[-1]())
+        alone = [DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")]
+        alone = [max(ms) for ms in zip(*traffic.comm.share([timing.ms for timing in alone]), strict=True)]
+        with DeviceTimer().captured(ours) as (launch, stream):
+            mine = traffic.beside(launch, stream, len(ours), samples)
+        side = torch.cuda.Stream()
+        with captured(peer) as replay, torch.cuda.stream(side):
+            theirs = traffic.beside(replay, cupy.cuda.ExternalStream(side.cuda_stream), len(peer), samples)
+        row = _row(layer, name, which, error, mine, {"cudnn": theirs})
+        figures = {"arm": "minidl beside all-reduce", "alone_ms": alone[0], "peers_alone": {"cudnn": alone[1]}}
+        rows.append(row | figures | {"message_bytes": traffic.nbytes, "ranks": traffic.comm.size})
+        del ours, peer
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch.cuda.empty_cache()
+    return rows
+
+
 def _measure_on_cpu(layer: Layer, name: str, wanted: list[str], samples: int) -> list[dict[str, Any]]:
     arrays, rows = _Arrays(layer, PRECISIONS[name], 1, "cpu"), []
     for which in _passes(layer, wanted):
@@ -379,6 +412,34 @@ def _show(rows: list[dict[str, Any]], device: str) -> None:
     show("all layers, weighted by count", columns, _totals(rows))
 
 
+def _show_beside(rows: list[dict[str, Any]]) -> None:
+    rows.sort(key=lambda row: row["ms"] * row["peers_alone"]["cudnn"] / row["alone_ms"] / row["peers"]["cudnn"])
+    cells = []
+    for row in reversed(rows):
+        figures = row["alone_ms"], row["ms"], row["peers_alone"]["cudnn"], row["peers"]["cudnn"]
+        slower = figures[1] / figures[0], figures[3] / figures[2]
+        speeds = f"{figures[2] / figures[0]:.2f}", f"{figures[3] / figures[1]:.2f}"
+        cells.append(
+            [
+                f"{row['case']} {row['pass']}", row["dtype"], *(f"{ms:.3f}" for ms in figures[:2]),
+                f"{row['spread']:.1%}", f"{slower[0]:.2f}", *(f"{ms:.3f}" for ms in figures[2:]), f"{slower[1]:.2f}",
+                *speeds,
+            ]
+        )  # fmt: skip
+    columns = [
+        "layer and pass",
+        "type",
+        "alone ms",
+        "beside ms",
+        "spread",
+        "ratio",
+        "cudnn alone ms",
+        "cudnn beside ms",
+    ]
+    title = f"beside all-reduces of {rows[0]['message_bytes'] >> 20} MiB on {rows[0]['ranks']} GPUs, most slowed first"
+    show(title, [*columns, "its ratio", "speed alone", "speed beside"], cells)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -387,6 +448,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=list(PASSES))
     parser.add_argument("--batch", type=int, help="images (default: of a training step on a GPU; on the CPU 8)")
     parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
+    parser.add_argument("--beside", type=float, metavar="MIB", help="under mpirun: beside all-reduces of this size")
     parser.add_argument("--json", metavar="PATH", help="write the result file here")
     a = parser.parse_args()
     on_cpu = a.device == "cpu"
@@ -395,11 +457,36 @@ def _arguments() -> argparse.Namespace:
     a.batch = a.batch or (8 if on_cpu else None)
     if on_cpu and "tf32" in a.precision:
         parser.error("TF32 exists on the GPU only")
+    if a.beside and on_cpu:
+        parser.error("--beside is for GPUs")
     return a
+
+
+def _main_beside(a: argparse.Namespace) -> None:
+    import cupy
+
+    torch = _torch()
+    comm = dist.init("cuda")
+    torch.cuda.set_device(cupy.cuda.runtime.getDevice())
+    torch.backends.cudnn.benchmark = True
+    traffic, cache, rows = Traffic(comm, int(a.beside * 2**20)), cuda.current_device().l2_bytes, []
+    for name in a.precision:
+        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
+        for network in a.network:
+            for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
+                rows += _measure_beside(layer, name, a.passes, traffic, cache, a.samples)
+    if comm.rank == 0:
+        _show_beside(rows)
+        if a.json:
+            write(a.json, result("bench_conv", rows, machine_record(), all_reduce_ms=traffic.ms))
+    comm.close()
 
 
 def main() -> None:
     a = _arguments()
+    if a.beside:
+        _main_beside(a)
+        return
     torch, machine, rows, more = _torch(), machine_record(), [], {}
     if a.device == "cpu":
         more["threads"] = _conv2d.max_threads()

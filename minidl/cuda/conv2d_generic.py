@@ -95,15 +95,19 @@ def backward_weight(
 def options(question: Question, device: DeviceRecord) -> list[Choice]:
     """What a tuner may try on dense arrays, first what `choose_tile` says: every tile."""
     conv, code, tf32, itemsize = question.conv, question.code, question.tf32, 2 if question.code else 4
-    widest = (ACCESS // itemsize,) * 3
+    shapes = conv.channels, conv.channels // conv.groups, conv.out_channels
+    vec_x, vec_w, vec_y = (gcd(channels, ACCESS // itemsize) for channels in shapes)
 
     def planned(wanted: str) -> Launched:
         if question.which == "backward_weight":
             pitches = conv.channels, conv.out_channels
-            return _plan_weight(conv, code, tf32, pitches, widest, itemsize, device, wanted)[0]
-        backward = question.which == "backward_data"
-        pitches = (conv.out_channels if backward else conv.channels), 0
-        return _plan_gather(conv, code, tf32, backward, pitches, widest, itemsize, device, wanted)[0]
+            vectors = vec_x, vec_y, ACCESS // 4
+            return _plan_weight(conv, code, tf32, pitches, vectors, itemsize, device, wanted)[0]
+        if question.which == "backward_data":
+            pitches, vectors = (conv.out_channels, 0), (vec_y, vec_w, vec_x)
+            return _plan_gather(conv, code, tf32, True, pitches, vectors, itemsize, device, wanted)[0]
+        pitches, vectors = (conv.channels, 0), (vec_x, vec_w, vec_y)
+        return _plan_gather(conv, code, tf32, False, pitches, vectors, itemsize, device, wanted)[0]
 
     every = {tile.name for tile in (*TENSOR_TILES, *EXACT_TILES, *HALF_TILES, *NARROW_TILES)}
     names = ["{TILE_M}x{TILE_N}".format(**planned(wanted).defines) for wanted in ("", *sorted(every))]
