@@ -3,13 +3,11 @@ PyTorch.
 
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
     python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
-    mpirun -n 2 python benchmarks/bench_conv.py --beside 64 --network resnet50
 
 On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark. On the CPU it is oneDNN with as many threads, in
 channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
 output is compared with the peer's. The table lists first what costs the networks most against the best peer: the time
-lost, weighted by how often the layer occurs. ``--beside`` times both sides also while all-reduces of so many MiB run
-between the GPUs without a pause.
+lost, weighted by how often the layer occurs.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import backend, cuda, dist
-from minidl.bench.beside import Traffic
+from minidl import backend, cuda
 from minidl.cpu import _conv2d
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
@@ -38,7 +35,7 @@ from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
-__all__ = ["Layer", "floor_ms", "main"]
+__all__ = ["NETWORKS", "PASSES", "PRECISIONS", "Arrays", "Layer", "checked", "floor_ms", "main", "passes_of", "row_of"]
 
 PASSES = ("forward", "backward_data", "backward_weight")
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
@@ -163,7 +160,7 @@ def floor_ms(layer: Layer, precision: Precision, bandwidth: float) -> float:
     return max(layer.bytes(precision.dtype.itemsize) / bandwidth, layer.flop / (precision.tflops * 1e12)) * 1e3
 
 
-class _Arrays:
+class Arrays:
     """The arrays of one layer, as tensors of the peer and, of the same memory, as our arrays."""
 
     def __init__(self, layer: Layer, precision: Precision, sets: int, device: str) -> None:
@@ -254,59 +251,29 @@ def _measure(
 
     precision = PRECISIONS[name]
     sets = min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
-    arrays = _Arrays(layer, precision, sets, "cuda")
+    arrays = Arrays(layer, precision, sets, "cuda")
     rows = []
-    for which in _passes(layer, wanted):
+    for which in passes_of(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
-        error = _checked(arrays, name, which, ours[-1](), peer[-1]())
+        error = checked(arrays, name, which, ours[-1](), peer[-1]())
         budget = Budget(samples, seconds=math.inf)
         mine, theirs = DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")
         floor = floor_ms(layer, precision, bandwidth)
-        rows.append(_row(layer, name, which, error, mine, {"cudnn": theirs}) | {"floor_ms": floor})
+        rows.append(row_of(layer, name, which, error, mine, {"cudnn": theirs}) | {"floor_ms": floor})
         del ours, peer
         cupy.get_default_memory_pool().free_all_blocks()
         _torch().cuda.empty_cache()
     return rows
 
 
-def _measure_beside(
-    layer: Layer, name: str, wanted: list[str], traffic: Traffic, cache: int, samples: int
-) -> list[dict[str, Any]]:
-    """On several GPUs, alone and beside all-reduces; a collective, the slowest rank's times."""
-    import cupy
-
-    from minidl.bench.torch_calls import captured, time_calls
-
-    torch, precision, rows = _torch(), PRECISIONS[name], []
-    arrays = _Arrays(layer, precision, min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache)), "cuda")
-    budget = Budget(samples, seconds=math.inf)
-    for which in _passes(layer, wanted):
-        ours, peer = arrays.ours(which), arrays.peer(which)
-        error = _checked(arrays, name, which, ours[-1](), peer[-1]())
-        alone = [DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")]
-        alone = [max(ms) for ms in zip(*traffic.comm.share([timing.ms for timing in alone]), strict=True)]
-        with DeviceTimer().captured(ours) as (launch, stream):
-            mine = traffic.beside(launch, stream, len(ours), samples)
-        side = torch.cuda.Stream()
-        with captured(peer) as replay, torch.cuda.stream(side):
-            theirs = traffic.beside(replay, cupy.cuda.ExternalStream(side.cuda_stream), len(peer), samples)
-        row = _row(layer, name, which, error, mine, {"cudnn": theirs})
-        figures = {"arm": "minidl beside all-reduce", "alone_ms": alone[0], "peers_alone": {"cudnn": alone[1]}}
-        rows.append(row | figures | {"message_bytes": traffic.nbytes, "ranks": traffic.comm.size})
-        del ours, peer
-        cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
-    return rows
-
-
 def _measure_on_cpu(layer: Layer, name: str, wanted: list[str], samples: int) -> list[dict[str, Any]]:
-    arrays, rows = _Arrays(layer, PRECISIONS[name], 1, "cpu"), []
-    for which in _passes(layer, wanted):
+    arrays, rows = Arrays(layer, PRECISIONS[name], 1, "cpu"), []
+    for which in passes_of(layer, wanted):
         (ours,), (last,), (contiguous,) = arrays.ours(which), arrays.peer(which), arrays.peer(which, contiguous=True)
-        error = _checked(arrays, name, which, ours(), last())
+        error = checked(arrays, name, which, ours(), last())
         calls = {"minidl": ours, "onednn-channels-last": last, "onednn-contiguous": contiguous}
         times = _by_turns(calls, samples)
-        row = _row(layer, name, which, error, times.pop("minidl"), times)
+        row = row_of(layer, name, which, error, times.pop("minidl"), times)
         rows.append(row | _work_space(ours))
     return rows
 
@@ -344,12 +311,12 @@ def _work_space(call: Callable[[], Any]) -> dict[str, int]:
     return {"thread_work_bytes": own.nbytes // own.shape[0], "shared_work_bytes": sum(work.nbytes for work in shared)}
 
 
-def _passes(layer: Layer, wanted: list[str]) -> list[str]:
+def passes_of(layer: Layer, wanted: list[str]) -> list[str]:
     """No network asks for the gradient of its images."""
     return [which for which in wanted if which != "backward_data" or layer.channels > 3]
 
 
-def _checked(arrays: _Arrays, name: str, which: str, ours: Any, peer: Any) -> float:
+def checked(arrays: Arrays, name: str, which: str, ours: Any, peer: Any) -> float:
     """The error against the peer, refused when it is more than a rounding error."""
     error, bound = arrays.error(ours, peer), PRECISIONS[name].bound
     if not error <= bound:
@@ -357,7 +324,7 @@ def _checked(arrays: _Arrays, name: str, which: str, ours: Any, peer: Any) -> fl
     return error
 
 
-def _row(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
+def row_of(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
     best = min(peers.values(), key=lambda timing: timing.ms)
     return {
         "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": ours.ms, "spread": ours.spread,
@@ -412,34 +379,6 @@ def _show(rows: list[dict[str, Any]], device: str) -> None:
     show("all layers, weighted by count", columns, _totals(rows))
 
 
-def _show_beside(rows: list[dict[str, Any]]) -> None:
-    rows.sort(key=lambda row: row["ms"] * row["peers_alone"]["cudnn"] / row["alone_ms"] / row["peers"]["cudnn"])
-    cells = []
-    for row in reversed(rows):
-        figures = row["alone_ms"], row["ms"], row["peers_alone"]["cudnn"], row["peers"]["cudnn"]
-        slower = figures[1] / figures[0], figures[3] / figures[2]
-        speeds = f"{figures[2] / figures[0]:.2f}", f"{figures[3] / figures[1]:.2f}"
-        cells.append(
-            [
-                f"{row['case']} {row['pass']}", row["dtype"], *(f"{ms:.3f}" for ms in figures[:2]),
-                f"{row['spread']:.1%}", f"{slower[0]:.2f}", *(f"{ms:.3f}" for ms in figures[2:]), f"{slower[1]:.2f}",
-                *speeds,
-            ]
-        )  # fmt: skip
-    columns = [
-        "layer and pass",
-        "type",
-        "alone ms",
-        "beside ms",
-        "spread",
-        "ratio",
-        "cudnn alone ms",
-        "cudnn beside ms",
-    ]
-    title = f"beside all-reduces of {rows[0]['message_bytes'] >> 20} MiB on {rows[0]['ranks']} GPUs, most slowed first"
-    show(title, [*columns, "its ratio", "speed alone", "speed beside"], cells)
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -448,7 +387,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=list(PASSES))
     parser.add_argument("--batch", type=int, help="images (default: of a training step on a GPU; on the CPU 8)")
     parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
-    parser.add_argument("--beside", type=float, metavar="MIB", help="under mpirun: beside all-reduces of this size")
     parser.add_argument("--json", metavar="PATH", help="write the result file here")
     a = parser.parse_args()
     on_cpu = a.device == "cpu"
@@ -457,36 +395,11 @@ def _arguments() -> argparse.Namespace:
     a.batch = a.batch or (8 if on_cpu else None)
     if on_cpu and "tf32" in a.precision:
         parser.error("TF32 exists on the GPU only")
-    if a.beside and on_cpu:
-        parser.error("--beside is for GPUs")
     return a
-
-
-def _main_beside(a: argparse.Namespace) -> None:
-    import cupy
-
-    torch = _torch()
-    comm = dist.init("cuda")
-    torch.cuda.set_device(cupy.cuda.runtime.getDevice())
-    torch.backends.cudnn.benchmark = True
-    traffic, cache, rows = Traffic(comm, int(a.beside * 2**20)), cuda.current_device().l2_bytes, []
-    for name in a.precision:
-        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
-        for network in a.network:
-            for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
-                rows += _measure_beside(layer, name, a.passes, traffic, cache, a.samples)
-    if comm.rank == 0:
-        _show_beside(rows)
-        if a.json:
-            write(a.json, result("bench_conv", rows, machine_record(), all_reduce_ms=traffic.ms))
-    comm.close()
 
 
 def main() -> None:
     a = _arguments()
-    if a.beside:
-        _main_beside(a)
-        return
     torch, machine, rows, more = _torch(), machine_record(), [], {}
     if a.device == "cpu":
         more["threads"] = _conv2d.max_threads()
