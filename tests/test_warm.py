@@ -7,14 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 
+import minidl as m
 from minidl import cli
 from minidl.bench import warm
-from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import observed
 
-SETUP = Setup("resnet20", 4, "bf16", "cuda")
+
+def kernels(device, precision="bf16", fusion="none"):
+    return warm.kernels_of(m.models.build("resnet20", (32, 32, 3), 10), 4, precision, fusion, device)
 
 
 @pytest.fixture
@@ -24,28 +26,27 @@ def compiled(monkeypatch):
     monkeypatch.setattr(
         warm.nvrtc, "compile_all", lambda kernels, arch, threads: calls.append((kernels, arch, threads))
     )
-    first = warm.kernels_of(SETUP, BUILT_IN["H100"])[0]
+    first = kernels(BUILT_IN["H100"])[0]
     monkeypatch.setattr(warm.nvrtc, "is_built", lambda stem, arch, defines: (stem, tuple(defines.items())) == first)
     return calls
 
 
 def test_the_kernels_of_a_step_are_those_of_its_parts_each_once():
-    kernels = warm.kernels_of(SETUP, BUILT_IN["H200"])
-    stems = {stem for stem, _ in kernels}
+    found = kernels(BUILT_IN["H200"])
+    stems = {stem for stem, _ in found}
     assert {"conv2d_hopper", "conv2d_stem", "batch_norm", "activation", "loss", "optim", "channel_sum"} <= stems
-    assert len(set(kernels)) == len(kernels)
-    assert not any(stem.endswith("hopper") for stem, _ in warm.kernels_of(SETUP, BUILT_IN["A100"]))
-    fused = Setup("resnet20", 4, "bf16", "cuda", fusion="elementwise")
-    assert set(warm.kernels_of(fused, BUILT_IN["H200"])) != set(kernels)
+    assert len(set(found)) == len(found)
+    assert not any(stem.endswith("hopper") for stem, _ in kernels(BUILT_IN["A100"]))
+    assert set(kernels(BUILT_IN["H200"], fusion="elementwise")) != set(found)
 
 
 def test_the_command_tells_what_it_compiled(compiled, capsys):
     words = ["warm", "--model", "resnet20", "--batch", "4", "--gpu", "H100", "--threads", "3"]
     assert cli.main(words) == 0
-    ((kernels, arch, threads),) = compiled
-    assert kernels == warm.kernels_of(SETUP, BUILT_IN["H100"]) and arch == "sm_90a" and threads == 3
+    ((missing, arch, threads),) = compiled
+    assert missing == kernels(BUILT_IN["H100"])[1:] and arch == "sm_90a" and threads == 3
     out = capsys.readouterr().out
-    assert f"{len(kernels)} kernels" in out and f"{len(kernels) - 1} compiled by 3 threads" in out
+    assert f"{len(missing) + 1} kernels" in out and f"{len(missing)} compiled by 3 threads" in out
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,7 @@ def test_without_a_gpu_one_must_be_named(compiled, monkeypatch, capsys):
 def test_a_real_step_launches_nothing_else(cuda_ops, precision):
     from minidl.cuda.device import current_device
 
-    setup = Setup("resnet20", 4, precision, "cuda")
-    known, seen = set(warm.kernels_of(setup, current_device())), set()
+    known, seen = set(kernels(current_device(), precision)), set()
 
     @contextmanager
     def note(stem, name, defines):
@@ -85,7 +85,7 @@ def test_a_real_step_launches_nothing_else(cuda_ops, precision):
         yield
 
     with observed(note):
-        step = TrainingStep(setup.graph(), batch=4, device="cuda", precision=precision)
+        step = TrainingStep(m.models.build("resnet20", (32, 32, 3), 10), batch=4, device="cuda", precision=precision)
         step()
         step.model.eval()
         step.model.forward(step.x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from typing import NamedTuple
 
 from minidl import checks, models
 from minidl.bench.setup import Setup
@@ -13,9 +14,10 @@ from minidl.cuda import nvrtc
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import PLANS, fuse
+from minidl.graph import Graph
 from minidl.memory.record import blank
 
-__all__ = ["add_arguments", "kernels_of", "run"]
+__all__ = ["Built", "add_arguments", "compile_ahead", "kernels_of", "run"]
 
 Variant = tuple[str, tuple[tuple[str, int | str], ...]]
 
@@ -47,40 +49,58 @@ def run(a: argparse.Namespace) -> int:
         raise checks.bad_value("warm", "--step", "without --gpu", f"--gpu {a.gpu}")
     setup = Setup(a.model, a.batch, a.precision, "cuda", 1, a.image_size, a.classes, a.fusion)
     device = _device(a.gpu)
-    started = time.perf_counter()
-    kernels = kernels_of(setup, device)
-    walked = time.perf_counter()
-    arch = nvrtc.target(device.arch)
-    missing = [kernel for kernel in kernels if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
-    nvrtc.compile_all(kernels, arch, a.threads)
-    built = time.perf_counter()
+    built = compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, device, a.threads)
     threads = a.threads or os.cpu_count()
     print(
-        f"{setup.title} {a.precision}, {device.name}: {len(kernels)} kernels, found in {walked - started:.1f} s; "
-        f"{len(missing)} compiled by {threads} threads in {built - walked:.1f} s, into {nvrtc.cache_directory()}"
+        f"{setup.title} {a.precision}, {device.name}: {built.kernels} kernels, found in {built.walk_s:.1f} s; "
+        f"{built.missing} compiled by {threads} threads in {built.compile_s:.1f} s, into {nvrtc.cache_directory()}"
     )
     if a.step:
         _time_steps(setup)
     return 0
 
 
-def kernels_of(setup: Setup, device: DeviceRecord) -> list[Variant]:
+class Built(NamedTuple):
+    """Kernels of a step, those of them that the cache lacked, seconds to find and to compile them."""
+
+    kernels: int
+    missing: int
+    walk_s: float
+    compile_s: float
+
+
+def compile_ahead(
+    graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord, threads: int | None = None
+) -> Built:
+    """Compile the kernels of a training step that the cache lacks, on all cores; the graph is used up.
+
+    Args:
+        batch: samples of each GPU.
+        fusion: as `minidl.fusion.fuse` takes it.
+        device: to compile for; it need not be there.
+        threads: default: one for each core.
+    """
+    started = time.perf_counter()
+    kernels = kernels_of(graph, batch, precision, fusion, device)
+    walked = time.perf_counter()
+    arch = nvrtc.target(device.arch)
+    missing = [kernel for kernel in kernels if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
+    nvrtc.compile_all(missing, arch, threads)
+    return Built(len(kernels), len(missing), walked - started, time.perf_counter() - walked)
+
+
+def kernels_of(graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord) -> list[Variant]:
     """Every kernel of a training step and of an evaluation, as `minidl.cuda.nvrtc.compile_all` takes them.
 
     Found by walking them on shapes: needs no GPU.
     """
     with dry_run(device) as log:
-        step = _step(setup)
+        step = TrainingStep(blank(graph), batch=batch, device="cuda", precision=precision)
+        fuse(step.model, fusion)
         step()
         step.model.eval()
         step.model.forward(step.x)
     return log.variants
-
-
-def _step(setup: Setup) -> TrainingStep:
-    step = TrainingStep(blank(setup.graph()), batch=setup.batch, device="cuda", precision=setup.precision)
-    fuse(step.model, setup.fusion)
-    return step
 
 
 def _device(name: str) -> DeviceRecord:
@@ -95,7 +115,8 @@ def _device(name: str) -> DeviceRecord:
 def _time_steps(setup: Setup) -> None:
     """What a program waits for before it trains, all kernels being in the cache."""
     started = time.perf_counter()
-    step = _step(setup)
+    step = TrainingStep(blank(setup.graph()), batch=setup.batch, device="cuda", precision=setup.precision)
+    fuse(step.model, setup.fusion)
     step.ops.synchronize()
     marks = [time.perf_counter()]
     for _ in range(2):
