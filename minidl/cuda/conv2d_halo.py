@@ -44,6 +44,11 @@ class HaloTile(NamedTuple):
     step: float
     rest: float
 
+    @property
+    def name(self) -> str:
+        """Among all tiles."""
+        return f"halo{self.window}"
+
     columns = 64
     windows = WINDOWS
     threads = 384

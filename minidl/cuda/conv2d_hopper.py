@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.array import contiguous, copy_into, empty
+from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_statistics import Patches, merge_patches, sum_patches
@@ -48,6 +49,7 @@ __all__ = [
     "gather",
     "images_at_once",
     "masked_gradient",
+    "options",
     "plan",
     "start",
 ]
@@ -105,6 +107,11 @@ class HopperTile(NamedTuple):
     resident: int
     step: float
     rest: float
+
+    @property
+    def name(self) -> str:
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
 
     @property
     def threads(self) -> int:
@@ -205,9 +212,35 @@ def microseconds(
 def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
     tile = min(candidates(conv, backward, device), key=lambda tile: microseconds(conv, backward, tile, device)[1])
-    rounds = ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+    rounds = _rounds(conv, backward, tile, device)
     groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
     return tile, ceil_div(rounds, groups)
+
+
+def _rounds(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord) -> int:
+    """Tiles of a block, when all blocks run at a time."""
+    return ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+
+
+def options(conv: Convolution, backward: bool, device: DeviceRecord) -> list[Choice]:
+    """What a tuner may try, first what `choose` says: each tile, its blocks once, in the lengths wanted, and single."""
+    chosen, share = choose(conv, backward, device)
+    found = [Choice("hopper", chosen.name, (share,))]
+    for tile in candidates(conv, backward, device):
+        rounds = _rounds(conv, backward, tile, device)
+        groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
+        found += [Choice("hopper", tile.name, (some,)) for some in (rounds, ceil_div(rounds, groups), 1)]
+    return list(dict.fromkeys(found))
+
+
+def _taken(
+    choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord
+) -> tuple[HopperTile | HaloTile, int] | None:
+    """Tile and share of a choice; None where it names none that can do this."""
+    if choice is None or len(choice.split) != 1:
+        return None
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device)}
+    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -253,8 +286,19 @@ def plan(
     return launches
 
 
-def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+def gather(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    choice: Choice | None = None,
+) -> None:
     """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
+    chosen = _taken(choice, conv, backward, current_device())
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     step = images_at_once(conv)
@@ -262,20 +306,26 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
         images = slice(i, min(i + step, conv.images))
         part = conv._replace(images=images.stop - i)
         arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device()):
+        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen):
             start(one, *arrays)
 
 
-def forward_with_statistics(conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any) -> Any:
+def forward_with_statistics(
+    conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any, choice: Choice | None = None
+) -> Any:
     """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; for `images_at_once` at most."""
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
-    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, current_device(), statistics=True)
+    device = current_device()
+    chosen = _taken(choice, conv, False, device)
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics=True)
     partial = empty((one.patches.count, 2, conv.out_channels), float32)
     start(one, w, x, output, None, bias, partial)
     return merge_patches(partial, one.patches)
 
 
-def masked_gradient(conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any) -> Any:
+def masked_gradient(
+    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None
+) -> Any:
     """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, or None.
 
     None, and nothing is done, where it takes more than one launch.
@@ -285,7 +335,8 @@ def masked_gradient(conv: Convolution, code: int, dy: Any, w: Any, add: Any, bel
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2]
     if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
         return None
-    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), masked=len(arrays))
+    chosen = _taken(choice, conv, True, current_device())
+    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=len(arrays))
     partial = empty((one.sums, 2, conv.channels), float32)
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return sum_patches(partial)
