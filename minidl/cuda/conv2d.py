@@ -170,7 +170,7 @@ def conv2d_backward_data_masked(
     conv = convolution(who, x.shape, w.shape, **geometry)
     code = _check_operands(who, dy, w, None, add, x, tf32)
     choice = _choose(who, Question("backward_data", conv, code, tf32))
-    if x.size and not conv.depthwise and choice.family == "hopper":
+    if x.size and code and not conv.depthwise and choice.family == "hopper":
         if dy.shape != conv.y_shape:
             raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
@@ -258,12 +258,13 @@ def _choose(who: str, question: Question) -> Choice:
 @functools.lru_cache(maxsize=4096)
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
-    which, conv, code, _ = question
+    which, conv, code, tf32 = question
+    units = tf32 if code == 0 else True  # matrix units would round float32
     if which == "backward_data":
-        return {"hopper": conv2d_hopper.applies(conv, code, True, device), "generic": True}, ()
+        return {"hopper": units and conv2d_hopper.applies(conv, code, True, device), "generic": True}, ()
     stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
     if which == "forward":
-        return {"stem": stem, "hopper": conv2d_hopper.applies(wide, code, False, device), "generic": True}, ()
+        return {"stem": stem, "hopper": units and conv2d_hopper.applies(wide, code, False, device), "generic": True}, ()
     fits = {"stem": stem, "hopper": conv2d_weight_hopper.applies(wide, code, device), "generic": True}
     return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
 
@@ -286,7 +287,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         elif which == "backward_weight":
             found += conv2d_weight_hopper.options(wide)
         else:
-            found += conv2d_hopper.options(wide, backward, device)
+            found += conv2d_hopper.options(wide, backward, device, code)
     return found
 
 
@@ -306,7 +307,7 @@ def _gather(
         return None
     if choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
-    elif statistics and conv.images <= conv2d_hopper.images_at_once(conv):
+    elif statistics and code and conv.images <= conv2d_hopper.images_at_once(conv):
         return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output, choice)
     else:
         conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice)

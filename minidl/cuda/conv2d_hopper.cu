@@ -1,5 +1,6 @@
 // Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
-// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
+// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). One group; 16-bit types, or
+// float32 whose operands the engine rounds to TF32 on their way to shared memory.
 //
 //   forward (BACKWARD = 0):
 //     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
@@ -7,14 +8,17 @@
 //     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
 //                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
 //
-// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of 64 source channels, over
-// the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes of output
-// pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the output.
+// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels, 128
+// bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes
+// of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the
+// output.
 //
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
-//   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
-//   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
+//   source  (C, W, H, N), im2col: TILE_M pixels x DEPTH channels; FLAT: (C, pixels), tiled, for 1x1 without stride
+//   filter  (C, taps, K), tiled: DEPTH channels x 1 x TILE_N filters; data gradient of 16-bit types 64 x 1 x 64, of
+//           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
+//   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
+//           im2col
 // With STATISTICS (not SPREAD) means and sums of squared deviations of each TILE_M / 2 rows of the output go to
 // partial (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
@@ -23,8 +27,8 @@
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
 // (patches, 2, columns).
 //
-// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
-// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// Macros: DTYPE (0 without STATISTICS and MASKED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED; TILE_M x TILE_N, the tile
+// of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
@@ -35,7 +39,9 @@
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
 
-constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
+constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
+// A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
+constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
 constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
@@ -45,7 +51,7 @@ constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
 constexpr int BLOCKS = ROWS / 64;          // products along them
 constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
 constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
-constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = 64, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
 constexpr int CLASSES = SPREAD ? 4 : 1;
 
 struct Maps {
@@ -120,7 +126,7 @@ struct Layout {
     }
 };
 
-// Where a warpgroup's slabs of 64 x 64 lie.
+// Where a warpgroup's slabs lie.
 struct Place {
     static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
 
@@ -134,7 +140,7 @@ struct Place {
     __device__ __forceinline__ int row(const Tile& tile, int s) const {
         return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
     }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * 64; }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * SLAB_COLUMNS; }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
         load(maps.add[tile.index], to, barrier, tile, s);
@@ -206,7 +212,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                         load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
                                     c.offset_h + a * p.delta_h);
                     const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
-                    if constexpr (BACKWARD) {
+                    if constexpr (ACROSS) {
 #pragma unroll
                         for (int j = 0; j < TILE_N; j += 64)
                             load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
@@ -226,19 +232,19 @@ using Sum = float[BLOCKS][TILE_N / 2];
 
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
-    constexpr int B_STEP = BACKWARD ? 16 * 128 : 32;
+    constexpr int B_STEP = ACROSS ? 16 * 128 : 32;
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.filled(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
-        const u64 b = operand(at.stage(ring.index) + A_BYTES, BACKWARD ? FILTER_BLOCK : 16);
+        const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < DEPTH / 16; ++k)
+        for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
-                multiply<BACKWARD>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
+                multiply<ACROSS>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
                                    step + k);
         commit_products();
         await_products<1>();  // those of the step before are done with their stage
@@ -291,8 +297,6 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
-    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
     const Place& place = output.place;
     Tally tally;
 #if MASKED
@@ -308,7 +312,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 #pragma unroll
             for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
             if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
-            finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
+            put(d, slab, j, output.added());
         }
 #if MASKED
         output.share();

@@ -4,6 +4,7 @@
 #include "hopper.cuh"
 #include "relu_mask.cuh"
 
+#if DTYPE
 // What is done to 16 x 16 results of a warp between sum and store. d: accumulators of two blocks of 8 columns; place:
 // where the lane's row of the four 8x8 matrices is, in a slab that holds the addend if any. ACROSS: as for matrices.
 template <bool ACROSS>
@@ -24,6 +25,30 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
     for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
     store_matrices<ACROSS>(place, words);
 }
+
+// Writes 16 x 16 results of a warp, two blocks of 8 columns, to columns from j on of a slab of 64 rows.
+DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
+    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+    finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, added);
+}
+#else
+DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, pair = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // Values 2 i and 2 i + 1 are in block i / 2, 8 rows further down if i is odd; a chunk holds two pairs.
+        const u32 place = slab + (row + i % 2 * 8) * 128 + ((j / 4 + i / 2 * 2 + pair / 2) ^ row % 8) * 16 + pair % 2 * 8;
+        float2 value = {d[2 * i], d[2 * i + 1]};
+        if (added) {
+            float2 other;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(other.x), "=f"(other.y) : "r"(place) : "memory");
+            value.x += other.x, value.y += other.y;
+        }
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(value.x), "f"(value.y) : "memory");
+    }
+}
+#endif
 
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
@@ -127,6 +152,7 @@ struct Below {
     const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
 };
 
+#if DTYPE
 struct Masking {
     float mean[2], scale[2], shift[2], sum[2], product[2];
 
@@ -180,6 +206,7 @@ struct Masking {
         leave_columns(to, sum, product, column, columns);
     }
 };
+#endif
 
 // Place says where the slabs of a tile lie:
 //   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
