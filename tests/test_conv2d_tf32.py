@@ -70,8 +70,10 @@ def test_it_is_taken_where_rounding_is_allowed():
                 call(ops.empty(shape, float32), ops.empty(case.w, float32), *more, **case.options, tf32=tf32)
         return {launch.name for launch in log.launches}
 
-    assert kernels("H200", 16, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
+    assert kernels("H200", 32, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
     assert kernels("H200", 16, False) == kernels("A100", 16, True) == {"conv2d_kernel"}
+    assert kernels("H200", 3, True) == {"conv2d_kernel", "widen_kernel"}
+    assert "conv2d_kernel" in kernels("H200", 16, True), "half of each stage would be empty"
     assert "conv2d_kernel" in kernels("H200", 18, True)
     with family("hopper"), pytest.raises(ValueError, match="family"):
         kernels("H200", 16, False)
@@ -97,7 +99,7 @@ def rounded(x):
     return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-@cases(SOME)
+@cases([case for case in SOME if max(case.terms[:2]) < 1000])  # the units cut long sums off
 def test_operands_are_rounded_to_nearest(hopper, case, rng):
     """Sources, by the copy engine, and filters: sums of rounded operands differ by float32's own rounding alone."""
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]

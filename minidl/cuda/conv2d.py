@@ -259,12 +259,14 @@ def _choose(who: str, question: Question) -> Choice:
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
     which, conv, code, tf32 = question
-    units = tf32 if code == 0 else True  # matrix units would round float32
+    units = tf32 or code > 0  # matrix units would round float32
     if which == "backward_data":
-        return {"hopper": units and conv2d_hopper.applies(conv, code, True, device), "generic": True}, ()
+        fits = {"hopper": units and conv2d_hopper.applies(conv, code, True, device), "generic": True}
+        return fits, () if conv2d_hopper.pays(conv, code, True) else ("hopper",)
     stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
     if which == "forward":
-        return {"stem": stem, "hopper": units and conv2d_hopper.applies(wide, code, False, device), "generic": True}, ()
+        fits = {"stem": stem, "hopper": units and conv2d_hopper.applies(wide, code, False, device), "generic": True}
+        return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
     fits = {"stem": stem, "hopper": conv2d_weight_hopper.applies(wide, code, device), "generic": True}
     return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
 
