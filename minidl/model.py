@@ -20,7 +20,7 @@ from minidl.layer import Layer
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Profiler, grouping
+from minidl.profile import Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
@@ -79,6 +79,7 @@ class Model:
         if self.precision.tf32 and device == "cpu":
             raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
         self.comm = comm
+        self._kernels = tuned.settle(self.ops, comm)
         self.store = store or TensorStore()
         self.profiler = profiler
         self.random = RandomCounter(seed)
@@ -110,6 +111,7 @@ class Model:
         plan = [segment.describe() for segment in self.arena.segments]
         plan += [f"{layer.name} {layer!r}" for layer in self.layers]
         plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
+        plan.append(f"tuned kernels {self._kernels}")
         require_same(
             self.comm, "parameter plan", [f"precision {self.precision.name}, messages {self.arena.wire.dtype}", *plan]
         )

@@ -24,6 +24,7 @@ from minidl.cuda.batch_norm import (
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
+    batch_norm_backward_sums,
     batch_norm_eval_moments,
     batch_norm_finalize,
     batch_norm_join_backward_stats,
@@ -35,7 +36,9 @@ from minidl.cuda.conv2d import (
     channel_sum,
     conv2d,
     conv2d_backward_data,
+    conv2d_backward_data_masked,
     conv2d_backward_weight,
+    conv2d_stats,
 )
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
@@ -73,12 +76,15 @@ __all__ = [
     "normalise",
     "conv2d",
     "conv2d_backward_data",
+    "conv2d_backward_data_masked",
     "conv2d_backward_weight",
+    "conv2d_stats",
     "channel_sum",
     "batch_norm_stats",
     "batch_norm_finalize",
     "batch_norm_apply",
     "batch_norm_backward_stats",
+    "batch_norm_backward_sums",
     "batch_norm_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_relu_backward_apply",

@@ -28,7 +28,7 @@ from minidl.optim import SGD
 from minidl.profile import PassCost
 from minidl.store import Slot, TensorStore
 
-__all__ = ["record"]
+__all__ = ["blank", "record"]
 
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
 
@@ -196,8 +196,7 @@ def record(
         RuntimeError: when the graph's layers belong to a model already.
     """
     batch = checks.at_least("record", "batch", batch, 1)
-    for layer in graph.layers:  # starting weights are of no interest, and drawing them takes seconds
-        layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
+    blank(graph)
     watcher = _Watcher()
     with dry_run(device, watcher) as log:
         model = Model(graph, device="cuda", precision=precision, store=_NotingStore(watcher), profiler=watcher)
@@ -216,6 +215,13 @@ def record(
     first_gradient = watcher.passes.index(("loss", "backward_data"))
     known = {"batch": batch, "precision": model.precision.name, "device": log.device.name, **facts}
     return Trace(tuple(steps), tuple(tensors), first_gradient, known)
+
+
+def blank(graph: Graph) -> Graph:
+    """The same graph, with starting weights of zero: for walks, where drawing them would take seconds."""
+    for layer in graph.layers:
+        layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
+    return graph
 
 
 def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
