@@ -115,13 +115,14 @@ class Model:
 
     # -- the two passes ---------------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0) -> Any:
+    def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0, new_step: bool = True) -> Any:
         """Run the network.
 
         Args:
             x: (N, H, W, C) or (N, C) array of the model's device and storage dtype.
             grad: keep what backward needs; default: in training mode.
             first_sample: global index of ``x[0]``, so that dropout does not depend on how a batch is sharded.
+            new_step: False for the micro-batches of a step but the first.
 
         Returns:
             The output array.
@@ -129,7 +130,7 @@ class Model:
         grad = self.training if grad is None else grad
         self._check_input(x)
         if self.training and grad:
-            self.random.advance(first_sample)
+            self.random.advance(first_sample, new_step)
         self.store.clear()
         values: list[Value | None] = [None] * len(self.graph.nodes)
         left = [len(readers) for readers in self._readers]

@@ -11,6 +11,7 @@ from minidl.cpu import openmp  # noqa: F401  (first: it decides how the runtime 
 from minidl.cpu.activation import relu, relu_backward
 from minidl.cpu.array import (
     Array,
+    assign,
     cast,
     contiguous,
     copy_into,
@@ -40,7 +41,7 @@ from minidl.cpu.conv2d import (
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
 from minidl.cpu.join import add, concat
-from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
 from minidl.cpu.pool2d import (
@@ -65,6 +66,7 @@ __all__ = [
     "contiguous",
     "cast",
     "copy_into",
+    "assign",
     "synchronize",
     "from_dlpack",
     "uploader",
@@ -93,6 +95,7 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "pad2d",
     "dropout",
+    "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "csb_matmul",
