@@ -8,6 +8,7 @@ getting the sum so far to add in its own kernel if it can.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,7 @@ class Model:
         self.arena.profiler = profiler
         self._readers = graph.consumers()
         self._needs_grad = _needs_grad(graph)
+        self._modes = [(attrgetter(*layer.modes), layer) for layer in graph.layers]
         self._shapes: tuple[int, ...] | None = None
         self.training = True
         self._agree()
@@ -168,6 +170,11 @@ class Model:
             self.arena.abandon()
             raise
 
+    def abandon(self) -> None:
+        """Forget a step whose capture in a graph failed half-way; nothing of it will run."""
+        self.store.clear()
+        self.arena.abandon(started=False)
+
     def _walk_back(self, dy: Any) -> None:
         """The layers in reverse, each on the sum of its readers' gradients."""
         grads: list[Any] = [None] * len(self.graph.nodes)
@@ -212,6 +219,10 @@ class Model:
         if x.shape != self._shapes:
             self.graph.shapes(x.shape)
             self._shapes = x.shape
+
+    def modes(self) -> tuple[Any, ...]:
+        """What decides, beside shapes, on the work of a step: equal values, equal work."""
+        return self.arena.connected, *(read(layer) for read, layer in self._modes)
 
     # -- modes and state --------------------------------------------------------------------------------------------
 

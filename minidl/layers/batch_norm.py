@@ -38,6 +38,7 @@ class BatchNorm2d(Layer):
 
     accepts_add = True
     accepts_masked = True
+    modes = ("training", "deferred")
     deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
 
     def __init__(
