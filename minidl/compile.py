@@ -1,10 +1,10 @@
 """The training step as CUDA graphs in planned memory: what users and the `Trainer` run on a GPU.
 
-The first step runs as it is written and loads kernels; the second is recorded: what it allocates and releases, in order.
-From that record every array gets its place in one block (`minidl.memory.arena`), the same Python code is captured into
-it, and each step after is: copy the batch in, write the random key, launch. Forward, loss, backward, all-reduces and
-update are all inside; the learning rate, the loss scale and the key of dropout lie in device memory. The bits are those
-of eager steps, and so it makes no difference when one is taken in between.
+The first step runs as it is written and loads kernels; the second is recorded: what it allocates and releases, in
+order. From that record every array gets its place in one block (`minidl.memory.arena`), the same Python code is
+captured into it, and each step after is: copy the batch in, write the random key, launch. Forward, loss, backward,
+all-reduces and update are all inside; learning rate, loss scale and random key lie in device memory. The bits are those
+of eager steps, so it makes no difference when one is taken in between.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CompiledStep:
     def __init__(self, model: Model, optimizer: SGD, loss: SoftmaxCrossEntropy, *, accumulate: int = 1):
         reason = obstacle(model, optimizer)
         if reason is not None:
-            raise checks.bad_value("CompiledStep", "model", "one whose steps fit a CUDA graph", reason, "use EagerStep")
+            raise checks.impossible("CompiledStep", reason, "use EagerStep")
         self.eager = EagerStep(model, optimizer, loss, accumulate=accumulate)
         self.model = model
         self.batch: int | None = None

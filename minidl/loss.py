@@ -27,7 +27,8 @@ _LOGITS = (float32, bfloat16, float16)
 class Totals:
     """What a loss adds up, still on the device: float64 of loss sum, labels, correct ones, labels out of range.
 
-    One such row (4,), or one for each micro-batch (K, 4). Reading any property waits for the device; training loops read only the steps they report.
+    One such row (4,), or one for each micro-batch (K, 4). Reading any property waits for the device; training loops
+    read only the steps they report.
     """
 
     ops: ModuleType
@@ -94,7 +95,7 @@ class SoftmaxCrossEntropy:
         )
 
     def count(self, labels: Any, num_classes: int) -> Any:
-        """How many of ``labels`` count, over all ranks: what `forward` wants for each part of a batch that is cut up."""
+        """How many of ``labels`` count, over all ranks: what `forward` wants of a batch that is cut into parts."""
         counted = backend.ops_of(labels).count_labels(labels, num_classes, ignore_index=self.ignore_index)
         self.comm.all_reduce(counted)
         return counted
@@ -131,7 +132,10 @@ class SoftmaxCrossEntropy:
         return Totals(ops, totals, array.shape[-1])
 
     def backward(self, scale: Any = None) -> Any:
-        """Gradient of the mean loss by the logits (with ``count``, its share in the whole batch's mean), times ``scale`` (a float32[1] device array: the loss scale).
+        """Gradient of the mean loss by the logits, of the whole batch's mean if it was counted.
+
+        Args:
+            scale: a factor, float32[1] on the device: the loss scale.
 
         Raises:
             RuntimeError: without a forward pass.

@@ -27,8 +27,8 @@ _UNREAD = 4  # watched steps whose events wait to be read; by then all but the l
 class TrainingProfile:
     """Watches one step in ``every`` of a `Trainer` and writes what it saw as a result file.
 
-    A watched step runs operation by operation, also where the others are replays of a graph. It costs two event records for each pass of each layer, the others cost nothing; with the default that
-    is far under one per cent of a run. Steps of a smaller last batch are not watched.
+    A watched step runs operation by operation, also where the others are replays of a graph, and records two events for
+    each pass of each layer; the others cost nothing. Steps of a smaller last batch are not watched.
 
     Args:
         path: the result file; written by rank 0 when training ends.

@@ -15,7 +15,7 @@ def count_labels(labels: Array, num_classes: int, *, ignore_index: int) -> Array
     """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
 
     Args:
-        labels: (...) int32, int64 or uint8; ``ignore_index`` and what lies outside ``0 .. num_classes - 1`` is left out.
+        labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
     """
     counted = (labels != ignore_index) & (labels >= 0) & (labels < num_classes)
     totals = zeros(4, np.float64)

@@ -137,7 +137,7 @@ def allocating(allocator: Allocator) -> Iterator[None]:
 
 @contextmanager
 def steady() -> Iterator[None]:
-    """Within, Python's cycle collector rests: what it finds, and so when memory is released, differs from run to run."""
+    """Within, Python's cycle collector rests: when it releases memory, it does so at another place each time."""
     resting = gc.isenabled()
     gc.collect()
     gc.disable()

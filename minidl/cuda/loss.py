@@ -84,7 +84,7 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
     """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
 
     Args:
-        labels: (...) int32, int64 or uint8; ``ignore_index`` and what lies outside ``0 .. num_classes - 1`` is left out.
+        labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
     """
     labels = contiguous(labels)
     count = labels.size
