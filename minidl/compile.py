@@ -9,8 +9,7 @@ of eager steps, so it makes no difference when one is taken in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,7 +111,7 @@ class CompiledStep:
         """As `EagerStep.evaluate`, in the memory of the steps."""
         return self._lent(lambda: self.eager.evaluate(images, labels))
 
-    def _lent(self, work: Any) -> Totals:
+    def _lent(self, work: Callable[[], Totals]) -> Totals:
         """The totals of ``work``, whose arrays lie where the steps have theirs: none of them may outlive it."""
         if self._block is None:
             return work()
@@ -135,7 +134,7 @@ class _Unit:
         self.graph: Any = None
         self.totals: Any = None
 
-    def record(self, work: Any) -> Any:
+    def record(self, work: Callable[[], Totals]) -> Totals:
         """Run ``work`` and note what it allocates."""
         recording = engine.Recording(engine.pooled)
         with engine.steady(), engine.allocating(recording):
@@ -143,7 +142,7 @@ class _Unit:
             self.events = tuple(recording.events)
         return result
 
-    def capture(self, work: Any, base: int) -> None:
+    def capture(self, work: Callable[[], Totals], base: int) -> None:
         """Capture ``work`` into the planned places."""
         replaying = engine.Replaying(self.events, self.offsets, base)
         with engine.steady(), engine.allocating(replaying):
@@ -198,22 +197,12 @@ class _Program:
             self.model.random.write()
             unit.graph.launch()
             return unit.totals
-        with self._held():
+        with self.model.random.hold():
             return unit.record(self._work(unit, i)).array
 
-    def _work(self, unit: _Unit, i: int) -> Any:
+    def _work(self, unit: _Unit, i: int) -> Callable[[], Totals]:
         first, last, _ = self._role(i)
         return lambda: self.step.part(unit.images, unit.labels, 0, self._count, first=first, last=last)
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """The random key is what was written before."""
-        random = self.model.random
-        random.held = True
-        try:
-            yield
-        finally:
-            random.held = False
 
     def _plan(self) -> None:
         """Place what was recorded, allocate the block and capture all units; a collective."""
@@ -235,8 +224,7 @@ class _Program:
 
     def _capture(self, base: int) -> None:
         captured = set()
-        self.model.random.write()
-        with self._held():
+        with self.model.random.hold():
             for i in range(len(self.parts)):
                 if self._role(i) not in captured:
                     captured.add(self._role(i))

@@ -7,6 +7,8 @@ saved but the step, and a rank that holds samples 32..63 of a batch draws what a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +24,7 @@ class RandomCounter:
         seed: of the run.
         step: counts forward passes in training mode.
         first_sample: global index of this rank's first sample in the current batch.
-        held: `advance` does nothing: what runs is captured, and whoever replays it has advanced already.
+        held: `advance` does nothing, see `hold`.
     """
 
     def __init__(self, seed: int = 0):
@@ -40,6 +42,16 @@ class RandomCounter:
         self.step += new_step
         self.first_sample = first_sample
         self._written = False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Within, steps draw by the key as it is, and do not count: they are captured, and replayed by another."""
+        self.write()
+        self.held = True
+        try:
+            yield
+        finally:
+            self.held = False
 
     def key(self, ops: ModuleType) -> Any:
         """uint32[4] on the device of ``ops``: seed (low, high), step, first sample. Every step has it in one place."""

@@ -291,12 +291,11 @@ NETWORKS["plain"] = plain
 
 @pytest.mark.parametrize("accumulate", [2, 3, 6, 50])
 def test_micro_batches_are_the_whole_batch(accumulate, ops):
-    """Without batch norm: the same totals and, within rounding, the same weights; ignored labels are unevenly spread."""
+    """Without batch norm: the same totals and, within rounding, the same weights; ignored labels lie unevenly."""
     steps = [make(EagerStep, "plain", device=ops.name, accumulate=k) for k in (1, accumulate)]
     whole, parts = (run(step) for step in steps)
     for (loss, count, correct), (other, same, alike) in zip(whole, parts, strict=True):
         assert (count, correct) == (same, alike) and abs(loss - other) < 1e-5 * abs(loss)
-        assert count < 6 * 1 or count == 6
     assert len({count for _, count, _ in whole}) > 1, "some batches must hold ignored labels"
     one, other = (step.model.state_dict() for step in steps)
     for name in one:

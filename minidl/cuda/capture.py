@@ -159,14 +159,17 @@ def block(size: int) -> Any:
     return pooled(max(size, 1))
 
 
-def capture(work: Callable[[], Any]) -> tuple[Any, Any]:
+def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Any, Any]:
     """(CUDA graph of ``work``, what it returned); nothing runs. The graph may be launched on any stream.
+
+    Args:
+        stream: on which ``work`` finds itself; default: one of its own.
 
     Raises:
         RuntimeError: or whatever ``work`` raises: it waits for the device, for instance, or copies from the host.
     """
     cupy = import_cupy()
-    stream = cupy.cuda.Stream(non_blocking=True)
+    stream = stream or cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         try:
