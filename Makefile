@@ -64,7 +64,7 @@ test-mpi: $(BUILT) ## the tests that start several ranks
 lint: $(ENVIRONMENT) ## ruff and cython-lint
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" cython-lint minidl/cpu
+	@PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" cython-lint minidl
 
 format: $(ENVIRONMENT) ## let ruff put the sources into shape
 	@$(PY) -m ruff check --fix .

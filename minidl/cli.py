@@ -52,7 +52,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
     p.add_argument("--data-path", help="folder of the data set's files")
-    p.add_argument("--image-size", type=int, help="side of the images of synthetic data")
+    p.add_argument("--image-size", type=int, help="side of the images of synthetic data and image folders")
     p.add_argument("--classes", type=int, help="classes of synthetic data")
     p.add_argument("--samples", type=int, help="samples of synthetic data")
     p.add_argument("--epochs", type=int, default=30)
@@ -120,19 +120,22 @@ def _info(a: argparse.Namespace) -> int:
 
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
-    """Training and test set; options of synthetic data only where they apply."""
+    """Training and test set; options only where they apply."""
+    given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
     options: dict[str, Any] = {}
     sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
     if a.data == "synthetic":
-        given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
         size, samples = given(a.image_size, 32), given(a.samples, 2048)
         sizes = {"n": samples}, {"n": max(samples // _TEST_SHARE, 1)}
         options = {"shape": (size, size, 3), "num_classes": given(a.classes, 10), "seed": a.seed}
         options["task"] = "segmentation" if a.model == "unet" else "classification"
-    else:
-        for name in ("image_size", "classes", "samples"):
-            if getattr(a, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for --data synthetic, not for {a.data}")
+    elif a.data == "folder":
+        options = {"size": given(a.image_size, 224)}
+    taken = {"synthetic": ("image_size", "classes", "samples"), "folder": ("image_size",)}
+    for name in ("image_size", "classes", "samples"):
+        if getattr(a, name) is not None and name not in taken.get(a.data, ()):
+            fits = " or ".join(data_set for data_set, names in taken.items() if name in names)
+            raise ValueError(f"--{name.replace('_', '-')} is for --data {fits}, not for {a.data}")
     return tuple(
         data.dataset(a.data, a.data_path, split, **options, **n)
         for split, n in zip(("train", "test"), sizes, strict=True)
@@ -156,11 +159,14 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     fuse(model, a.fusion)
     optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
 
+    # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
+    transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
+
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
         return data.Loader(
             dataset, a.batch, rank=comm.rank, size=comm.size, seed=a.seed, dtype=mode.storage,
-            workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
+            workers=a.workers, **transfer, **normal, **kwargs,
         )  # fmt: skip
 
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)

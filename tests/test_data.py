@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidl import data
+from minidl import cpu, data
 from minidl.data import (
     ArrayDataset,
     Compose,
@@ -322,6 +323,71 @@ def test_transfer_runs_at_most_one_batch_ahead():
     assert set(ahead) == {0, 1} and ahead[-1] == 0
 
 
+class Copying:
+    """A transfer whose arrays hold their values only after `wait`, and that keeps a log."""
+
+    def __init__(self):
+        self.log, self.pending = [], []
+
+    def start(self, array):
+        self.log.append("start")
+        self.pending.append((out := np.zeros_like(array), array))
+        return out
+
+    def wait(self):
+        if self.pending:
+            self.log.append("wait")
+        while self.pending:
+            out, array = self.pending.pop()
+            out[...] = array
+
+    def __call__(self, array):
+        out = self.start(array)
+        self.wait()
+        return out
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transfer_with_start_and_wait_runs_beside_the_step(workers):
+    expected = epoch_of(Loader(numbered(24), 5, workers=workers))
+    transfer, found, ahead = Copying(), [], []
+    for batch in Loader(numbered(24), 5, workers=workers, transfer=transfer):
+        found.append(replace(batch, images=batch.images.copy(), labels=batch.labels.copy()))
+        ahead.append(len(transfer.pending))  # images and labels that the step does not wait for
+        time.sleep(0.01)
+    assert_same_batches(found, expected)
+    assert set(ahead) == ({0} if workers == 0 else {0, 2}) and not transfer.pending
+    assert transfer.log == (["start", "start", "wait"] * len(expected))
+
+
+def test_a_loop_left_early_waits_for_what_it_started():
+    transfer = Copying()
+    batches = iter(Loader(numbered(24), 5, workers=2, transfer=transfer))
+    next(batches)
+    time.sleep(0.05)
+    next(batches)
+    assert transfer.pending
+    batches.close()
+    assert not transfer.pending
+
+
+@pytest.mark.parametrize("transfer", [None, np.copy, Copying()], ids=["none", "copy", "beside"])
+@pytest.mark.parametrize("dtype", [float32, bfloat16, float16], ids=str)
+def test_images_normalised_after_their_transfer_have_the_bits_of_the_workers(dtype, transfer):
+    images = np.random.default_rng(3).integers(0, 256, (20, 5, 4, 3)).astype(np.uint8)
+    options = {"mean": (0.2, 0.4, 0.6), "std": (0.3, 0.2, 0.1), "dtype": dtype, "augment": AUGMENT}
+    dataset = ArrayDataset(images, np.arange(20), 20)
+    expected = epoch_of(Loader(dataset, 6, **options))
+    seen = []
+
+    def normalise(images, scale, shift, dtype):
+        seen.append(images.dtype)
+        return cpu.normalise(images, scale, shift, dtype)
+
+    assert_same_batches(epoch_of(Loader(dataset, 6, transfer=transfer, normalise=normalise, **options)), expected)
+    assert seen == [np.uint8] * 4
+
+
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
@@ -474,6 +540,26 @@ def test_synthetic_samples_depend_on_seed_split_and_index_only(task, shape):
     if shape != (1, 1, 1):
         for other in (synthetic(**options, seed=1), synthetic(**options, split="test")):
             assert not np.array_equal(image, other[3][0])
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 3), (5, 7, 3), (2, 3, 1), (8, 8, 4)])
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_synthetic_noise_is_that_of_numpys_philox(shape, task):
+    """Two samples of one class differ by their noise alone: seven of eight bits of the generator's bytes."""
+    source = synthetic(40, shape, 2, seed=5, task=task)
+    noise = [np.random.Generator(np.random.Philox(key=[5, i])).bytes(int(np.prod(shape))) for i in (0, 2, 38)]
+    noise = np.stack([np.frombuffer(bytes_, np.uint8).reshape(shape) >> 1 for bytes_ in noise]).astype(int)
+    images, labels = source.take(np.array([0, 2, 38]))
+    rest = images - noise
+    assert rest.min() >= 0 and rest.max() < 128
+    if task == "classification":
+        assert (rest == rest[0]).all() and (labels == 0).all()
+    else:
+        colours = {tuple(colour) for colour in rest.reshape(-1, shape[2])}
+        assert len(colours) == len(np.unique(labels))
+    for row, index in enumerate((0, 2, 38)):
+        np.testing.assert_array_equal(source[index][0], images[row])
+        np.testing.assert_array_equal(source[index][1], labels[row])
 
 
 def test_synthetic_can_be_endless_and_refuses_samples_beyond():
