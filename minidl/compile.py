@@ -39,6 +39,8 @@ def obstacle(model: Model, optimizer: SGD) -> str | None:
         return f"{type(model.store).__name__} moves saved tensors from the host, not from within a graph"
     if model.comm.name not in ("solo", "nccl"):
         return f"the {model.comm.name} engine adds gradients on the host; NCCL would not"
+    if model.profiler is not NULL_PROFILER:
+        return "a profiler watches each pass of each layer"
     if type(optimizer).step is not SGD.step:
         return f"{type(optimizer).__name__} has a step of its own, which may decide on the host"
     return None
@@ -92,14 +94,13 @@ class CompiledStep:
             eager: run this one as it is written.
 
         Raises:
-            NotCapturable: once, on all ranks, before the step that would have been the first replay.
-            RuntimeError: when the step allocates otherwise than the one before; its words name the place.
+            NotCapturable: on all ranks, in place of the step that would have been the first replay.
         """
         if self.batch is None and not eager:
             self.batch = len(images)
         if eager or len(images) != self.batch or self.model.profiler is not NULL_PROFILER:
             return self._lent(lambda: self.eager(images, labels, first_sample))
-        key = images.shape, labels.shape, labels.dtype.str, self.model.modes()
+        key = *(_form(array) for array in (images, labels)), self.model.modes()
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program(self.eager, images, labels)
@@ -122,6 +123,11 @@ class CompiledStep:
         kept = ops.empty(array.shape, array.dtype)
         ops.copy_into(kept, array)
         return Totals(ops, kept, totals.num_classes)
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    """What a batch of another kind, which the door of the first, eager step refuses, differs in."""
+    return type(array), array.shape, str(array.dtype)
 
 
 class _Unit:
@@ -159,15 +165,16 @@ class _Program:
         self.parts = step.parts(len(images))
         self.block: Any = None
         self.bytes = self.least = 0
-        self._warm = False
+        self._warm = self._recorded = False
         self._units: dict[tuple[bool, bool, int], _Unit] = {}
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
 
     def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
         if not self._warm:
+            totals = self.step(images, labels, first_sample)
             self._warm = True
-            return self.step(images, labels, first_sample)
-        if self._units and self.block is None:
+            return totals
+        if self._recorded and self.block is None:
             self._plan()
         if self._count is not None:
             self.ops.copy_into(self._count, self.step.loss.count(labels, self.step.num_classes))
@@ -179,6 +186,7 @@ class _Program:
             if self.model.training:
                 self.model.random.advance(first_sample + begin, new_step=i == 0)
             self.ops.copy_into(rows[i], self._run(i, unit))
+        self._recorded = True
         return Totals(self.ops, rows, self.step.num_classes)
 
     def _role(self, i: int) -> tuple[bool, bool, int]:

@@ -184,6 +184,21 @@ def test_a_replay_allocates_nothing_and_waits_for_nobody(cuda_ops):
     assert len({totals.read() for totals in kept}) == 6
 
 
+def test_another_kind_of_batch_is_refused_as_by_an_eager_step(cuda_ops):
+    step = make(CompiledStep, precision="bf16")
+    for number, (x, labels) in enumerate(batches(step)):
+        take(step, x, labels, number)
+    for wrong in (cuda_ops.to_host(x), cuda_ops.cast(x, f32)):
+        for _ in range(3):
+            with pytest.raises(TypeError, match="model: x must be"):
+                step(wrong, labels)
+    with pytest.raises(TypeError, match="loss: labels must be"):
+        step(x, cuda_ops.to_host(labels))
+    fusion.fold(step.model.eval())
+    with pytest.raises(RuntimeError, match="is folded for inference"):
+        step(x, labels)
+
+
 class Counting(m.ReLU):
     """Does something new each time."""
 
@@ -335,11 +350,13 @@ def test_what_is_in_the_way_is_named(cpu_ops):
     model, optimizer = step.model, step.optimizer
 
     def seen(**changed):
-        stand_in = {"ops": type("Ops", (), {"name": "cuda"}), "store": model.store, "comm": model.comm} | changed
+        stand_in = {"ops": type("Ops", (), {"name": "cuda"}), "store": model.store, "comm": model.comm}
+        stand_in |= {"profiler": model.profiler} | changed
         return obstacle(type("Model", (), stand_in), optimizer)
 
     assert seen() is None
     assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {})())
+    assert "a profiler watches" in seen(profiler=object())
     assert "the shm engine adds gradients on the host" in seen(comm=type("Shm", (), {"name": "shm"}))
     optimizer = type("Pruned", (m.SGD,), {"step": lambda self: None}).__new__(type("P", (m.SGD,), {"step": None}))
     assert "P has a step of its own" in seen()

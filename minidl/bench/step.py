@@ -18,6 +18,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.profile.steps import StepProfiler
+from minidl.step import EagerStep
 from minidl.store import TensorStore
 
 __all__ = ["Replay", "SavedBytes", "TrainingStep"]
@@ -84,16 +85,14 @@ class TrainingStep:
         self.ops: ModuleType = self.model.ops
         self.optimizer = SGD(self.model, LR, MOMENTUM, DECAY)
         self.loss = SoftmaxCrossEntropy(comm=comm)
+        self.eager = EagerStep(self.model, self.optimizer, self.loss)
         *image, classes = graph.output_node.shape
         self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=comm.rank)
         self.labels = labels(self.ops, (batch, *image), classes, seed=comm.rank)
 
     def __call__(self) -> Totals:
         """Run, or start, one step."""
-        totals = self.loss.forward(self.model.forward(self.x, first_sample=self.comm.rank * self.batch), self.labels)
-        self.model.backward(self.loss.backward(self.optimizer.loss_scale))
-        self.optimizer.step()
-        return totals
+        return self.eager(self.x, self.labels, self.comm.rank * self.batch)
 
     def observe(self, profiler: Profiler = NULL_PROFILER) -> None:
         """Let ``profiler`` see the steps from now on."""
