@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import minidl as m
+from minidl import models
 from minidl.cuda.capture import Lending, Recording, Replaying
+from minidl.cuda.launch import dry_run
 from minidl.memory.arena import ALIGN, Lender, most_live, place
+from minidl.step import EagerStep
 
 
 def random_events(rng, count):
@@ -65,6 +71,39 @@ def test_what_is_released_in_reverse_needs_no_more_than_lives_at_once():
     offsets, size = place(events)
     assert_apart(events, offsets, size)
     assert size == most_live(events) == (sum(sizes) + 2) * ALIGN
+
+
+class Watcher:
+    """Notes what a dry run makes and drops."""
+
+    def __init__(self):
+        self.events, self.live = [], []
+
+    def allocated(self, array):
+        events, number = self.events, len(self.live)
+        events.append(array.nbytes)
+        self.live.append(weakref.ref(array, lambda _: events.append(~number)))
+
+    def launched(self, name, arguments):
+        pass
+
+
+@pytest.mark.parametrize("name", ["resnet50", "densenet121", "unet", "vgg16"])
+def test_networks_are_placed_within_one_per_cent_of_the_least(name):
+    watcher = Watcher()
+    graph = models.build(name, (64, 64, 3), 10)
+    for layer in graph.layers:
+        layer.specs = [replace(spec, init=lambda rng, shape: np.zeros(shape, np.float32)) for spec in layer.specs]
+    with dry_run(watcher=watcher):
+        model = m.Model(graph, device="cuda", precision="bf16")
+        step = EagerStep(model, m.SGD(model, 0.1, 0.9), m.SoftmaxCrossEntropy())
+        x = model.ops.empty((8, 64, 64, 3), model.precision.storage)
+        labels = model.ops.empty((8, *graph.output_node.shape[:-1]), np.int32)
+        watcher.events, watcher.live = [], []
+        step(x, labels)
+        events = list(watcher.events)
+    assert len(events) > 100
+    assert most_live(events) <= place(events)[1] <= 1.01 * most_live(events)
 
 
 def test_nothing_is_placed_in_nothing():
