@@ -26,6 +26,8 @@ from minidl.store import TensorStore
 
 __all__ = ["CompiledStep", "NotCapturable", "obstacle"]
 
+_SLAB = 64  # steps whose totals are allocated at once
+
 
 class NotCapturable(RuntimeError):
     """The step does something that no CUDA graph can hold. Nothing was changed by trying."""
@@ -166,6 +168,7 @@ class _Program:
         self.block: Any = None
         self.bytes = self.least = 0
         self._warm = self._recorded = False
+        self._slab, self._free = None, 0
         self._units: dict[tuple[bool, bool, int], _Unit] = {}
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
 
@@ -178,7 +181,7 @@ class _Program:
             self._plan()
         if self._count is not None:
             self.ops.copy_into(self._count, self.step.loss.count(labels, self.step.num_classes))
-        rows = self.ops.empty((len(self.parts), 4), np.float64)
+        rows = self._totals()
         for i, (begin, end) in enumerate(self.parts):
             unit = self._unit(i, images[begin:end], labels[begin:end])
             self.ops.copy_into(unit.images, images[begin:end])
@@ -188,6 +191,13 @@ class _Program:
             self.ops.copy_into(rows[i], self._run(i, unit))
         self._recorded = True
         return Totals(self.ops, rows, self.step.num_classes)
+
+    def _totals(self) -> Any:
+        """Where a step's totals go, one row for each micro-batch; reading may come late."""
+        if self._free == 0:
+            self._slab, self._free = self.ops.empty((_SLAB, len(self.parts), 4), np.float64), _SLAB
+        self._free -= 1
+        return self._slab[self._free]
 
     def _role(self, i: int) -> tuple[bool, bool, int]:
         begin, end = self.parts[i]

@@ -101,7 +101,7 @@ def replays(compiled):
 def test_compiled_steps_give_the_bits_of_eager_ones(network, precision, cuda_ops):
     compiled = assert_equal_runs(cuda_ops, network=network, precision=precision)
     assert replays(compiled) == 1 and compiled.batch == 6
-    assert 0 < compiled.least_bytes <= compiled.memory_bytes <= 1.2 * compiled.least_bytes
+    assert 0 < compiled.least_bytes <= compiled.memory_bytes
 
 
 @pytest.mark.parametrize("plan", ["elementwise", "none"])
@@ -170,8 +170,8 @@ def test_a_replay_allocates_nothing_and_waits_for_nobody(cuda_ops):
         take(step, x, labels, number)
     x, labels = given[0]
     pool = cupy.get_default_memory_pool()
-    cuda_ops.synchronize()
     kept = [step(x, labels)]
+    cuda_ops.synchronize()
     total, used = pool.total_bytes(), pool.used_bytes()
     spin(0.3)
     began = time.perf_counter()
@@ -180,7 +180,7 @@ def test_a_replay_allocates_nothing_and_waits_for_nobody(cuda_ops):
         kept.append(step(x, labels, number))
     seconds = time.perf_counter() - began
     assert seconds < 0.2, "the host waited for the device"
-    assert pool.total_bytes() == total and pool.used_bytes() - used <= 5 * 512, "only the totals are new"
+    assert (pool.total_bytes(), pool.used_bytes()) == (total, used)
     assert len({totals.read() for totals in kept}) == 6
 
 
@@ -202,6 +202,7 @@ def test_another_kind_of_batch_is_refused_as_by_an_eager_step(cuda_ops):
 class Counting(m.ReLU):
     """Does something new each time."""
 
+    accepts_unfinished = False
     calls = 0
 
     def compute(self, x):
@@ -212,6 +213,8 @@ class Counting(m.ReLU):
 
 class Reading(m.ReLU):
     """Decides on the host."""
+
+    accepts_unfinished = False
 
     def compute(self, x):
         self.ops.to_host(x)
