@@ -221,7 +221,7 @@ class Reading(m.ReLU):
         return super().compute(x)
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Counting, "of its record allocates 8,000 bytes"), (Reading, "apture")])
+@pytest.mark.parametrize(("kind", "words"), [(Counting, "of its record allocates 8,000 bytes"), (Reading, "is capturing")])
 def test_a_step_that_cannot_be_captured_is_left_as_it_was(kind, words, cuda_ops):
     def special():
         graph = m.Graph()
