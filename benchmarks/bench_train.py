@@ -15,9 +15,10 @@ memory in use that a running arm has added, weights and kernels included, what i
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,27 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
+def clean() -> None:
+    """Give back memory that nobody uses, on both sides."""
+    gc.collect()
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
 class Ours:
     """Our network. Its arms take turns on one model: the weights and modes are set before each."""
 
     def __init__(self, setup: Setup):
         self.device = setup.device
-        before = used_bytes(self.device)
+        clean()
+        self.used_before = used_bytes(self.device)
         self.model = m.Model(setup.graph(), device=setup.device, precision=setup.precision)
         self.parts = self.model, m.SGD(self.model, LR, MOMENTUM, DECAY), m.SoftmaxCrossEntropy()
         images, labels = data(setup)
         self.batch = [self.model.ops.from_host(a) for a in (images.astype(self.model.precision.storage), labels)]
         self.start = self.model.state_dict(), self.parts[1].state_dict()
-        self.own_bytes = used_bytes(self.device) - before
 
     def arm(self, name: str) -> tuple[Step, Callable[[], None]]:
         """(one step, what to do before a run of them)."""
@@ -106,24 +116,19 @@ class Ours:
         step = {"eager": EagerStep, "compiled": CompiledStep}[kind](*self.parts)
         return lambda: step(*self.batch), lambda: fuse(self.model, plan or "none")
 
-    def first_losses(self, step: Step) -> tuple[list[float], int]:
-        """Losses of the first steps from the starting weights, and the memory that further ones hold."""
+    def first_losses(self, name: str) -> tuple[list[float], int]:
+        """Losses of an arm's first steps from the starting weights, and the memory that it holds from then on."""
         self.model.load_state_dict(self.start[0])
         self.parts[1].load_state_dict(self.start[1])
-        self.release()
-        before = used_bytes(self.device)
-        losses = [step().loss for _ in range(CHECKED_STEPS)]
-        self.release()
-        step()
-        return losses, used_bytes(self.device) - before + self.own_bytes
-
-    def release(self) -> None:
-        """Give back what nobody uses."""
         self.model.ops.synchronize()
-        if self.device == "cuda":
-            import cupy
-
-            cupy.get_default_memory_pool().free_all_blocks()
+        clean()
+        step, prepare = self.arm(name)
+        prepare()
+        losses = [step().loss for _ in range(CHECKED_STEPS)]
+        self.model.ops.synchronize()
+        clean()
+        step()
+        return losses, used_bytes(self.device) - self.used_before
 
 
 def theirs(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> Step:
@@ -177,16 +182,14 @@ def captured(step: Step) -> Step:
 
 def peer(setup: Setup, arm: str, state: dict[str, np.ndarray], expected: list[float]) -> tuple[Step, int]:
     """One step of PyTorch that computes what we do, and the memory it holds."""
-    import torch
-
-    torch.cuda.empty_cache()
+    clean()
     before = used_bytes(setup.device)
     step = theirs(setup, arm, state)
     # The capture has taken steps already.
     losses = [float(step()) for _ in range(CHECKED_STEPS)] if arm != "torch-graph" else expected
     if not np.allclose(losses, expected, rtol=TOLERANCE.get(setup.precision, 3e-2)):
         raise AssertionError(f"{arm} computes something else: losses {losses}, ours {expected}")
-    torch.cuda.empty_cache()
+    clean()
     step()
     return step, used_bytes(setup.device) - before
 
@@ -200,31 +203,26 @@ def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
     return (time.perf_counter() - started) / steps * 1e3
 
 
-def our_arms(ours: Ours, names: list[str], mode: str) -> Iterator[tuple[str, Step, Callable[[], None], int]]:
-    """(name, step, what precedes a block of them, bytes) of each arm, their losses compared."""
-    expected: dict[str, list[float]] = {}
+def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict[str, int]]:
+    """(the first losses of our arms, which agree; the memory that each holds)."""
+    found: dict[str, list[float]] = {}
+    held = {}
     for name in names:
-        step, prepare = ours.arm(name)
-        prepare()
-        losses, taken = ours.first_losses(step)
+        losses, held[name] = ours.first_losses(name)
         plan = name.partition(":")[2]
-        if expected.setdefault(plan, losses) != losses:
-            raise AssertionError(f"{name} has not the bits of the arm before: {losses}, expected {expected[plan]}")
-        if not np.allclose(losses, next(iter(expected.values())), rtol=TOLERANCE.get(mode, 3e-2)):
-            raise AssertionError(f"{name} computes something else: {expected}")
-        yield name, step, prepare, taken
+        if found.setdefault(plan, losses) != losses:
+            raise AssertionError(f"{name} has not the bits of the arm before: {losses}, expected {found[plan]}")
+        if not np.allclose(losses, next(iter(found.values())), rtol=TOLERANCE.get(mode, 3e-2)):
+            raise AssertionError(f"{name} computes something else: {found}")
+    return next(iter(found.values())), held
 
 
 def measure(a: argparse.Namespace, case: str, mode: str) -> list[dict[str, Any]]:
     """The rows of one case, an arm each."""
     setup = setup_of(case, mode, a.device)
     ours = Ours(setup)
-    arms, held = {}, {}
-    for name, step, prepare, taken in our_arms(ours, a.arms, mode):
-        arms[name], held[name] = (step, prepare), taken
-    fuse(ours.model, "none")
-    ours.release()
-    losses, _ = ours.first_losses(arms[a.arms[0]][0])
+    losses, held = compared(ours, a.arms, mode)
+    arms = {name: ours.arm(name) for name in a.arms}
     for name in a.peers:
         step, held[name] = peer(setup, name, ours.start[0], losses)
         arms[name] = step, lambda: None
@@ -240,7 +238,7 @@ def measure(a: argparse.Namespace, case: str, mode: str) -> list[dict[str, Any]]
     for block in range(a.blocks + 1):
         for arm, (step, prepare) in arms.items():
             prepare()
-            ms = block_ms(step, a.steps if block else 2, wait)
+            ms = block_ms(step, a.steps if block else CHECKED_STEPS, wait)
             if block:
                 samples[arm].append(ms)
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}

@@ -119,7 +119,7 @@ class CompiledStep:
         if self._block is None:
             return work()
         lending = engine.Lending(Lender(self._block.mem.size), self._block.ptr, engine.pooled)
-        with engine.allocating(lending):
+        with engine.lent(lending):
             totals = work()
             ops, array = totals.ops, totals.array
         kept = ops.empty(array.shape, array.dtype)
@@ -179,6 +179,8 @@ class _Program:
             return totals
         if self._recorded and self.block is None:
             self._plan()
+        if not self._units:
+            engine.release()
         if self._count is not None:
             self.ops.copy_into(self._count, self.step.loss.count(labels, self.step.num_classes))
         rows = self._totals()
@@ -230,7 +232,8 @@ class _Program:
             self.least = max(self.least, most_live(unit.events))
         failure = None
         try:
-            block = engine.block(self.bytes)
+            engine.release()
+            block = engine.pooled(max(self.bytes, 1))
             self._capture(block.ptr)
         except Exception as error:  # whatever an operation raises that cannot be captured
             failure = f"{type(error).__name__}: {error}"

@@ -128,9 +128,11 @@ def test_a_lender_never_lends_twice_and_gets_everything_back(seed):
         assert 0 <= offset and offset + size <= 64 * ALIGN and offset % ALIGN == 0
         assert all(offset + size <= other or other + held <= offset for other, held in live.items())
         live[offset] = max(size, 1)
+        assert lender.free == 64 * ALIGN - sum(max(-(-held // ALIGN), 1) * ALIGN for held in live.values())
     assert refused
     for offset in list(live):
         lender.give_back(offset)
+    assert lender.free == 64 * ALIGN
     assert lender.take(64 * ALIGN) == 0, "all holes must have joined"
 
 

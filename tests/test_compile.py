@@ -9,8 +9,10 @@ import pytest
 
 import minidl as m
 from minidl import data, fusion, models
+from minidl.bench.training import TrainingProfile
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.cuda.spin import spin
+from minidl.profile.results import load
 from minidl.step import EagerStep
 from minidl.train import Trainer
 
@@ -221,7 +223,9 @@ class Reading(m.ReLU):
         return super().compute(x)
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Counting, "of its record allocates 8,000 bytes"), (Reading, "is capturing")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Counting, "of its record allocates 8,000 bytes"), (Reading, "is capturing")]
+)
 def test_a_step_that_cannot_be_captured_is_left_as_it_was(kind, words, cuda_ops):
     def special():
         graph = m.Graph()
@@ -293,6 +297,18 @@ def test_training_compiled_gives_the_bits_of_eager_training(accumulate, cuda_ops
         for name, value in eager.model.state_dict().items():
             np.testing.assert_array_equal(other.model.state_dict()[name], value, err_msg=name)
         assert replays(other._step) > 0
+
+
+def test_profiled_training_compiles_the_steps_that_nobody_watches(cuda_ops, tmp_path):
+    watched = trainer(profile=TrainingProfile(tmp_path / "profile.json", every=3, first=2))
+    plain = trainer(compile=False)
+    assert watched.fit()["train_loss"] == plain.fit()["train_loss"]
+    for name, value in plain.model.state_dict().items():
+        np.testing.assert_array_equal(watched.model.state_dict()[name], value, err_msg=name)
+    assert replays(watched._step) == 1
+    content = load(tmp_path / "profile.json")
+    memory = [point["bytes"] for point in content["memory"]]
+    assert max(memory) > min(memory) > 0 and content["rows"]
 
 
 # -- micro-batches, on any device -------------------------------------------------------------------------------------

@@ -15,7 +15,18 @@ from typing import Any, Protocol
 
 from minidl.cuda.device import import_cupy
 
-__all__ = ["Lending", "Recording", "Replaying", "allocating", "block", "capture", "pooled", "steady"]
+__all__ = [
+    "Lending",
+    "Recording",
+    "Replaying",
+    "allocating",
+    "capture",
+    "lent",
+    "pooled",
+    "release",
+    "steady",
+    "used_bytes",
+]
 
 
 class Allocator(Protocol):
@@ -114,6 +125,11 @@ class Lending:
         self._lender, self._base, self._malloc = lender, base, malloc
         self._outside: dict[int, Any] = {}
 
+    @property
+    def free_bytes(self) -> int:
+        """What the block has left."""
+        return self._lender.free
+
     def malloc(self, size: int, device: int) -> int:
         offset = self._lender.take(size)
         if offset is not None:
@@ -125,6 +141,25 @@ class Lending:
     def free(self, address: int, device: int) -> None:
         if self._outside.pop(address, None) is None:
             self._lender.give_back(address - self._base)
+
+
+_lending: list[Lending] = []
+
+
+@contextmanager
+def lent(lending: Lending) -> Iterator[None]:
+    """Within, CuPy's arrays of this thread come from a block that is in use as a whole."""
+    _lending.append(lending)
+    try:
+        with allocating(lending):
+            yield
+    finally:
+        _lending.remove(lending)
+
+
+def used_bytes() -> int:
+    """Bytes in use: of CuPy's pool, less what blocks that are being lent have left."""
+    return import_cupy().get_default_memory_pool().used_bytes() - sum(lending.free_bytes for lending in _lending)
 
 
 @contextmanager
@@ -153,10 +188,12 @@ def pooled(size: int) -> Any:
     return import_cupy().get_default_memory_pool().malloc(size)
 
 
-def block(size: int) -> Any:
-    """``size`` bytes in one piece, after the pool gave back what nobody uses. Waits for the device."""
+def release() -> None:
+    """The pool gives back what nobody uses, so that what is made next and stays is not cut from a piece that it blocks.
+
+    Waits for the device.
+    """
     import_cupy().get_default_memory_pool().free_all_blocks()
-    return pooled(max(size, 1))
 
 
 def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Any, Any]:

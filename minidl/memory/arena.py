@@ -72,9 +72,14 @@ def _tightest(offsets: np.ndarray, sizes: np.ndarray, size: int) -> int:
 
 
 class Lender:
-    """Hands out parts of a block of ``size`` bytes as they are asked for, each into the tightest hole."""
+    """Hands out parts of a block of ``size`` bytes as they are asked for, each into the tightest hole.
+
+    Attributes:
+        free: bytes that are not lent.
+    """
 
     def __init__(self, size: int):
+        self.free = size
         self._holes = [(0, size)] if size else []  # (offset, size), by offset; no two touch
         self._taken: dict[int, int] = {}
 
@@ -88,11 +93,13 @@ class Lender:
         at = self._holes.index((offset, hole))
         self._holes[at : at + 1] = [(offset + size, hole - size)] if hole > size else []
         self._taken[offset] = size
+        self.free -= size
         return offset
 
     def give_back(self, offset: int) -> None:
         """Release what `take` gave; it joins the holes beside it."""
         size = self._taken.pop(offset)
+        self.free += size
         at = bisect.bisect(self._holes, (offset, 0))
         if at < len(self._holes) and self._holes[at][0] == offset + size:
             size += self._holes.pop(at)[1]
