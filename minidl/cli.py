@@ -176,7 +176,8 @@ def train(a: argparse.Namespace) -> dict[str, float]:
         model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
         epochs=a.epochs, output=a.output, profile=profile, compile=False if a.eager else None, accumulate=a.accumulate,
-        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},
+        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
+        | ({"accumulate": a.accumulate} if a.accumulate > 1 else {}),
     )  # fmt: skip
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
