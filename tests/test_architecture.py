@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"memory", "sparse", "step"},
+    {"memory", "sparse", "step", "onnx"},
     {"compile"},
     {"train"},
     {"bench"},
