@@ -4,12 +4,12 @@
     python benchmarks/bench_train.py --device cuda --cases resnet50/256 unet/32 --precision bf16 tf32
     python benchmarks/bench_train.py --device cuda --cases resnet50/32 --arms compiled --peers torch-compile
 
-A case is MODEL/BATCH. Arms are ways of running ours: eager or compiled (`minidl.compile`), with a plan of batch-norm
-fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same weights on the same
-resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the machine meets all;
-losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch runs channels_last:
-eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here. Bytes are the driver's: the
-memory in use that a running arm has added, weights and kernels included, what its first steps only tried out excluded.
+A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
+with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
+weights on the same resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the
+machine meets all; losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch
+runs channels_last: eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here. Bytes
+are the driver's: what a running arm holds, weights and kernels included, what its first steps only tried out excluded.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Step = Callable[[], Any]
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    p.add_argument("--cases", nargs="+", default=["resnet20/32"], metavar="MODEL/BATCH")
-    p.add_argument("--precision", nargs="+", default=["fp32"])
+    p.add_argument("--cases", nargs="+", default=["resnet20/32"], metavar="MODEL/BATCH[/PRECISION]")
+    p.add_argument("--precision", nargs="+", default=["fp32"], help="of the cases that name none")
     p.add_argument("--arms", nargs="+", metavar="ARM", help="eager or compiled, with :PLAN; default: all that apply")
     p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
@@ -63,11 +63,15 @@ def arguments() -> argparse.Namespace:
     return a
 
 
-def setup_of(case: str, mode: str, device: str) -> Setup:
-    model, _, batch = case.partition("/")
-    if model not in models.MODELS or not batch.isdecimal():
-        raise SystemExit(f"--cases: {case} is no MODEL/BATCH; models: {', '.join(sorted(models.MODELS))}")
-    return Setup(model, int(batch), mode, device)
+def setups(a: argparse.Namespace) -> list[Setup]:
+    """All cases in all their precisions."""
+    found = []
+    for case in a.cases:
+        model, batch, *own = case.split("/")
+        if model not in models.MODELS or not batch.isdecimal() or len(own) > 1:
+            raise SystemExit(f"--cases: {case} is no MODEL/BATCH; models: {', '.join(sorted(models.MODELS))}")
+        found += [Setup(model, int(batch), precision(mode).name, a.device) for mode in own or a.precision]
+    return found
 
 
 def data(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
@@ -88,13 +92,15 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
-def clean() -> None:
+def clean(device: str) -> None:
     """Give back memory that nobody uses, on both sides."""
     gc.collect()
-    if "cupy" in sys.modules:
-        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
+    if device == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
 
 
 class Ours:
@@ -102,7 +108,7 @@ class Ours:
 
     def __init__(self, setup: Setup):
         self.device = setup.device
-        clean()
+        clean(self.device)
         self.used_before = used_bytes(self.device)
         self.model = m.Model(setup.graph(), device=setup.device, precision=setup.precision)
         self.parts = self.model, m.SGD(self.model, LR, MOMENTUM, DECAY), m.SoftmaxCrossEntropy()
@@ -121,12 +127,12 @@ class Ours:
         self.model.load_state_dict(self.start[0])
         self.parts[1].load_state_dict(self.start[1])
         self.model.ops.synchronize()
-        clean()
+        clean(self.device)
         step, prepare = self.arm(name)
         prepare()
         losses = [step().loss for _ in range(CHECKED_STEPS)]
         self.model.ops.synchronize()
-        clean()
+        clean(self.device)
         step()
         return losses, used_bytes(self.device) - self.used_before
 
@@ -182,14 +188,14 @@ def captured(step: Step) -> Step:
 
 def peer(setup: Setup, arm: str, state: dict[str, np.ndarray], expected: list[float]) -> tuple[Step, int]:
     """One step of PyTorch that computes what we do, and the memory it holds."""
-    clean()
+    clean(setup.device)
     before = used_bytes(setup.device)
     step = theirs(setup, arm, state)
     # The capture has taken steps already.
     losses = [float(step()) for _ in range(CHECKED_STEPS)] if arm != "torch-graph" else expected
     if not np.allclose(losses, expected, rtol=TOLERANCE.get(setup.precision, 3e-2)):
         raise AssertionError(f"{arm} computes something else: losses {losses}, ours {expected}")
-    clean()
+    clean(setup.device)
     step()
     return step, used_bytes(setup.device) - before
 
@@ -217,11 +223,10 @@ def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict
     return next(iter(found.values())), held
 
 
-def measure(a: argparse.Namespace, case: str, mode: str) -> list[dict[str, Any]]:
+def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     """The rows of one case, an arm each."""
-    setup = setup_of(case, mode, a.device)
     ours = Ours(setup)
-    losses, held = compared(ours, a.arms, mode)
+    losses, held = compared(ours, a.arms, setup.precision)
     arms = {name: ours.arm(name) for name in a.arms}
     for name in a.peers:
         step, held[name] = peer(setup, name, ours.start[0], losses)
@@ -251,7 +256,7 @@ def row(setup: Setup, name: str, timings: dict[str, Timing], held: dict[str, int
     return {
         "case": setup.title,
         "pass": "step",
-        "dtype": precision(setup.precision).name,
+        "dtype": setup.precision,
         "arm": name.replace(":", ", "),
         "ms": mine.ms,
         "spread": mine.spread,
@@ -268,13 +273,13 @@ def row(setup: Setup, name: str, timings: dict[str, Timing], held: dict[str, int
 def main() -> None:
     a = arguments()
     rows = []
-    for case in a.cases:
-        for mode in a.precision:
-            found = measure(a, case, mode)
-            rows += found
-            print(f"{case} {mode}: " + ", ".join(f"{row['arm']} {row['ms']:.2f} ms" for row in found), flush=True)
-            if a.json:
-                write(a.json, result("bench_train", rows))
+    for setup in setups(a):
+        found = measure(a, setup)
+        rows += found
+        figures = ", ".join(f"{row['arm']} {row['ms']:.2f} ms" for row in found)
+        print(f"{setup.title} {setup.precision}: {figures}", flush=True)
+        if a.json:
+            write(a.json, result("bench_train", rows))
     rows.sort(key=lambda row: row["ratio_to_best_peer"] or 0)
     columns = ["case", "dtype", "arm", "ms", "spread", "images/s", "GB", *a.peers, "best peer / ours"]
     table = [

@@ -45,6 +45,7 @@ def training() -> str:
         for machine in sorted(path.name for path in RESULTS.iterdir())
         for file in load(machine, "bench_train")
         for row in file["rows"]
+        if row["peers"]
     ]
     rows = []
     for ratio, machine, row in sorted(found, key=lambda item: item[0]):
