@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
-from minidl import models
+from minidl import checks, models
 from minidl.bench.setup import Setup
 from minidl.compile import CompiledStep
 from minidl.fusion import fuse
@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--peers", nargs="*", help="of torch-eager, torch-graph, torch-compile; default: all that apply")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
+    checks.at_least("bench_train", "--blocks", a.blocks, 2)
     gpu = a.device == "cuda"
     if a.peers is None:
         a.peers = ["torch-eager"] + (["torch-graph", "torch-compile"] if gpu else [])
