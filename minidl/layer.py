@@ -49,6 +49,7 @@ class Layer:
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
+    modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
     def __init__(self, name: str | None = None):

@@ -133,7 +133,7 @@ class SGD:
         """
         _finite("lr", lr)
         if lr != self._lr:
-            self.ops.copy_into(self.control[LR : LR + 1], self.ops.from_host(np.array([lr], np.float32)))
+            self.ops.assign(self.control[LR : LR + 1], [lr])
             self._lr = float(lr)
 
     @property

@@ -179,6 +179,7 @@ class Arena:
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
         self._written: set[str] = set()
         self._abandoned = False
+        self.connected = 0  # how often: each time the messages are others
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
@@ -225,6 +226,7 @@ class Arena:
                 NCCL rounds at every hop. One rank alone rounds nothing.
         """
         self.comm, self.group_bytes = comm, group_bytes
+        self.connected += 1
         rounded = message_dtype != float32 and comm.size > 1
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
         self.messages = []
@@ -284,9 +286,16 @@ class Arena:
                 self.ops.copy_into(part, self.grad[message.begin : message.end])
             message.work = self.comm.start_all_reduce(part, span, message.name)
 
-    def abandon(self) -> None:
-        """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh."""
+    def abandon(self, *, started: bool = True) -> None:
+        """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
+
+        Args:
+            started: False when its messages never were (the pass was captured in a graph that will not run).
+        """
         self._abandoned = True
+        if not started:
+            for message in self.messages:
+                message.work = None
 
     def finished(self) -> Iterator[Message]:
         """The messages in the order they were started, each waited for (on the device's stream, not the host)."""

@@ -64,6 +64,7 @@ def call_array() -> None:
             ops.to_host(x)
     ops.from_host([1, 2, 3], np.float32)
     ops.zeros((), np.float32)
+    ops.assign(ops.empty(3, np.float32), [1, 2, 3])
     ops.synchronize()
 
 
@@ -274,6 +275,7 @@ def call_loss() -> None:
     for (dtype, label), shape in itertools.product(kinds, shapes):
         logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
         totals, lse = ops.softmax_cross_entropy(logits, labels, ignore_index=255)
+        ops.count_labels(labels, shape[-1], ignore_index=255)
         for factor in (None, scale):
             ops.softmax_cross_entropy_backward(logits, labels, lse, totals, factor, ignore_index=255)
 

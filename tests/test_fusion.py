@@ -399,3 +399,12 @@ def test_benchmark_rows_name_the_plan(tmp_path):
     plans = {row["layer"]: row["plan"] for row in content["rows"]}
     assert plans["bn1"] == "elementwise" and plans["conv1"] is None
     assert content["setup"]["fusion"] == "elementwise"
+
+
+def test_a_compiled_step_sees_every_mode_that_a_plan_sets():
+    model = m.Model(residual())
+    seen = set()
+    for how in fusion.PLANS:
+        fusion.fuse(model, how)
+        seen.add(model.modes())
+    assert len(seen) == len(fusion.PLANS)

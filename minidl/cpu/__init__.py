@@ -11,6 +11,7 @@ from minidl.cpu import openmp  # noqa: F401  (first: it decides how the runtime 
 from minidl.cpu.activation import relu, relu_backward
 from minidl.cpu.array import (
     Array,
+    assign,
     cast,
     contiguous,
     copy_into,
@@ -44,7 +45,7 @@ from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
 from minidl.cpu.image import normalise
 from minidl.cpu.join import add, concat
-from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
 from minidl.cpu.pool2d import (
@@ -69,6 +70,7 @@ __all__ = [
     "contiguous",
     "cast",
     "copy_into",
+    "assign",
     "synchronize",
     "from_dlpack",
     "uploader",
@@ -101,6 +103,7 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "pad2d",
     "dropout",
+    "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "csb_matmul",

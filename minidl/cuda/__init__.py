@@ -11,6 +11,7 @@ from typing import Any
 from minidl.cuda.activation import relu, relu_backward
 from minidl.cuda.array import (
     array_type,
+    assign,
     cast,
     contiguous,
     copy_into,
@@ -45,7 +46,7 @@ from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat
-from minidl.cuda.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cuda.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
 from minidl.cuda.pool2d import (
@@ -70,6 +71,7 @@ __all__ = [
     "contiguous",
     "cast",
     "copy_into",
+    "assign",
     "synchronize",
     "from_dlpack",
     "uploader",
@@ -102,6 +104,7 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "pad2d",
     "dropout",
+    "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "csb_matmul",

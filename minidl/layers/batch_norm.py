@@ -39,6 +39,7 @@ class BatchNorm2d(Layer):
     accepts_add = True
     accepts_masked = True
     accepts_unfinished = True  # for the statistics that may come with a finished one
+    modes = ("training", "deferred")
     deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
 
     def __init__(

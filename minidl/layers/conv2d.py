@@ -90,6 +90,7 @@ class Conv2d(_Convolution):
     # gradient for the ReLU below, and sum it for a batch norm under that.
     statistics = False
     masks = False
+    modes = ("training", "statistics", "masks")
 
     def __init__(
         self,

@@ -40,6 +40,16 @@ def test_n_ranks_equal_one(ranks, group_bytes, alone, tmp_path):
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4]), "it must have learnt, or equality says little"
 
 
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (3, 4)])
+def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
+    """The last batch has two samples: some ranks, and some micro-batches, have none."""
+    (tmp_path / "alone").mkdir()
+    alone = job.run_alone("training", tmp_path / "alone", "cpu", "0", "1")
+    together = job.run("training", ranks, tmp_path, "cpu", "0", str(parts))
+    assert alone.status == together.status == 0, alone.output + together.output
+    assert_equal_training(together.answers, alone.answers[0])
+
+
 def test_in_shared_memory_the_size_of_messages_changes_no_bit(tmp_path):
     """Sums are in rank order, in place or copied, for any grouping; three ranks, whose sums depend on the order."""
     weights = []
