@@ -71,7 +71,7 @@ def test_a_model_takes_what_was_kept_unless_told(cpu_ops):
     assert m.Model(m.models.lenet()).arena.group_bytes == 4 << 20
 
 
-def test_one_rank_and_gpus_are_refused(cpu_ops):
+def test_one_rank_alone_is_refused(cpu_ops):
     with pytest.raises(ValueError, match="tune comm: ranks must be at least 2, got 1; start it with"):
         grouping.measure(cpu_ops, SOLO)
 

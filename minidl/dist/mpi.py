@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from minidl import checks
 from minidl.dist import _window
-from minidl.dist.calls import Call
+from minidl.dist.calls import Call, describe
 from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.roll_call import RollCall
 from minidl.precision import bfloat16
@@ -62,6 +63,12 @@ class MPILane:
         self.agree(call)
         self._comm.Bcast(_bytes(array), call.root)
 
+    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], call: Call) -> None:
+        self.agree(call)
+        requests = [self._comm.Irecv(_bytes(array), rank) for rank, array in receives.items()]
+        requests += [self._comm.Isend(_bytes(array), rank) for rank, array in sends.items()]
+        self._mpi.Request.Waitall(requests)
+
     def barrier(self, call: Call) -> None:
         self.agree(call)  # nobody knows the answer before all have asked
 
@@ -101,16 +108,51 @@ class MPICommunicator(HostCommunicator):
     def __init__(self, mpi: Any) -> None:
         """Join all ranks of ``mpi``, the module ``mpi4py.MPI``; a collective."""
         world = mpi.COMM_WORLD
-        self.mpi = mpi
-        self.rank, self.size = world.rank, world.size
-        self.host_ranks, processes = _host(mpi, world)
-        self.local_rank, self.local_size = self.host_ranks.index(self.rank), len(self.host_ranks)
-        self._control = MPILane(mpi, world.Dup())
-        super().__init__(RollCall(mpi, world, processes), self._control, MPILane(mpi, world.Dup()))
+        host_ranks, processes = _host(mpi, world)
+        self._settle(mpi, world, host_ranks, RollCall(mpi, world, processes))
+
+    def _settle(self, mpi: Any, ranks: Any, host_ranks: list[int], roll_call: RollCall) -> None:
+        self.mpi, self._ranks = mpi, ranks
+        self.rank, self.size, self.host_ranks = ranks.rank, ranks.size, host_ranks
+        self.local_rank, self.local_size = host_ranks.index(self.rank), len(host_ranks)
+        self._control = MPILane(mpi, ranks.Dup())
+        super().__init__(roll_call, self._control, MPILane(mpi, ranks.Dup()))
 
     def share(self, value: Any) -> list[Any]:
         call = self.enter("share")
         return self._run("inline", call, lambda lane: self._control.share(value, call))
+
+    def split(self, color: int) -> MPICommunicator:
+        self._groups.append(_Group(self, color))
+        return self._groups[-1]
+
+
+class _Group(MPICommunicator):
+    """Some of the ranks of another communicator.
+
+    Its calls are counted with all others, so that every rank knows how far the rest is; their sizes are compared inside
+    the group only.
+    """
+
+    def __init__(self, parent: MPICommunicator, color: int) -> None:
+        call = parent.enter("split")
+        ranks = parent._run("inline", call, lambda lane: parent._ranks.Split(color, key=parent.rank))
+        members = ranks.allgather(parent.rank)
+        self._parent = parent
+        here = [rank for rank, member in enumerate(members) if member in parent.host_ranks]
+        self._settle(parent.mpi, ranks, here, parent.roll_call)
+
+    def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
+        if self._departed:
+            raise checks.order("communicator", f"{kind} called after close")
+        number = self._parent.enter(kind, name=f"{name} in a group".strip()).number
+        return describe(number, kind, array, root, name)
+
+    def depart(self) -> None:
+        if not self._departed:
+            if not self._parent._departed:  # then the others are waited for already
+                self.barrier()
+            self._departed = True
 
 
 def _host(mpi: Any, world: Any) -> tuple[list[int], dict[int, int]]:

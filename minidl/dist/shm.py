@@ -12,6 +12,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +22,7 @@ from minidl import checks
 from minidl.dist import _window
 from minidl.dist.agree import together
 from minidl.dist.calls import Call, dtype_name
+from minidl.dist.communicator import Communicator, Work
 from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.mpi import MPICommunicator, MPILane
 from minidl.dist.threads import available_cores, ranks_sharing_cores
@@ -163,6 +165,22 @@ class ShmCommunicator(HostCommunicator):
 
     def share(self, value: Any) -> list[Any]:
         return self.control.share(value)
+
+    def start_exchange(
+        self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""
+    ) -> Work:
+        return self.control.start_exchange(sends, receives, name)
+
+    def split(self, color: int) -> Communicator:
+        """A group in shared memory where each group has several ranks and all of them on one host, else one by MPI."""
+        group = self.control.split(color)
+        if not all(self.control.share(1 < group.local_size == group.size)):
+            return group
+        self._groups.append(ShmCommunicator(group))
+        return self._groups[-1]
+
+    def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
+        return self.control.enter(kind, array, root, name)
 
     def place(self, array: np.ndarray) -> np.ndarray:
         placed = any(region.offset(array.ctypes.data, array.nbytes) >= 0 for region in self._regions)

@@ -13,13 +13,14 @@ the program says, and the schedule of a step is computed at once and exactly.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from minidl import checks
-from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
+from minidl.dist.communicator import Communicator, Span, Work, check_array, check_root, unseen
 
 __all__ = ["AlphaBeta", "Clock", "SimulatedCommunicator", "SimulatedMessage", "VirtualClock", "WallClock"]
 
@@ -180,6 +181,12 @@ class SimulatedCommunicator:
         self._admit("broadcast", array)
         self._block(self.model.broadcast(array.nbytes, self.size))
 
+    def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
+        raise self._no_groups()
+
+    def split(self, color: int) -> Communicator:
+        raise self._no_groups()
+
     def barrier(self) -> None:
         self._block(self.model.all_reduce(0, self.size))
 
@@ -188,6 +195,9 @@ class SimulatedCommunicator:
 
     def close(self) -> None:
         pass
+
+    def _no_groups(self) -> RuntimeError:
+        return checks.order("simulated", "its other ranks are twins of this one, not parts of one layer", "use mpiexec")
 
     def _sum(self, array: np.ndarray) -> None:
         array *= array.dtype.type(self.size)
