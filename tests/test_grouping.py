@@ -7,6 +7,7 @@ import json
 import pytest
 
 import minidl as m
+from minidl import models
 from minidl.dist import SOLO
 from minidl.profile import grouping
 from tests.dist import job
@@ -66,9 +67,9 @@ def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
 def test_a_model_takes_what_was_kept_unless_told(cpu_ops):
     comm = Two()
     grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 64))
-    assert m.Model(m.models.lenet(), comm=comm).arena.group_bytes == 64
-    assert m.Model(m.models.lenet(), comm=comm, group_bytes=0).arena.group_bytes == 0
-    assert m.Model(m.models.lenet()).arena.group_bytes == 4 << 20
+    assert m.Model(models.lenet(), comm=comm).arena.group_bytes == 64
+    assert m.Model(models.lenet(), comm=comm, group_bytes=0).arena.group_bytes == 0
+    assert m.Model(models.lenet()).arena.group_bytes == 4 << 20
 
 
 def test_one_rank_alone_is_refused(cpu_ops):

@@ -215,9 +215,9 @@ class NCCLCommunicator:
         self._wait_for_current()
         nccl, stream = self._nccl, self._stream.ptr
         nccl.groupStart()
-        for rank, array in sends.items():
+        for rank, array in _with_bytes(sends):
             self._messages.send(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, rank, stream)
-        for rank, array in receives.items():
+        for rank, array in _with_bytes(receives):
             self._messages.recv(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, rank, stream)
         nccl.groupEnd()
         return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), *arrays)
@@ -313,3 +313,8 @@ class NCCLCommunicator:
         with self._cuda.Device(self._device):
             self._inline.abort()
             self._messages.abort()
+
+
+def _with_bytes(arrays: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """Empty arrays have no address that NCCL would take."""
+    return [(rank, array) for rank, array in arrays.items() if array.nbytes]

@@ -55,8 +55,6 @@ def test_ranks_that_call_different_things_are_told_which(fault, engine, tmp_path
     assert f"{theirs}; on rank 1: " in lines[0] and f"{its};" in lines[0]
     assert "every rank must make the same calls in the same order" in done.output
     assert done.output.count("ending all ranks") == 1
-    alone = fault in ("other_call", "blocking_or_not")  # a rank that waits finds out; the others all know at once
-    assert ("minidl: rank 0 of 2" if alone and engine == "shm" else "of 2 (") in done.output
     assert done.seconds < 8  # found out at once, or when a rank has waited a little: the limit is ten minutes
 
 
