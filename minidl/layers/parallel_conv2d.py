@@ -120,8 +120,7 @@ class RowParallelConv2d(Conv2d):
             source = getattr(kept, f"strip{i}")
             if self._plan.aligned:
                 source = self._without(source, strip.source, self._plan.rows)
-            part = self.ops.contiguous(_rows(dy, strip.target.within(self._plan.out)))
-            part = part.reshape(dy.shape[0], strip.target.count, *dy.shape[2:])
+            part = self._cut(dy, strip.target.within(self._plan.out))
             self.ops.conv2d_backward_weight(
                 part, source, **self._unpadded, out=out, accumulate=accumulate, tf32=self.tf32
             )
@@ -136,16 +135,27 @@ class RowParallelConv2d(Conv2d):
         if self._plan.aligned:
             dx = self.ops.conv2d_backward_data(dy, weight, shape, **self.geometry, tf32=self.tf32)
         work.wait()
-        axis = self._axis
         for strip in self._plan.backward.strips:
-            source, windows = self._assemble(dy, strip, self._plan.out, received), axis.windows(strip.source)
-            part = self.ops.conv2d_backward_data(
-                source, weight, (shape[0], windows.count, *shape[2:]), **self._unpadded, tf32=self.tf32
-            )
-            part = self.ops.contiguous(_rows(part, strip.target.within(windows)))
-            part = part.reshape(shape[0], strip.target.count, *shape[2:])
+            part = self._data_gradient_of(strip, self._assemble(dy, strip, self._plan.out, received), shape)
             dx = self._put(dx, strip.target.within(self._plan.rows), part)
         return dx
+
+    def _data_gradient_of(self, strip: Strip, dy: Any, shape: tuple[int, ...]) -> Any:
+        """The input gradient in the rows of a strip."""
+        windows = self._axis.windows(strip.source)
+        above = strip.target.begin - windows.begin
+        # With so much padding the rows of the strip alone have these windows, unless a stride skips some.
+        exact = conv_output_size(strip.target.count, *self._axis._replace(padding=above)) == strip.source.count
+        rows, padding = (strip.target, above) if exact else (windows, 0)
+        geometry = {**self.geometry, "padding": (padding, self.padding[1])}
+        dx = self.ops.conv2d_backward_data(
+            dy, self.params["weight"], (shape[0], rows.count, *shape[2:]), **geometry, tf32=self.tf32
+        )
+        return dx if exact else self._cut(dx, strip.target.within(rows))
+
+    def _cut(self, x: Any, rows: Rows) -> Any:
+        """A dense copy of some rows."""
+        return self.ops.contiguous(_rows(x, rows)).reshape(x.shape[0], rows.count, *x.shape[2:])
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -161,7 +171,7 @@ class RowParallelConv2d(Conv2d):
     def _exchange(self, x: Any, halo: Halo, own: Rows, what: str) -> tuple[dict[int, Any], Work]:
         """Start to send the rows that others need; what will be received, (N, rows, W, C) by rank."""
         n, _, *rest = x.shape
-        sends = {rank: self.ops.contiguous(_rows(x, rows.within(own))) for rank, rows in halo.sends.items()}
+        sends = {rank: self._cut(x, rows.within(own)) for rank, rows in halo.sends.items()}
         received = {rank: self.ops.empty((n, rows.count, *rest), x.dtype) for rank, rows in halo.receives.items()}
         return received, self.group.start_exchange(sends, received, f"{what} of {self.name}")
 

@@ -10,7 +10,7 @@ import pytest
 
 from minidl.dist import mpiexec
 from tests.dist import job
-from tests.dist.job import DIFFERENT_CALLS, FAULTS, LIMIT_SECONDS
+from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS, LIMIT_SECONDS
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
 
@@ -112,6 +112,13 @@ def test_ctrl_c_ends_ranks_that_wait(fault, engine, tmp_path):
     assert process.returncode != 0, output
     if mpiexec.find().family != "Open MPI":  # which kills its ranks before they can say a word
         assert output.count("ending all ranks") == 1 and "KeyboardInterrupt" in output, output
+
+
+@pytest.mark.parametrize("fault", DIFFERENT_MODELS)
+def test_ranks_with_different_models_are_refused(fault, tmp_path):
+    done = job.run("faults", 3, tmp_path, fault, "cpu")
+    assert done.status == 1, done.output
+    assert DIFFERENT_MODELS[fault] in done.output and done.output.count("ending all ranks") == 1
 
 
 def test_ranks_that_fail_alike_speak_with_one_voice(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+import minidl as m
 from minidl.backend import get_ops
 from minidl.dist import abort, init
 
@@ -151,6 +152,35 @@ def blocking_or_not():
 
 def other_root():
     comm.broadcast(array, root=comm.rank)
+
+
+def other_model():
+    """One rank builds a layer of another width."""
+    graph = m.Graph()
+    graph.output(m.Linear(8, 5 if misbehaves else 4, name="fc")(graph.input((8,))))
+    m.Model(graph, device=device, comm=comm)
+
+
+def other_weights():
+    """One rank starts from another seed: its gradients would be added to weights that are not the others'."""
+    graph = m.Graph()
+    graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
+    m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
+
+
+def missing_replay():
+    """A captured step waits on the GPU for a rank that does not replay its own."""
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        comm.all_reduce(array)
+        graph = stream.end_capture()
+        if misbehaves:
+            time.sleep(1000)
+        graph.launch(stream)
+        comm.follow("the captured step")
+        stream.synchronize()
 
 
 def the_same_error_everywhere():

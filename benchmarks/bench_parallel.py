@@ -1,0 +1,189 @@
+"""A stack of convolutions on several ranks: shared by images, by rows of the images, or by output channels.
+
+``python benchmarks/bench_parallel.py --ranks 2 --device cpu --json out.json``, or under mpiexec. A step is forward,
+backward and the sums of the gradients, of one batch however it is shared out; beside it the same batch on one rank
+alone. Time saved is 1 - t / t(alone), the figure of Yadan et al., "Multi-GPU Training of ConvNets" (arXiv 1312.5853):
+0.37 for model and 0.33 for data parallelism on two GPUs, 0.54 for both on four. The arms run in turn; the slowest
+rank's time counts. A case whose batch has fewer images than ranks has no arm that shares out images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import minidl as m
+from minidl import dist, launch
+from minidl.backend import get_ops
+from minidl.bench.setup import device_of
+from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
+from minidl.layers.row_plan import share
+from minidl.profile.results import machine_record, result, write
+from minidl.profile.tables import show
+
+DEPTH = 4
+
+
+class Case(NamedTuple):
+    """Images of one batch, their side, and the channels of every layer."""
+
+    batch: int
+    side: int
+    channels: int
+
+    def __str__(self) -> str:
+        return f"{DEPTH} x 3x3 {self.channels}-{self.channels} @{self.side}/b{self.batch}"
+
+
+CASES = {
+    "cuda": (Case(32, 256, 64), Case(32, 28, 512), Case(1, 512, 64)),
+    "cpu": (Case(8, 32, 32), Case(4, 14, 128), Case(1, 64, 32)),
+}
+
+
+class Arm(NamedTuple):
+    """Ranks that share the images of a step in ``images`` parts, and each part as the layers of ``way`` do."""
+
+    way: str
+    images: int
+
+
+def arms(case: Case, ranks: int) -> dict[str, Arm]:
+    """What can be compared on so many ranks, ``alone`` first."""
+    found = {"alone": Arm("data", 1)}
+    if case.batch >= ranks:
+        found["data"] = Arm("data", ranks)
+    found |= {"rows": Arm("rows", 1), "channels": Arm("channels", 1)}
+    if ranks >= 4 and ranks % 2 == 0 and case.batch >= ranks // 2:
+        found |= {"data+rows": Arm("rows", ranks // 2), "data+channels": Arm("channels", ranks // 2)}
+    return found
+
+
+def network(case: Case, way: str, group: dist.Communicator) -> m.Graph:
+    """The stack; with SOLO as group, plain convolutions."""
+    graph = m.Graph()
+    rows = share(case.side, group.size, group.rank).count if way == "rows" else case.side
+    x = graph.input((rows, case.side, case.channels))
+    for i in range(DEPTH):
+        sizes = (case.channels, case.channels, 3)
+        if way == "rows":
+            conv = RowParallelConv2d(*sizes, padding=1, height=case.side, group=group, name=f"conv{i}")
+        else:
+            conv = ChannelParallelConv2d(*sizes, padding=1, group=group, name=f"conv{i}")
+        x = m.ReLU(name=f"relu{i}")(conv(x))
+    return graph.output(x)
+
+
+def step_of(
+    comm: dist.Communicator, case: Case, arm: Arm, alone: bool, device: str, precision: str
+) -> Callable[[], None]:
+    """One step of this rank's share; a collective. ``alone``: of everything."""
+    ranks = 1 if alone or arm.way == "data" else comm.size // arm.images
+    group, peers = comm.split(comm.rank // ranks), comm.split(comm.rank % ranks)
+    joint = dist.SOLO if alone else peers if arm.way == "channels" else comm
+    way, group = ("channels", dist.SOLO) if arm.way == "data" else (arm.way, group)
+    model = m.Model(network(case, way, group), device=device, precision=precision, comm=joint, group_bytes=4 << 20)
+    images = case.batch if alone else share(case.batch, arm.images, comm.rank // ranks).count
+    rng = np.random.default_rng(comm.rank)
+    shape = (images, *model.graph.nodes[0].shape)
+    x, dy = (
+        model.ops.from_host(rng.random(shape, np.float32) - np.float32(0.5), model.precision.storage) for _ in range(2)
+    )
+
+    def step() -> None:
+        model.forward(x)
+        model.backward(dy)
+        for _ in model.arena.finished():
+            pass
+
+    return step
+
+
+def sample(ops: ModuleType, comm: dist.Communicator, step: Callable[[], None] | None, calls: int) -> float:
+    """Milliseconds of a step on this rank; None: it only waits for the others."""
+    ops.synchronize()
+    comm.barrier()
+    started = time.perf_counter()
+    for _ in range(calls if step else 0):
+        step()
+    ops.synchronize()
+    elapsed = (time.perf_counter() - started) * 1e3 / calls
+    comm.barrier()
+    return elapsed
+
+
+def measure(
+    comm: dist.Communicator, case: Case, device: str, precision: str, samples: int, calls: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each arm, sample by sample; a collective. Alone, only rank 0 computes."""
+    ops = get_ops(device)
+    steps: dict[str, Any] = {}
+    for name, arm in arms(case, comm.size).items():
+        step = step_of(comm, case, arm, name == "alone", device, precision)
+        steps[name] = step if name != "alone" or comm.rank == 0 else None
+        sample(ops, comm, steps[name], 2)
+    own: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(samples):
+        for name, step in steps.items():
+            own[name].append(sample(ops, comm, step, calls))
+    return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in steps}
+
+
+def rows_of(case: Case, ranks: int, precision: str, times: dict[str, list[float]]) -> list[dict]:
+    """Rows of the result file, each with the rank alone beside it; least saved first."""
+    alone, rows = statistics.median(times["alone"]), []
+    for name in times:
+        low, median, high = statistics.quantiles(times[name], n=4, method="inclusive")
+        rows.append(
+            {
+                "case": str(case), "pass": "step", "dtype": precision, "arm": name, "ms": median,
+                "min_ms": min(times[name]), "spread": (high - low) / median, "floor_ms": None, "ranks": ranks,
+                "saved": 1 - median / alone, "peers": {"alone": alone},
+            }
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: (row["arm"] != "alone", row["saved"]))
+
+
+def main() -> None:
+    """Measure all cases and show them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="where no launcher started it")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
+    parser.add_argument("--samples", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=3, help="steps of a sample")
+    parser.add_argument("--json", help="result file")
+    options = parser.parse_args()
+    if dist.launched_size() == 1:
+        sys.exit(launch.main(["-n", str(options.ranks), __file__, *sys.argv[1:]]))
+    comm = dist.init(options.device)
+    device = device_of(options.device, comm)
+    precision = options.precision or ("bf16" if device == "cuda" else "fp32")
+    rows = []
+    for case in CASES[device]:
+        times = measure(comm, case, device, precision, options.samples, options.calls)
+        rows += rows_of(case, comm.size, precision, times)
+    if comm.rank == 0:
+        table = [
+            [row["case"], row["arm"], *(f"{row[key]:.3f}" for key in ("ms", "min_ms", "spread")), f"{row['saved']:.1%}"]
+            for row in rows
+        ]  # fmt: skip
+        columns = ["stack", "shared by", "ms", "min ms", "spread", "time saved"]
+        show(f"convolutions on {comm.size} ranks ({comm.name}), {precision}", columns, table)
+        if options.json:
+            write(Path(options.json), result("bench_parallel", rows, machine_record()))
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
