@@ -1,4 +1,7 @@
-"""The command line: ``minidl train, plan, bench, fuse, plot, tune, info``. ``scripts/train.py`` is ``minidl train``."""
+"""The command ``minidl`` with its verbs ``train, plan, bench, fuse, plot, tune, simulate, info``.
+
+``scripts/train.py`` is ``minidl train``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, NoReturn
 from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import plan, tuning
+from minidl.bench import plan, simulate, tuning
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.dist import abort
@@ -44,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
     tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
+    about = "what a step would take on many hosts, from measured layers"
+    simulate.add_arguments(verbs.add_parser("simulate", help=about, formatter_class=shown))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
     return top
 
@@ -197,7 +202,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "info": _info,
+    "simulate": simulate.run, "info": _info,
 }  # fmt: skip
 
 if __name__ == "__main__":
