@@ -165,7 +165,7 @@ def _breaking(outcomes: list[list[Outcome]]) -> str:
             why = f"the update waits {o.waited_ms:.2f} ms, most for {_ends(late.layers)}"
             if o.slowed_ms > o.waited_ms:
                 why = f"compute loses {o.slowed_ms:.2f} ms to the messages beside it"
-            return f"below {_BREAKS:.0%} from {o.hosts} nodes ({o.ranks} ranks): {why}"
+            return f"below {_BREAKS:.0%} from {o.ranks} ranks: {why}"
     return f"above {_BREAKS:.0%} everywhere"
 
 
