@@ -1,10 +1,11 @@
 """A stack of convolutions on several ranks: shared by images, by rows of the images, or by output channels.
 
 ``python benchmarks/bench_parallel.py --ranks 2 --device cpu --json out.json``, or under mpiexec. A step is forward,
-backward and the sums of the gradients, of one batch however it is shared out; beside it the same batch on one rank
-alone. Time saved is 1 - t / t(alone), the figure of Yadan et al., "Multi-GPU Training of ConvNets" (arXiv 1312.5853):
-0.37 for model and 0.33 for data parallelism on two GPUs, 0.54 for both on four. The arms run in turn; the slowest
-rank's time counts. A case whose batch has fewer images than ranks has no arm that shares out images.
+backward and the sums of the gradients, of one batch however it is shared out, on GPUs as a CUDA graph; beside it the
+same batch on one rank alone, and on a GPU by PyTorch. Time saved is 1 - t / t(alone), the figure of Yadan et al.,
+"Multi-GPU Training of ConvNets" (arXiv 1312.5853): 0.37 for model and 0.33 for data parallelism on two GPUs, 0.54 for
+both on four. The arms run in turn; the slowest rank's time counts. A case whose batch has fewer images than ranks has
+no arm that shares out images.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 
 DEPTH = 4
+TORCH = "torch-eager"
 
 
 class Case(NamedTuple):
@@ -84,12 +86,23 @@ def network(case: Case, way: str, group: dist.Communicator) -> m.Graph:
     return graph.output(x)
 
 
-def step_of(
-    comm: dist.Communicator, case: Case, arm: Arm, alone: bool, device: str, precision: str
-) -> Callable[[], None]:
+class Splits(dict):
+    """(ranks that share images, ranks of the same place) for each number of ranks that share images; made once."""
+
+    def __init__(self, comm: dist.Communicator) -> None:
+        self.comm = comm
+
+    def __missing__(self, ranks: int) -> tuple[dist.Communicator, dist.Communicator]:
+        comm = self.comm
+        self[ranks] = comm.split(comm.rank // ranks), comm.split(comm.rank % ranks)
+        return self[ranks]
+
+
+def step_of(splits: Splits, case: Case, arm: Arm, alone: bool, device: str, precision: str) -> Callable[[], None]:
     """One step of this rank's share; a collective. ``alone``: of everything."""
+    comm = splits.comm
     ranks = 1 if alone or arm.way == "data" else comm.size // arm.images
-    group, peers = comm.split(comm.rank // ranks), comm.split(comm.rank % ranks)
+    group, peers = splits[ranks]
     joint = dist.SOLO if alone else peers if arm.way == "channels" else comm
     way, group = ("channels", dist.SOLO) if arm.way == "data" else (arm.way, group)
     model = m.Model(network(case, way, group), device=device, precision=precision, comm=joint, group_bytes=4 << 20)
@@ -105,6 +118,52 @@ def step_of(
         model.backward(dy)
         for _ in model.arena.finished():
             pass
+
+    return step if device == "cpu" else captured(step)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a CUDA graph, so that no launch is waited for; a collective."""
+    import cupy
+
+    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):  # a pool that nothing else writes into between replays
+        step()
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+    kept = step, pool
+
+    def replay() -> None:
+        assert kept
+        graph.launch(stream)
+
+    return replay
+
+
+def torch_step(case: Case) -> Callable[[], None] | None:
+    """The same stack by PyTorch on one GPU, eager, channels last, bfloat16; None without PyTorch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.backends.cudnn.benchmark = True
+    layers = []
+    for _ in range(DEPTH):
+        layers += [torch.nn.Conv2d(case.channels, case.channels, 3, padding=1), torch.nn.ReLU()]
+    stack = torch.nn.Sequential(*layers).to("cuda", torch.bfloat16, memory_format=torch.channels_last)
+    shape = (case.batch, case.channels, case.side, case.side)
+    x, dy = (
+        torch.rand(shape, device="cuda", dtype=torch.bfloat16).sub_(0.5).to(memory_format=torch.channels_last)
+        for _ in range(2)
+    )
+
+    def step() -> None:
+        stack.zero_grad(set_to_none=True)
+        stack(x.requires_grad_()).backward(dy)
+        x.grad = None
 
     return step
 
@@ -123,15 +182,20 @@ def sample(ops: ModuleType, comm: dist.Communicator, step: Callable[[], None] | 
 
 
 def measure(
-    comm: dist.Communicator, case: Case, device: str, precision: str, samples: int, calls: int
+    splits: Splits, case: Case, device: str, precision: str, samples: int, calls: int
 ) -> dict[str, list[float]]:
     """Milliseconds of each arm, sample by sample; a collective. Alone, only rank 0 computes."""
-    ops = get_ops(device)
+    ops, comm = get_ops(device), splits.comm
     steps: dict[str, Any] = {}
     for name, arm in arms(case, comm.size).items():
-        step = step_of(comm, case, arm, name == "alone", device, precision)
+        step = step_of(splits, case, arm, name == "alone", device, precision)
         steps[name] = step if name != "alone" or comm.rank == 0 else None
         sample(ops, comm, steps[name], 2)
+    if device == "cuda":
+        step = torch_step(case) if comm.rank == 0 else None
+        if comm.share(step is not None)[0]:
+            steps[TORCH] = step
+            sample(ops, comm, step, 3)
     own: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(samples):
         for name, step in steps.items():
@@ -141,14 +205,15 @@ def measure(
 
 def rows_of(case: Case, ranks: int, precision: str, times: dict[str, list[float]]) -> list[dict]:
     """Rows of the result file, each with the rank alone beside it; least saved first."""
-    alone, rows = statistics.median(times["alone"]), []
+    peers = {name: statistics.median(times[name]) for name in ("alone", TORCH) if name in times}
+    rows = []
     for name in times:
         low, median, high = statistics.quantiles(times[name], n=4, method="inclusive")
         rows.append(
             {
                 "case": str(case), "pass": "step", "dtype": precision, "arm": name, "ms": median,
                 "min_ms": min(times[name]), "spread": (high - low) / median, "floor_ms": None, "ranks": ranks,
-                "saved": 1 - median / alone, "peers": {"alone": alone},
+                "saved": 1 - median / peers["alone"], "peers": peers,
             }
         )  # fmt: skip
     return sorted(rows, key=lambda row: (row["arm"] != "alone", row["saved"]))
@@ -169,9 +234,9 @@ def main() -> None:
     comm = dist.init(options.device)
     device = device_of(options.device, comm)
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
-    rows = []
+    rows, splits = [], Splits(comm)
     for case in CASES[device]:
-        times = measure(comm, case, device, precision, options.samples, options.calls)
+        times = measure(splits, case, device, precision, options.samples, options.calls)
         rows += rows_of(case, comm.size, precision, times)
     if comm.rank == 0:
         table = [
