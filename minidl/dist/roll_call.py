@@ -18,7 +18,7 @@ from typing import Any
 
 from minidl.dist import abort, watchdog
 from minidl.dist.agree import rank_list
-from minidl.dist.calls import Call, CallLog, Passed, Position, Waiting
+from minidl.dist.calls import Call, CallLog, Passed, Position, Waiting, describe
 
 __all__ = ["RollCall"]
 
@@ -31,6 +31,7 @@ ANSWER_SECONDS = 1.0
 WARN_SECONDS = 60.0
 COMPARE_SECONDS = 1.0  # between comparisons of what was called: engines on GPUs do not compare each call
 _TAG = 1
+_CLOSE = "close"
 _LEFT, _ASK, _TOLD, _FAILED, _PASSED = range(5)
 
 
@@ -75,6 +76,7 @@ class RollCall:
         """Tell the others and return when all have left. Does not return if this rank fails and they do not."""
         how = abort.departure()
         self._tell_all((_LEFT, (how.code, self._calls_so_far())))
+        self.log.begin(_CLOSE, describe(self.log.made, _CLOSE))
         everybody, since = self._comm.Ibarrier(), time.monotonic()
         while not everybody.Test():
             if how.code and time.monotonic() - since > GRACE_SECONDS:
@@ -83,6 +85,7 @@ class RollCall:
         while self._told < self._comm.size - 1:
             time.sleep(0.005)  # the listener hears them
         self._compare()
+        self.log.end(_CLOSE)
         self._gone.set()
         self._listener.join()
         end = time.monotonic() + GRACE_SECONDS  # all but answers to ranks that have left since are received
@@ -250,7 +253,8 @@ class RollCall:
         rank, size, mine = self._comm.rank, self._comm.size, self._position()
         if differs := watchdog.contradiction(rank, mine, told):
             abort.abort(differs, "every rank must make the same calls in the same order", alike=differs)
-        if over:
+        busy = waiting.call.kind == _CLOSE and len(told) == size - 1  # at the end, who answers may take its time
+        if over and not busy:
             abort.before_abort(lambda: self._end_silent(told))
             abort.abort(*watchdog.report(waiting, size, rank, mine, told), watchdog.STATUS)
         if waiting.seconds > WARN_SECONDS and self._warned != waiting.call.number and self._speaks(waiting, told):

@@ -113,9 +113,9 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(fault, call, tmp_p
     assert done.seconds < 45
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_stopped_rank_is_named_whoever_it_is(culprit, tmp_path):
-    done = job.run("faults", 2, tmp_path, "stopped", "cuda", str(culprit), **LIMIT)
+@pytest.mark.parametrize(("fault", "culprit"), [("stopped", 0), ("stopped", 1), ("stopped_at_the_end", 1)])
+def test_a_stopped_rank_is_named_whoever_it_is(fault, culprit, tmp_path):
+    done = job.run("faults", 2, tmp_path, fault, "cuda", str(culprit), **LIMIT)
     # The launcher reports the abort, or that the stopped rank had to be killed, whichever it sees first.
     assert done.status in (124, 9, 137), done.output
     assert f"for rank {culprit}; ending all ranks" in done.output

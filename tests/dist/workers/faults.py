@@ -127,6 +127,13 @@ def stopped():
     wait_for_the_others()
 
 
+def stopped_at_the_end():
+    """All calls are made, but one rank does not leave."""
+    wait_for_the_others()
+    if misbehaves:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def other_size():
     comm.start_all_reduce(array[: 900 if misbehaves else 1000], name="conv1").wait()
 
