@@ -10,6 +10,7 @@ import pytest
 import minidl as m
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.fusion import fold
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import Axis, Rows, plan, share
 
@@ -168,6 +169,19 @@ def test_the_kernels_of_a_gpu_take_what_the_layers_give_them(rank):
 def test_what_cannot_be_shared_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [RowParallelConv2d, ChannelParallelConv2d])
+def test_batch_norms_fold_into_convolutions_that_hold_all_filters(kind, rng, cpu_ops):
+    graph = m.Graph()
+    options = {"height": 8} if kind is RowParallelConv2d else {}
+    conv = kind(3, 4, 3, padding=1, name="conv", **options)
+    graph.output(m.BatchNorm2d(4, name="bn")(conv(graph.input((8, 6, 3)))))
+    model, x = m.Model(graph), rng.standard_normal((2, 8, 6, 3)).astype("float32")
+    model.forward(x)
+    expected = model.eval().forward(x)
+    assert fold(model) == (["bn"] if kind is RowParallelConv2d else [])
+    np.testing.assert_allclose(model.forward(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_must_add_up_the_gradients_of_rows(cpu_ops):

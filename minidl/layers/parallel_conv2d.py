@@ -83,16 +83,17 @@ class RowParallelConv2d(Conv2d):
     # -- the passes ---------------------------------------------------------------------------------------------------
 
     def compute(self, x: Any) -> Any:
-        x, weight, bias = self.ops.contiguous(x), self.params["weight"], self.params.get("bias")
+        x = self.ops.contiguous(x)
+        weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
         edges = self._plan.forward
         received, work = self._exchange(x, edges, self._plan.rows, "halo")
         y = self._local(x, weight, bias)
         work.wait()
-        strips = {f"strip{i}": self._assemble(x, s, self._plan.rows, received) for i, s in enumerate(edges.strips)}
-        for strip, source in zip(edges.strips, strips.values(), strict=True):
+        sources = [self._assemble(x, strip, self._plan.rows, edges, received) for strip in edges.strips]
+        for strip, source in zip(edges.strips, sources, strict=True):
             part = self.ops.conv2d(source, weight, bias, **self._unpadded, tf32=self.tf32)
             y = self._put(y, strip.target.within(self._plan.out), part)
-        self.save(x=x, **strips)
+        self.save(x=x, **{f"strip{i}": source for i, source in enumerate(sources)})
         return y
 
     def _local(self, x: Any, weight: Any, bias: Any) -> Any:
@@ -135,8 +136,9 @@ class RowParallelConv2d(Conv2d):
         if self._plan.aligned:
             dx = self.ops.conv2d_backward_data(dy, weight, shape, **self.geometry, tf32=self.tf32)
         work.wait()
-        for strip in self._plan.backward.strips:
-            part = self._data_gradient_of(strip, self._assemble(dy, strip, self._plan.out, received), shape)
+        edges = self._plan.backward
+        for strip in edges.strips:
+            part = self._data_gradient_of(strip, self._assemble(dy, strip, self._plan.out, edges, received), shape)
             dx = self._put(dx, strip.target.within(self._plan.rows), part)
         return dx
 
@@ -175,11 +177,10 @@ class RowParallelConv2d(Conv2d):
         received = {rank: self.ops.empty((n, rows.count, *rest), x.dtype) for rank, rows in halo.receives.items()}
         return received, self.group.start_exchange(sends, received, f"{what} of {self.name}")
 
-    def _assemble(self, x: Any, strip: Strip, own: Rows, received: Mapping[int, Any]) -> Any:
+    def _assemble(self, x: Any, strip: Strip, own: Rows, halo: Halo, received: Mapping[int, Any]) -> Any:
         """The source rows of a strip, dense; zeros outside of the image."""
         n, _, *rest = x.shape
         out = self.ops.zeros((n, strip.source.count, *rest), x.dtype)
-        halo = self._plan.forward if own is self._plan.rows else self._plan.backward
         for rows, part in [(own, x), *((halo.receives[rank], part) for rank, part in received.items())]:
             wanted = strip.source & rows
             if wanted.count:
