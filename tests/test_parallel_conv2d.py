@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import minidl as m
+from minidl import dist, models
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fold
@@ -182,6 +183,45 @@ def test_batch_norms_fold_into_convolutions_that_hold_all_filters(kind, rng, cpu
     expected = model.eval().forward(x)
     assert fold(model) == (["bn"] if kind is RowParallelConv2d else [])
     np.testing.assert_allclose(model.forward(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_network_by_rows_has_the_same_names_weights_and_shapes(rank, cpu_ops):
+    whole = models.unet(3, (64, 48, 3), width=4, depth=3)
+    part = models.by_rows(whole, Part(rank, 4))
+    assert [node.name for node in part.nodes] == [node.name for node in whole.nodes]
+    for own, node in zip(part.nodes, whole.nodes, strict=True):
+        assert own.shape == (node.shape[0] // 4, *node.shape[1:]) and own.layer is not node.layer or own.index == 0
+    kinds = {type(node.layer).__name__ for node in part.nodes[1:]}
+    assert "RowParallelConv2d" in kinds and all(
+        node.layer.sync.size == 4 for node in part.nodes[1:] if isinstance(node.layer, m.BatchNorm2d)
+    )
+    one = m.Model(models.by_rows(models.unet(3, (64, 48, 3), width=4, depth=3), dist.SOLO), seed=5)
+    expected = m.Model(whole, seed=5)
+    for name, value in expected.state_dict().items():
+        np.testing.assert_array_equal(one.state_dict()[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "layer"),
+    [
+        (lambda: models.unet(2, (32, 32, 3), width=2, depth=3), 3, "down1.maxpool_conv.0"),
+        (
+            lambda: models.unet(2, (16, 16, 3), width=2, depth=3),
+            4,
+            "down2.maxpool_conv.1.double_conv.0|down3.maxpool_conv.0",
+        ),
+        (lambda: models.resnet18(10, (64, 64, 3)), 2, "maxpool"),
+        (lambda: models.vgg16(10, (64, 64, 3)), 2, "avgpool"),
+    ],
+)
+def test_networks_whose_rows_cannot_be_shared_are_refused_alike_on_every_rank(make, ranks, layer):
+    told = set()
+    for rank in range(ranks):
+        with pytest.raises(ValueError, match=f"^({layer}): (rows|height) must be") as error:
+            models.by_rows(make(), Part(rank, ranks))
+        told.add(str(error.value))
+    assert len(told) == 1
 
 
 def test_a_model_must_add_up_the_gradients_of_rows(cpu_ops):

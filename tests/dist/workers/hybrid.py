@@ -16,25 +16,24 @@ from pathlib import Path
 import numpy as np
 
 import minidl as m
-from minidl import dist
-from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
+from minidl import dist, models
+from minidl.layers import ChannelParallelConv2d
 from minidl.layers.row_plan import share
 
-IMAGES, HEIGHT, WIDTH, CLASSES, STEPS = 4, 12, 8, 3, 6
+IMAGES, HEIGHT, WIDTH, CLASSES, STEPS = 4, 24, 8, 3, 6
 
 
-def by_rows(group, sync):
-    """Labels of pixels; a pool in between, whose windows lie within the rows of a rank."""
+def pixels(sync):
+    """Labels of pixels; pools and a transposed convolution in between, whose windows lie within the rows of a rank."""
     graph = m.Graph()
-    rows = share(HEIGHT, group.size, group.rank).count
-    x = graph.input((rows, WIDTH, 3))
-    x = RowParallelConv2d(3, 6, 3, padding=1, height=HEIGHT, group=group, name="conv1")(x)
+    x = m.Conv2d(3, 6, 3, padding=1, name="conv1")(graph.input((HEIGHT, WIDTH, 3)))
     x = m.ReLU(name="relu1")(m.BatchNorm2d(6, sync=sync, name="bn1")(x))
     x = m.MaxPool2d(2, name="pool")(x)
-    y = RowParallelConv2d(6, 6, 3, padding=1, height=HEIGHT // 2, group=group, name="conv2")(x)
+    y = m.Conv2d(6, 6, 3, padding=1, bias=False, name="conv2")(x)
     y = m.BatchNorm2d(6, sync=sync, name="bn2")(m.Add(name="add")(y, x))
-    y = m.ReLU(name="relu2")(y)
-    return graph.output(m.Conv2d(6, CLASSES, 1, name="head")(y))
+    y = m.AvgPool2d(2, name="down")(m.ReLU(name="relu2")(y))
+    y = m.ConvTranspose2d(6, 4, 2, stride=2, name="up")(y)
+    return graph.output(m.Conv2d(10, CLASSES, 1, name="head")(m.Concat(name="concat")(x, y)))
 
 
 def by_channels(group):
@@ -52,8 +51,7 @@ def main(out: Path, device: str, way: str, ranks: int) -> None:
     if way == "channels":
         graph, joint = by_channels(group), peers
     else:
-        sync = {"rows": True, "rows-group": group, "data": False}[way]
-        graph, joint = by_rows(group, sync), comm
+        graph, joint = models.by_rows(pixels(way == "rows"), group), comm
     model = m.Model(graph, device=device, comm=joint, seed=3, group_bytes=0)
     loss, optimizer = m.SoftmaxCrossEntropy(comm=joint), m.SGD(model, 0.1, momentum=0.9)
     images = share(IMAGES, peers.size, peers.rank)
