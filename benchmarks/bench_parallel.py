@@ -1,4 +1,4 @@
-"""A stack of convolutions on several ranks: shared by images, by rows of the images, or by output channels.
+"""Convolutions, and a U-Net, on several ranks: shared by images, by rows of the images, or by output channels.
 
 ``python benchmarks/bench_parallel.py --ranks 2 --device cpu --json out.json``, or under mpiexec. A step is forward,
 backward and the sums of the gradients, of one batch however it is shared out, on GPUs as a CUDA graph; beside it the
@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
-from minidl import dist, launch
+from minidl import dist, launch, models
 from minidl.backend import get_ops
 from minidl.bench.setup import device_of
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
@@ -37,19 +37,22 @@ TORCH = "torch-eager"
 
 
 class Case(NamedTuple):
-    """Images of one batch, their side, and the channels of every layer."""
+    """Images of one batch, their side, and the channels of every layer; or a U-Net, whose first layer has so many."""
 
     batch: int
     side: int
     channels: int
+    unet: bool = False
 
     def __str__(self) -> str:
+        if self.unet:
+            return f"unet {self.channels} @{self.side}/b{self.batch}"
         return f"{DEPTH} x 3x3 {self.channels}-{self.channels} @{self.side}/b{self.batch}"
 
 
 CASES = {
-    "cuda": (Case(32, 256, 64), Case(32, 28, 512), Case(1, 512, 64)),
-    "cpu": (Case(8, 32, 32), Case(4, 14, 128), Case(1, 64, 32)),
+    "cuda": (Case(32, 256, 64), Case(32, 28, 512), Case(1, 512, 64), Case(16, 256, 64, True), Case(1, 512, 64, True)),
+    "cpu": (Case(8, 32, 32), Case(4, 14, 128), Case(1, 64, 32), Case(2, 64, 8, True), Case(1, 128, 8, True)),
 }
 
 
@@ -65,14 +68,16 @@ def arms(case: Case, ranks: int) -> dict[str, Arm]:
     found = {"alone": Arm("data", 1)}
     if case.batch >= ranks:
         found["data"] = Arm("data", ranks)
-    found |= {"rows": Arm("rows", 1), "channels": Arm("channels", 1)}
+    found |= {"rows": Arm("rows", 1)} if case.unet else {"rows": Arm("rows", 1), "channels": Arm("channels", 1)}
     if ranks >= 4 and ranks % 2 == 0 and case.batch >= ranks // 2:
-        found |= {"data+rows": Arm("rows", ranks // 2), "data+channels": Arm("channels", ranks // 2)}
+        found |= {f"data+{way}": Arm(way, ranks // 2) for way in ("rows", "channels") if way in found}
     return found
 
 
 def network(case: Case, way: str, group: dist.Communicator) -> m.Graph:
-    """The stack; with SOLO as group, plain convolutions."""
+    """The network; with SOLO as group, that of one rank."""
+    if case.unet:
+        return models.by_rows(models.unet(2, (case.side, case.side, 3), case.channels), group)
     graph = m.Graph()
     rows = share(case.side, group.size, group.rank).count if way == "rows" else case.side
     x = graph.input((rows, case.side, case.channels))
@@ -104,13 +109,13 @@ def step_of(splits: Splits, case: Case, arm: Arm, alone: bool, device: str, prec
     ranks = 1 if alone or arm.way == "data" else comm.size // arm.images
     group, peers = splits[ranks]
     joint = dist.SOLO if alone else peers if arm.way == "channels" else comm
-    way, group = ("channels", dist.SOLO) if arm.way == "data" else (arm.way, group)
+    way, group = ("rows", dist.SOLO) if arm.way == "data" else (arm.way, group)
     model = m.Model(network(case, way, group), device=device, precision=precision, comm=joint, group_bytes=4 << 20)
     images = case.batch if alone else share(case.batch, arm.images, comm.rank // ranks).count
     rng = np.random.default_rng(comm.rank)
-    shape = (images, *model.graph.nodes[0].shape)
     x, dy = (
-        model.ops.from_host(rng.random(shape, np.float32) - np.float32(0.5), model.precision.storage) for _ in range(2)
+        model.ops.from_host(rng.random((images, *node.shape), np.float32) - np.float32(0.5), model.precision.storage)
+        for node in (model.graph.nodes[0], model.graph.output_node)
     )
 
     def step() -> None:
@@ -192,7 +197,7 @@ def measure(
         steps[name] = step if name != "alone" or comm.rank == 0 else None
         sample(ops, comm, steps[name], 2)
     if device == "cuda":
-        step = torch_step(case) if comm.rank == 0 else None
+        step = torch_step(case) if comm.rank == 0 and not case.unet else None
         if comm.share(step is not None)[0]:
             steps[TORCH] = step
             sample(ops, comm, step, 3)
@@ -243,7 +248,7 @@ def main() -> None:
             [row["case"], row["arm"], *(f"{row[key]:.3f}" for key in ("ms", "min_ms", "spread")), f"{row['saved']:.1%}"]
             for row in rows
         ]  # fmt: skip
-        columns = ["stack", "shared by", "ms", "min ms", "spread", "time saved"]
+        columns = ["network", "shared by", "ms", "min ms", "spread", "time saved"]
         show(f"convolutions on {comm.size} ranks ({comm.name}), {precision}", columns, table)
         if options.json:
             write(Path(options.json), result("bench_parallel", rows, machine_record()))

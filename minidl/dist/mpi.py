@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from minidl.precision import bfloat16
 __all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane"]
 
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
+_TAGS = 32768  # that every MPI has
+_LOOKS, _PAUSE_SECONDS = 20, 50e-6
 
 
 class MPILane:
@@ -64,10 +67,25 @@ class MPILane:
         self._comm.Bcast(_bytes(array), call.root)
 
     def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], call: Call) -> None:
-        self.agree(call)
-        requests = [self._comm.Irecv(_bytes(array), rank) for rank, array in receives.items()]
-        requests += [self._comm.Isend(_bytes(array), rank) for rank, array in sends.items()]
-        self._mpi.Request.Waitall(requests)
+        """Ranks that have nothing for each other do not meet. The call's number is the tag: messages of two calls never
+        match, and who waits for one that is not sent is told by the watchdog.
+        """
+        tag, status = call.number % _TAGS, [self._mpi.Status() for _ in receives]
+        requests = [self._comm.Irecv(_bytes(array), rank, tag) for rank, array in receives.items()]
+        sent = [self._comm.Isend(_bytes(array), rank, tag) for rank, array in sends.items()]
+        self._wait(requests, status)
+        for rank, found in zip(receives, status, strict=True):
+            if found.Get_count(self._mpi.BYTE) != receives[rank].nbytes:
+                expected = f"the {receives[rank].nbytes} bytes that are expected of rank {rank}"
+                raise checks.bad_value(str(call), "message", expected, found.Get_count(self._mpi.BYTE))
+        self._wait(sent)
+
+    def _wait(self, requests: list[Any], statuses: list[Any] | None = None) -> None:
+        """Without spinning for long, as MPI does: the core may be the one that computes."""
+        looks = 0
+        while not self._mpi.Request.Testall(requests, statuses):
+            looks += 1
+            time.sleep(0 if looks < _LOOKS else _PAUSE_SECONDS)
 
     def barrier(self, call: Call) -> None:
         self.agree(call)  # nobody knows the answer before all have asked
