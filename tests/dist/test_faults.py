@@ -63,6 +63,14 @@ def test_ranks_that_call_different_things_are_told_which(fault, engine, tmp_path
     assert done.seconds < 8  # found out at once, or when a rank has waited a little: the limit is ten minutes
 
 
+@pytest.mark.parametrize("engine", ["shm", "mpi"])
+def test_a_rank_that_sends_less_than_the_other_expects_is_named(engine, tmp_path):
+    done = job.run("faults", 2, tmp_path, "other_halo", "cpu", MINIDL_ENGINE=engine)
+    assert done.status == 1, done.output
+    expected = "start_exchange (halo of conv1): message must be the 4000 bytes that are expected of rank 1, got 3600"
+    assert expected in done.output and done.output.count("ending all ranks") == 1
+
+
 @pytest.mark.parametrize("fault", ["other_size", "other_order", "other_call"])
 def test_ranks_of_several_hosts_are_told_as_well(fault, tmp_path):
     done = job.run("faults", 4, tmp_path, fault, "cpu", MINIDL_ENGINE="shm", MINIDL_RANKS_PER_HOST="2")

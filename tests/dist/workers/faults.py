@@ -157,6 +157,13 @@ def blocking_or_not():
     comm.all_reduce(array) if misbehaves else comm.start_all_reduce(array).wait()
 
 
+def other_halo():
+    """One rank sends less than the other expects."""
+    partner, got = 1 - comm.rank, ops.from_host(np.ones(1000, "float32"))
+    comm.start_exchange({partner: array[: 900 if misbehaves else 1000]}, {partner: got}, "halo of conv1").wait()
+    wait_for_the_others()
+
+
 def other_root():
     comm.broadcast(array, root=comm.rank)
 
