@@ -112,11 +112,7 @@ def step_of(splits: Splits, case: Case, arm: Arm, alone: bool, device: str, prec
     way, group = ("rows", dist.SOLO) if arm.way == "data" else (arm.way, group)
     model = m.Model(network(case, way, group), device=device, precision=precision, comm=joint, group_bytes=4 << 20)
     images = case.batch if alone else share(case.batch, arm.images, comm.rank // ranks).count
-    rng = np.random.default_rng(comm.rank)
-    x, dy = (
-        model.ops.from_host(rng.random((images, *node.shape), np.float32) - np.float32(0.5), model.precision.storage)
-        for node in (model.graph.nodes[0], model.graph.output_node)
-    )
+    x, dy = (drawn(model, images, node.shape) for node in (model.graph.nodes[0], model.graph.output_node))
 
     def step() -> None:
         model.forward(x)
@@ -125,6 +121,16 @@ def step_of(splits: Splits, case: Case, arm: Arm, alone: bool, device: str, prec
             pass
 
     return step if device == "cpu" else captured(step)
+
+
+def drawn(model: m.Model, images: int, shape: tuple[int, ...]) -> Any:
+    """Equal images of random values from -0.5 to 0.5, in the model's storage type."""
+    values = np.random.default_rng(0).random((1, *shape), np.float32) - np.float32(0.5)
+    one, batch = (model.ops.empty((n, *shape), model.precision.storage) for n in (1, images))
+    model.ops.copy_into(one, model.ops.from_host(values))
+    for i in range(images):
+        model.ops.copy_into(batch[i : i + 1], one)
+    return batch
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
