@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -179,6 +181,15 @@ class CallLog:
         """It is done."""
         self._under_way.pop(lane, None)
         self._ended = time.monotonic()
+
+    @contextmanager
+    def under_way(self, lane: str, call: Call) -> Iterator[None]:
+        """The call waits for the other ranks in here."""
+        self.begin(lane, call)
+        try:
+            yield
+        finally:
+            self.end(lane)
 
     def waiting(self) -> tuple[Waiting, ...]:
         """The calls under way, the longest first."""

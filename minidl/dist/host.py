@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from minidl import backend, checks
 from minidl.dist.agree import by_value
 from minidl.dist.calls import Call, dtype_name
-from minidl.dist.communicator import Span, Work, check_array, check_exchange, check_root, unseen
+from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
 from minidl.dist.roll_call import RollCall
 
 __all__ = ["HostCommunicator", "Lane", "different_calls"]
@@ -41,9 +41,6 @@ class Lane(Protocol):
     def broadcast(self, array: np.ndarray, call: Call) -> None:
         """Overwrite ``array`` by that of rank ``call.root``."""
 
-    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], call: Call) -> None:
-        """Send to some ranks, and fill what comes from some."""
-
     def barrier(self, call: Call) -> None:
         """Return when all ranks have come this far."""
 
@@ -59,10 +56,10 @@ def different_calls(calls: dict[int, Call]) -> RuntimeError:
 
 
 class _Message:
-    """A collective on its way through the helper thread."""
+    """An all-reduce on its way through the helper thread."""
 
-    def __init__(self, action: Callable[[Lane], None], span: Span, call: Call) -> None:
-        self.action, self.span, self.call = action, span, call
+    def __init__(self, array: np.ndarray, span: Span, call: Call) -> None:
+        self.array, self.span, self.call = array, span, call
         self.done = threading.Event()
         self.error: BaseException | None = None
 
@@ -73,7 +70,7 @@ class _Message:
 
 
 class HostCommunicator:
-    """Collectives on NumPy arrays. Started messages are blocking calls in a helper thread, one after another.
+    """Collectives on NumPy arrays. Started messages are blocking all-reduces in a helper thread, one after another.
 
     The MPI libraries at hand do not progress a non-blocking collective by themselves, so beside 20 matrix products it
     cost more than no overlap at all, and the thread less.
@@ -90,7 +87,7 @@ class HostCommunicator:
         self._lanes = {_INLINE: inline, _MESSAGES: messages}
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._helper: threading.Thread | None = None
-        self._groups: list[Any] = []
+        self._groups: list[HostCommunicator] = []
         self._departed = self.closed = False
 
     def all_reduce(self, array: np.ndarray) -> None:
@@ -99,7 +96,12 @@ class HostCommunicator:
 
     def start_all_reduce(self, array: np.ndarray, span: Span = unseen, name: str = "") -> Work:
         call = self._admit("start_all_reduce", array, summed=True, name=name)
-        return self._start(_Message(lambda lane: lane.all_reduce(array, call), span, call))
+        if self._helper is None:
+            self._helper = threading.Thread(target=self._send_messages, name="minidl-messages", daemon=True)
+            self._helper.start()
+        message = _Message(array, span, call)
+        self._queue.put(message)
+        return message
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         call = self._admit("all_gather", array, written=False)
@@ -111,15 +113,6 @@ class HostCommunicator:
         check_root(root, self.size)
         call = self._admit("broadcast", array, root=root)
         self._run(_INLINE, call, lambda lane: lane.broadcast(array, call))
-
-    def start_exchange(
-        self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""
-    ) -> Work:
-        check_exchange(self.rank, self.size, sends, receives)
-        for array in (*sends.values(), *receives.values()):
-            self._require_host("start_exchange", array)
-        call = self.enter("start_exchange", name=name)
-        return self._start(_Message(lambda lane: lane.exchange(sends, receives, call), unseen, call))
 
     def barrier(self) -> None:
         call = self.enter("barrier")
@@ -156,19 +149,8 @@ class HostCommunicator:
 
     def _run(self, lane: str, call: Call, action: Callable[[Lane], Any]) -> Any:
         """``action`` on a lane, under the watchdog's eyes."""
-        log, key = self.roll_call.log, f"{lane} {id(self)}"
-        log.begin(key, call)
-        try:
+        with self.roll_call.log.under_way(f"{lane} {id(self)}", call):
             return action(self._lanes[lane])
-        finally:
-            log.end(key)
-
-    def _start(self, message: _Message) -> Work:
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._send_messages, name="minidl-messages", daemon=True)
-            self._helper.start()
-        self._queue.put(message)
-        return message
 
     def _require_host(self, kind: str, array: Any) -> None:
         if not isinstance(array, np.ndarray):
@@ -190,7 +172,7 @@ class HostCommunicator:
         while (message := self._queue.get()) is not None:
             try:
                 with message.span(None):
-                    self._run(_MESSAGES, message.call, message.action)
+                    self._run(_MESSAGES, message.call, lambda lane, m=message: lane.all_reduce(m.array, m.call))
             except Exception as error:  # told where the result is waited for
                 message.error = error
             message.done.set()

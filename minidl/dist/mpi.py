@@ -14,6 +14,7 @@ import numpy as np
 from minidl import checks
 from minidl.dist import _window
 from minidl.dist.calls import Call, describe
+from minidl.dist.communicator import Work, check_exchange
 from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.roll_call import RollCall
 from minidl.precision import bfloat16
@@ -22,7 +23,7 @@ __all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane"]
 
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
 _TAGS = 32768  # that every MPI has
-_LOOKS, _PAUSE_SECONDS = 20, 50e-6
+_LOOKS, _PAUSE_SECONDS = 200, 50e-6
 
 
 class MPILane:
@@ -66,27 +67,6 @@ class MPILane:
         self.agree(call)
         self._comm.Bcast(_bytes(array), call.root)
 
-    def exchange(self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], call: Call) -> None:
-        """Ranks that have nothing for each other do not meet. The call's number is the tag: messages of two calls never
-        match, and who waits for one that is not sent is told by the watchdog.
-        """
-        tag, status = call.number % _TAGS, [self._mpi.Status() for _ in receives]
-        requests = [self._comm.Irecv(_bytes(array), rank, tag) for rank, array in receives.items()]
-        sent = [self._comm.Isend(_bytes(array), rank, tag) for rank, array in sends.items()]
-        self._wait(requests, status)
-        for rank, found in zip(receives, status, strict=True):
-            if found.Get_count(self._mpi.BYTE) != receives[rank].nbytes:
-                expected = f"the {receives[rank].nbytes} bytes that are expected of rank {rank}"
-                raise checks.bad_value(str(call), "message", expected, found.Get_count(self._mpi.BYTE))
-        self._wait(sent)
-
-    def _wait(self, requests: list[Any], statuses: list[Any] | None = None) -> None:
-        """Without spinning for long, as MPI does: the core may be the one that computes."""
-        looks = 0
-        while not self._mpi.Request.Testall(requests, statuses):
-            looks += 1
-            time.sleep(0 if looks < _LOOKS else _PAUSE_SECONDS)
-
     def barrier(self, call: Call) -> None:
         self.agree(call)  # nobody knows the answer before all have asked
 
@@ -112,6 +92,38 @@ class MPILane:
         self._comm.Free()
 
 
+class _Exchange:
+    """Messages to and from some ranks, from when they are posted until somebody waits for them.
+
+    MPI moves what is small at once and the rest while both sides wait: a thread that helped would have to be given the
+    core that computes, which on a busy machine takes milliseconds.
+    """
+
+    def __init__(
+        self, comm: MPICommunicator, call: Call, sent: list[Any], received: list[tuple[int, int, Any]]
+    ) -> None:
+        """``received``: (rank, bytes, request) of each."""
+        self._comm, self._call, self._sent, self._received = comm, call, sent, received
+
+    def wait(self) -> None:
+        status = [self._comm.mpi.Status() for _ in self._received]
+        with self._comm.roll_call.log.under_way(f"exchange {self._call.number}", self._call):
+            self._finish([request for _, _, request in self._received], status)
+            for (rank, nbytes, _), found in zip(self._received, status, strict=True):
+                if (count := found.Get_count(self._comm.mpi.BYTE)) != nbytes:
+                    expected = f"the {nbytes} bytes that are expected of rank {rank}"
+                    raise checks.bad_value(str(self._call), "message", expected, count)
+            self._finish(self._sent)
+        self._sent, self._received = [], []
+
+    def _finish(self, requests: list[Any], statuses: list[Any] | None = None) -> None:
+        """Without spinning for long, as MPI does: others may need the core."""
+        looks = 0
+        while not self._comm.mpi.Request.Testall(requests, statuses):
+            looks += 1
+            time.sleep(0 if looks < _LOOKS else _PAUSE_SECONDS)
+
+
 class MPICommunicator(HostCommunicator):
     """Ranks joined by MPI; arrays are NumPy's.
 
@@ -133,12 +145,26 @@ class MPICommunicator(HostCommunicator):
         self.mpi, self._ranks = mpi, ranks
         self.rank, self.size, self.host_ranks = ranks.rank, ranks.size, host_ranks
         self.local_rank, self.local_size = host_ranks.index(self.rank), len(host_ranks)
-        self._control = MPILane(mpi, ranks.Dup())
+        self._control, self._exchanges = MPILane(mpi, ranks.Dup()), ranks.Dup()
         super().__init__(roll_call, self._control, MPILane(mpi, ranks.Dup()))
 
     def share(self, value: Any) -> list[Any]:
         call = self.enter("share")
         return self._run("inline", call, lambda lane: self._control.share(value, call))
+
+    def start_exchange(
+        self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""
+    ) -> Work:
+        check_exchange(self.rank, self.size, sends, receives)
+        for array in (*sends.values(), *receives.values()):
+            self._require_host("start_exchange", array)
+        call = self.enter("start_exchange", name=name)
+        # Ranks that have nothing for each other do not meet. With the call's number as tag messages of two calls never
+        # match: who waits for one that nobody sends is told so by the watchdog.
+        tag, comm = call.number % _TAGS, self._exchanges
+        received = [(rank, array.nbytes, comm.Irecv(_bytes(array), rank, tag)) for rank, array in receives.items()]
+        sent = [comm.Isend(_bytes(array), rank, tag) for rank, array in sends.items()]
+        return _Exchange(self, call, sent, received)
 
     def split(self, color: int) -> MPICommunicator:
         self._groups.append(_Group(self, color))
