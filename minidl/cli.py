@@ -27,6 +27,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import precision
 from minidl.profile import plots
+from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
 
 __all__ = ["main", "parser", "train"]
@@ -71,6 +72,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument(
         "--augment", action=argparse.BooleanOptionalAction, default=True, help="as is customary for the data"
@@ -157,7 +159,9 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     fuse(model, a.fusion)
-    optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
+    optimizer = (ShardedSGD if a.shard_momentum else SGD)(
+        model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False
+    )
 
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}

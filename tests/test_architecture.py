@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"memory", "sparse"},
+    {"memory", "sparse", "sharded"},
     {"train"},
     {"bench"},
     {"launch", "cli"},

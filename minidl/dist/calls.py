@@ -18,6 +18,7 @@ RECENT = 32
 CHAINED = 8192  # checksums kept: a rank may be half as many calls ahead of another and still be compared with it
 _KINDS = (
     "all_reduce", "start_all_reduce", "all_gather", "broadcast", "barrier", "share", "start_exchange", "split",
+    "start_reduce_scatter", "start_all_gather",
 )  # fmt: skip
 _WITHOUT_ARRAY = ("barrier", "share", "start_exchange", "split")
 _DTYPES = (

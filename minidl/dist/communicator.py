@@ -6,7 +6,7 @@ dense. "In stream order" means like a kernel launched on the current CUDA stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ __all__ = [
     "Span",
     "Work",
     "check_array",
+    "check_cuts",
     "check_exchange",
     "check_root",
     "place",
@@ -100,6 +101,20 @@ class Communicator(Protocol):
             ValueError: for a rank that is not one of the others, or an array that is not dense.
         """
 
+    def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        """Like `start_all_reduce`, but rank r gets the sum of its part only, ``array[cuts[r] : cuts[r + 1]]``.
+
+        Args:
+            array: of one dimension; what the other parts hold afterwards is not said.
+            cuts: size + 1 places, ascending from 0 to the end.
+        """
+
+    def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        """Give the part of each rank, ``array[cuts[r] : cuts[r + 1]]`` of rank r, to all, in place; any dtype.
+
+        A message like those of `start_all_reduce`; the arguments are those of `start_reduce_scatter`.
+        """
+
     def split(self, color: int) -> Communicator:
         """The ranks that tell the same ``color``, in rank order, as a communicator of their own; a collective.
 
@@ -155,6 +170,18 @@ def check_exchange(rank: int, size: int, sends: Mapping[int, Any], receives: Map
             check_array("start_exchange", array, written=argument == "receives")
 
 
+def check_cuts(who: str, array: Any, cuts: Sequence[int], size: int) -> None:
+    """Refuse cuts that do not give each rank its part of a one-dimensional array.
+
+    Raises:
+        ValueError: for another number of them, or other ends, or a part of negative length.
+    """
+    ends = [0, *array.shape[:1]]
+    if array.ndim != 1 or len(cuts) != size + 1 or [cuts[0], cuts[-1]] != ends or sorted(cuts) != list(cuts):
+        expected = f"{size + 1} ascending places of a one-dimensional array, from 0 to its end"
+        raise checks.bad_value(who, "cuts", f"{expected} ({array.shape})", tuple(cuts))
+
+
 class _Done:
     """The work of a message that nobody had to send."""
 
@@ -191,6 +218,16 @@ class SoloCommunicator:
 
     def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
         check_exchange(self.rank, self.size, sends, receives)
+        return _DONE
+
+    def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        check_array("start_reduce_scatter", array, written=True)
+        check_cuts("start_reduce_scatter", array, cuts, self.size)
+        return _DONE
+
+    def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        check_array("start_all_gather", array, written=True)
+        check_cuts("start_all_gather", array, cuts, self.size)
         return _DONE
 
     def split(self, color: int) -> Communicator:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,22 @@ class MPILane:
         _window.add_rows(rows, given[0], _window.SUMMABLE.index("bfloat16"))
         self._comm.Allgather(_bytes(given[0]), _bytes(rows))
         array.reshape(-1)[:] = rows.reshape(-1)[: array.size]
+
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.agree(call)
+        if array.dtype == bfloat16:
+            self._sum_halves(array)
+            return
+        own = array[cuts[self._comm.rank] : cuts[self._comm.rank + 1]]
+        total = np.empty_like(own)
+        self._comm.Reduce_scatter(array, total, np.diff(cuts))
+        own[:] = total
+
+    def all_gather_parts(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.agree(call)
+        places = np.array(cuts) * array.itemsize
+        every = [_bytes(array), np.diff(places), places[:-1], self._mpi.BYTE]
+        self._comm.Allgatherv(self._mpi.IN_PLACE, every)
 
     def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
         self.agree(call)

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ from minidl import backend, checks
 from minidl.dist import abort
 from minidl.dist.agree import rank_list, require_same, together
 from minidl.dist.calls import Call, CallLog
-from minidl.dist.communicator import Span, Work, check_array, check_exchange, check_root, unseen
+from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_exchange, check_root, unseen
 from minidl.dist.mpi import MPICommunicator
 
 __all__ = ["NCCLCommunicator", "bind_device", "load_nccl", "refuse_shared_devices"]
@@ -189,6 +190,40 @@ class NCCLCommunicator:
         self._wait_for_current()
         with span(self._stream):
             self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
+        return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
+
+    def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        kind = self._summable("start_reduce_scatter", array)
+        check_cuts("start_reduce_scatter", array, cuts, self.size)
+        call, add, stream = self._enter("start_reduce_scatter", array, name=name), self._nccl.NCCL_SUM, self._stream.ptr
+        parts = [(array.data.ptr + begin * array.itemsize, end - begin) for begin, end in pairwise(cuts)]
+        own, count = parts[self.rank]
+        self._wait_for_current()
+        with span(self._stream):
+            if all(size == count for _, size in parts):
+                self._messages.reduceScatter(array.data.ptr, own, count, kind, add, stream)
+            else:
+                self._nccl.groupStart()
+                for root, (pointer, size) in enumerate(parts):
+                    self._messages.reduce(pointer, pointer, size, kind, add, root, stream)
+                self._nccl.groupEnd()
+        return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
+
+    def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        self._check("start_all_gather", array)
+        check_cuts("start_all_gather", array, cuts, self.size)
+        call, kind, stream = self._enter("start_all_gather", array, name=name), self._nccl.NCCL_UINT8, self._stream.ptr
+        parts = [(array.data.ptr + b * array.itemsize, (e - b) * array.itemsize) for b, e in pairwise(cuts)]
+        own, count = parts[self.rank]
+        self._wait_for_current()
+        with span(self._stream):
+            if all(size == count for _, size in parts):
+                self._messages.allGather(own, array.data.ptr, count, kind, stream)
+            else:
+                self._nccl.groupStart()
+                for root, (pointer, size) in enumerate(parts):
+                    self._messages.broadcast(pointer, pointer, size, kind, root, stream)
+                self._nccl.groupEnd()
         return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
 
     def all_gather(self, array: Any) -> Any:

@@ -12,8 +12,9 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,17 @@ class _ShmLane:
         except _window.Mismatch as error:
             raise self._differ(error) from None
 
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.all_reduce(array, call)  # each rank writes its slice of the sum into all anyway
+
+    def all_gather_parts(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        for root, (begin, end) in enumerate(pairwise(cuts)):
+            if begin < end:
+                try:
+                    self.channel.broadcast(array[begin:end], root, call.code, call.number, call.name.encode())
+                except _window.Mismatch as error:
+                    raise self._differ(error) from None
+
     def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
         try:
             self.channel.all_gather(array, out, call.code, call.number, call.name.encode())
@@ -116,6 +128,10 @@ class _Hierarchy:
     def __init__(self, host: _ShmLane, across: MPILane, everywhere: MPILane) -> None:
         self._host, self._across, self._everywhere = host, across, everywhere
         self.all_gather, self.broadcast, self.barrier = everywhere.all_gather, everywhere.broadcast, everywhere.barrier
+        self.all_gather_parts = everywhere.all_gather_parts
+
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.all_reduce(array, call)
 
     def all_reduce(self, array: np.ndarray, call: Call) -> None:
         self._across.agree(call)

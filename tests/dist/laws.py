@@ -135,6 +135,28 @@ class CommunicatorLaws:
             for other, got in receives.items():
                 np.testing.assert_array_equal(self.ops.to_host(got), self.make(shape, dtype, 1 + other * size + rank))
 
+    @pytest.mark.parametrize("dtype", [*SUMMED, bfloat16], ids=str)
+    @pytest.mark.parametrize("size", [0, 1, 7, 64, 70002])
+    def test_sums_in_parts_given_to_all_are_the_sum(self, size, dtype):
+        """Equal parts, nearly equal ones, and all of it on the last rank."""
+        ranks, rank = self.comm.size, self.comm.rank
+        for cuts in [[size * r // ranks for r in range(ranks + 1)], [*[0] * ranks, size]]:
+            array, own = self.send(self.make((size,), dtype)), slice(cuts[rank], cuts[rank + 1])
+            self.comm.start_reduce_scatter(array, cuts, name="conv1").wait()
+            expected = self.every((size,), "float64").sum(0)
+            np.testing.assert_array_equal(self.ops.to_host(array)[own].astype("float64"), expected[own])
+            work = self.comm.start_all_gather(array, cuts)
+            work.wait()
+            work.wait()
+            np.testing.assert_array_equal(self.ops.to_host(array).astype("float64"), expected)
+
+    def test_refuses_cuts_that_give_no_parts(self):
+        array, ranks = self.send(self.make((10,), "float32")), self.comm.size
+        for call in (self.comm.start_reduce_scatter, self.comm.start_all_gather):
+            for cuts in ([0] * ranks, [0] * ranks + [9], [1] + [10] * ranks, [0, 10, *[5] * (ranks - 1), 10]):
+                with pytest.raises(ValueError, match=r"cuts must be \d+ ascending places of a one-dimensional array"):
+                    call(array, cuts)
+
     def test_an_exchange_sees_what_was_enqueued_before_it_and_runs_beside_other_calls(self):
         rank, size = self.comm.rank, self.comm.size
         partners = {rank ^ 1} & set(range(size))
