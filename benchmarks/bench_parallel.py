@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
 from minidl import dist, launch, models
-from minidl.backend import get_ops
 from minidl.bench.setup import device_of
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import share
@@ -179,14 +177,22 @@ def torch_step(case: Case) -> Callable[[], None] | None:
     return step
 
 
-def sample(ops: ModuleType, comm: dist.Communicator, step: Callable[[], None] | None, calls: int) -> float:
+def settle(device: str) -> None:
+    """Return when this rank's device has done everything, on all streams."""
+    if device == "cuda":
+        import cupy
+
+        cupy.cuda.Device().synchronize()
+
+
+def sample(comm: dist.Communicator, device: str, step: Callable[[], None] | None, calls: int) -> float:
     """Milliseconds of a step on this rank; None: it only waits for the others."""
-    ops.synchronize()
+    settle(device)
     comm.barrier()
     started = time.perf_counter()
     for _ in range(calls if step else 0):
         step()
-    ops.synchronize()
+    settle(device)
     elapsed = (time.perf_counter() - started) * 1e3 / calls
     comm.barrier()
     return elapsed
@@ -196,21 +202,21 @@ def measure(
     splits: Splits, case: Case, device: str, precision: str, samples: int, calls: int
 ) -> dict[str, list[float]]:
     """Milliseconds of each arm, sample by sample; a collective. Alone, only rank 0 computes."""
-    ops, comm = get_ops(device), splits.comm
+    comm = splits.comm
     steps: dict[str, Any] = {}
     for name, arm in arms(case, comm.size).items():
         step = step_of(splits, case, arm, name == "alone", device, precision)
         steps[name] = step if name != "alone" or comm.rank == 0 else None
-        sample(ops, comm, steps[name], 2)
+        sample(comm, device, steps[name], 2)
     if device == "cuda":
         step = torch_step(case) if comm.rank == 0 and not case.unet else None
         if comm.share(step is not None)[0]:
             steps[TORCH] = step
-            sample(ops, comm, step, 3)
+            sample(comm, device, step, 3)
     own: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(samples):
         for name, step in steps.items():
-            own[name].append(sample(ops, comm, step, calls))
+            own[name].append(sample(comm, device, step, calls))
     return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in steps}
 
 
