@@ -254,6 +254,8 @@ class RollCall:
         if differs := watchdog.contradiction(rank, mine, told):
             abort.abort(differs, "every rank must make the same calls in the same order", alike=differs)
         busy = waiting.call.kind == _CLOSE and len(told) == size - 1  # at the end, who answers may take its time
+        if busy and self._asked is not None and time.monotonic() - self._asked[2] > DEFER_SECONDS:
+            self._asked = None  # ask again: it may stop yet
         if over and not busy:
             abort.before_abort(lambda: self._end_silent(told))
             abort.abort(*watchdog.report(waiting, size, rank, mine, told), watchdog.STATUS)
