@@ -182,6 +182,11 @@ class MPICommunicator(HostCommunicator):
         sent = [comm.Isend(_bytes(array), rank, tag) for rank, array in sends.items()]
         return _Exchange(self, call, sent, received)
 
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._exchanges.Free()
+
     def split(self, color: int) -> MPICommunicator:
         self._groups.append(_Group(self, color))
         return self._groups[-1]
