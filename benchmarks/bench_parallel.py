@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
 CASES = {
     "cuda": (Case(32, 256, 64), Case(32, 28, 512), Case(1, 512, 64), Case(16, 256, 64, True), Case(1, 512, 64, True)),
-    "cpu": (Case(8, 32, 32), Case(4, 14, 128), Case(1, 64, 32), Case(2, 64, 8, True), Case(1, 128, 8, True)),
+    "cpu": (Case(8, 64, 32), Case(4, 28, 128), Case(1, 256, 32), Case(2, 128, 16, True), Case(1, 256, 16, True)),
 }
 
 
@@ -185,23 +185,23 @@ def settle(device: str) -> None:
         cupy.cuda.Device().synchronize()
 
 
-def sample(comm: dist.Communicator, device: str, step: Callable[[], None] | None, calls: int) -> float:
-    """Milliseconds of a step on this rank; None: it only waits for the others."""
+def sample(comm: dist.Communicator, device: str, step: Callable[[], None] | None, calls: int) -> tuple[float, float]:
+    """Milliseconds of a step on this rank, and of processor time in it; None: it only waits for the others."""
     settle(device)
     comm.barrier()
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     for _ in range(calls if step else 0):
         step()
     settle(device)
-    elapsed = (time.perf_counter() - started) * 1e3 / calls
+    found = (time.perf_counter() - started) * 1e3 / calls, (time.process_time() - busy) * 1e3 / calls
     comm.barrier()
-    return elapsed
+    return found
 
 
 def measure(
     splits: Splits, case: Case, device: str, precision: str, samples: int, calls: int
-) -> dict[str, list[float]]:
-    """Milliseconds of each arm, sample by sample; a collective. Alone, only rank 0 computes."""
+) -> dict[str, list[tuple[float, float]]]:
+    """Milliseconds and processor time of each arm, sample by sample; a collective. Alone, only rank 0 computes."""
     comm = splits.comm
     steps: dict[str, Any] = {}
     for name, arm in arms(case, comm.size).items():
@@ -213,15 +213,24 @@ def measure(
         if comm.share(step is not None)[0]:
             steps[TORCH] = step
             sample(comm, device, step, 3)
-    own: dict[str, list[float]] = {name: [] for name in steps}
+    own: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for _ in range(samples):
         for name, step in steps.items():
             own[name].append(sample(comm, device, step, calls))
-    return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in steps}
+    slowest = lambda times: tuple(map(max, zip(*times, strict=True)))  # noqa: E731  (of the ranks, each figure)
+    return {name: list(map(slowest, zip(*comm.share(own[name]), strict=True))) for name in steps}
 
 
-def rows_of(case: Case, ranks: int, precision: str, times: dict[str, list[float]]) -> list[dict]:
-    """Rows of the result file, each with the rank alone beside it; least saved first."""
+def rows_of(
+    case: Case, ranks: int, precision: str, device: str, samples: dict[str, list[tuple[float, float]]]
+) -> list[dict]:
+    """Rows of the result file, each with the rank alone beside it; least saved first.
+
+    On CPUs ``busy_ms`` is the processor time of the busiest rank: on a machine that others use as well, what the step
+    would take with cores to itself but for waiting.
+    """
+    times = {name: [ms for ms, _ in found] for name, found in samples.items()}
+    busy = {name: statistics.median(ms for _, ms in found) for name, found in samples.items()}
     peers = {name: statistics.median(times[name]) for name in ("alone", TORCH) if name in times}
     rows = []
     for name in times:
@@ -233,6 +242,8 @@ def rows_of(case: Case, ranks: int, precision: str, times: dict[str, list[float]
                 "saved": 1 - median / peers["alone"], "peers": peers,
             }
         )  # fmt: skip
+        if device == "cpu":
+            rows[-1] |= {"busy_ms": busy[name], "busy_saved": 1 - busy[name] / busy["alone"]}
     return sorted(rows, key=lambda row: (row["arm"] != "alone", row["saved"]))
 
 
@@ -247,20 +258,22 @@ def main() -> None:
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
     if dist.launched_size() == 1:
-        sys.exit(launch.main(["-n", str(options.ranks), __file__, *sys.argv[1:]]))
+        sys.exit(launch.main(["-n", str(options.ranks), *sys.argv]))
     comm = dist.init(options.device)
     device = device_of(options.device, comm)
     precision = options.precision or ("bf16" if device == "cuda" else "fp32")
     rows, splits = [], Splits(comm)
     for case in CASES[device]:
         times = measure(splits, case, device, precision, options.samples, options.calls)
-        rows += rows_of(case, comm.size, precision, times)
+        rows += rows_of(case, comm.size, precision, device, times)
     if comm.rank == 0:
+        figures = ("ms", "min_ms", "spread", *(["busy_ms"] if device == "cpu" else []))
+        shares = ("saved", *(["busy_saved"] if device == "cpu" else []))
         table = [
-            [row["case"], row["arm"], *(f"{row[key]:.3f}" for key in ("ms", "min_ms", "spread")), f"{row['saved']:.1%}"]
+            [row["case"], row["arm"], *(f"{row[key]:.3f}" for key in figures), *(f"{row[key]:.1%}" for key in shares)]
             for row in rows
-        ]  # fmt: skip
-        columns = ["network", "shared by", "ms", "min ms", "spread", "time saved"]
+        ]
+        columns = ["network", "shared by", *(key.replace("_", " ") for key in (*figures, *shares))]
         show(f"convolutions on {comm.size} ranks ({comm.name}), {precision}", columns, table)
         if options.json:
             write(Path(options.json), result("bench_parallel", rows, machine_record()))
