@@ -93,6 +93,28 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
     assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
 
 
+def test_a_device_that_waits_is_seen_whatever_its_host_does(tmp_path):
+    done = job.run("faults", 2, tmp_path, "device_waits", "cpu", **LIMIT)
+    assert done.status == 124, done.output
+    assert done.output.count("ending all ranks") == 1, done.output
+    first = done.output.splitlines()[0]
+    assert first.startswith("minidl: rank 0 of 2 (") and ", step 12): waits for " in first
+    assert "start_all_reduce of 1000 float32 (layer1.0.conv2), for rank 1; ending all ranks" in first
+    assert "  rank 1: made " in done.output and "time.sleep(1000)" in done.output
+    assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
+
+
+def test_calls_that_no_engine_compares_are_found_different_by_the_ranks(tmp_path):
+    done = job.run("faults", 2, tmp_path, "calls_that_nobody_compares", "cpu")
+    assert done.status == 1, done.output
+    lines = [line for line in done.output.splitlines() if "differs: " in line]
+    assert len(lines) == 1 and done.output.count("ending all ranks") == 1, done.output
+    expected = (
+        "differs: on rank 0: start_all_reduce of 1000 float32 (conv1); on rank 1: start_all_reduce of 900 float32"
+    )
+    assert expected in lines[0] and done.seconds < 8
+
+
 @pytest.mark.parametrize(("fault", "culprit"), [("stopped", 0), ("stopped", 1), ("stopped_at_the_end", 1)])
 def test_a_stopped_rank_is_named_whoever_it_is(fault, culprit, tmp_path):
     done = job.run("faults", 2, tmp_path, fault, "cpu", str(culprit), **LIMIT)

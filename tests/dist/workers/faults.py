@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
 import minidl as m
 from minidl.backend import get_ops
 from minidl.dist import abort, init
+from minidl.dist.nccl import _Followed
 
 out, name, device = sys.argv[1:4]
 comm = init(device)
@@ -166,6 +168,24 @@ def other_halo():
 
 def other_root():
     comm.broadcast(array, root=comm.rank)
+
+
+def device_waits():
+    """As with NCCL: the host of rank 0 has gone on, and its GPU waits for a rank that does not come."""
+    abort.context.update(step=12)
+    if misbehaves:
+        time.sleep(1000)
+    log, followed = comm.roll_call.log, _Followed(comm.roll_call.log, "messages of the GPU")
+    comm.roll_call.watch(followed.look)
+    followed.add(log.enter("start_all_reduce", array, name="layer1.0.conv2"), SimpleNamespace(done=False))
+    time.sleep(1000)
+
+
+def calls_that_nobody_compares():
+    """As with NCCL: the sums are wrong, and no call of either rank ever fails."""
+    sizes = (1000, 900 if misbehaves else 1000, 1000)
+    for size in sizes:
+        comm.roll_call.log.enter("start_all_reduce", array[:size], name="conv1")
 
 
 def other_model():
