@@ -125,6 +125,7 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
     assert "simulated: resnet50/224x224/b64" in told and "below 90% from 16 ranks: the update waits" in told
     rows = load(path)["rows"]
     assert {row["nodes"] for row in rows} == {1, 2, 4} and len(rows) == 3 * len(scaling.GROUPS)
+    assert all(sum(m["waited"] for m in row["messages"]) == pytest.approx(row["waited_ms"], rel=1e-5) for row in rows)
     assert all(0 < row["efficiency"] <= 1 and row["ranks"] == 8 * row["nodes"] for row in rows)
     assert cli.main(["simulate", str(ALONE), "--check", *map(str, SEVERAL)]) == 0
     assert "worst error of a step: 3.2%" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from minidl import checks
@@ -185,7 +186,7 @@ def _row(step: StepTimes, o: Outcome, a: argparse.Namespace) -> dict[str, Any]:
         "case": step.case, "pass": "step", "dtype": a.message_dtype, "arm": f"simulated, groups of {group_name(o)}",
         "ms": o.ms, "spread": None, "floor_ms": o.alone_ms, "peers": {}, "nodes": o.hosts, "ranks": o.ranks,
         "group_bytes": o.group_bytes, "efficiency": o.efficiency, "images_per_s": o.images_per_s,
-        "waited_ms": o.waited_ms, "slowed_ms": o.slowed_ms,
+        "waited_ms": o.waited_ms, "slowed_ms": o.slowed_ms, "messages": [asdict(message) for message in o.messages],
     }  # fmt: skip
 
 
