@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,10 @@ class ShardedSGD(SGD):
             model.arena.shard()
         self._collected: np.ndarray | None = None
         super().__init__(model, *args, **options)
+        own = [message.own for message in self.arena.messages]
+        places = accumulate((end - begin for begin, end in own), initial=0)
+        # Where the momentum of each own part begins, by the part's beginning in the arena.
+        self._place_of = {begin: place for (begin, _), place in zip(own, places, strict=False)}
 
     @property
     def _state_size(self) -> int:
@@ -44,16 +49,8 @@ class ShardedSGD(SGD):
     def _velocity_of(self, begin: int, end: int) -> Any:
         if self.velocity is None:
             return None
-        place = self._places()[begin]
+        place = self._place_of[begin]
         return self.velocity[place : place + end - begin]
-
-    def _places(self) -> dict[int, int]:
-        """Where the momentum of each own part begins, by the part's beginning in the arena."""
-        places, size = {}, 0
-        for begin, end in (message.own for message in self.arena.messages):
-            places[begin] = size
-            size += end - begin
-        return places
 
     def step(self) -> None:
         """Update the own parts as messages arrive, and take those of the others."""
@@ -62,15 +59,21 @@ class ShardedSGD(SGD):
             return
         arena, self._collected, works = self.arena, None, []
         for message in arena.finished():
-            self._update(*message.own)
+            if message.own[0] < message.own[1]:  # a message of few chunks has none for some ranks
+                self._update(*message.own)
             part = arena.master[message.begin : message.end]
             works.append(arena.comm.start_all_gather(part, message.cuts, name=message.name))
         for message, work in zip(arena.messages, works, strict=True):
             with self.model.profiler.span(message.name, "wait"):
                 work.wait()
             if self._mixed:
-                for part in (slice(message.begin, message.own[0]), slice(message.own[1], message.end)):
-                    self.ops.copy_into(arena.working[part], arena.master[part])
+                self._round(message.begin, message.own[0])
+                self._round(message.own[1], message.end)
+
+    def _round(self, begin: int, end: int) -> None:
+        """What another rank has updated, for products."""
+        if begin < end:
+            self.ops.copy_into(self.arena.working[begin:end], self.arena.master[begin:end])
 
     def collect(self) -> None:
         """Bring the momentum of all ranks together for `state_dict`; a collective."""
@@ -79,7 +82,8 @@ class ShardedSGD(SGD):
         whole = self.ops.zeros((self.arena.trainable_size,), np.dtype(np.float32))
         for message in self.arena.messages:
             begin, end = message.own
-            self.ops.copy_into(whole[begin:end], self._velocity_of(begin, end))
+            if begin < end:
+                self.ops.copy_into(whole[begin:end], self._velocity_of(begin, end))
             part = whole[message.begin : message.end]
             self.arena.comm.start_all_gather(part, message.cuts, name=message.name).wait()
         self._collected = self.ops.to_host(whole)
@@ -99,5 +103,6 @@ class ShardedSGD(SGD):
     def _set_velocity(self, whole: np.ndarray) -> None:
         for message in self.arena.messages:
             begin, end = message.own
-            self.ops.copy_into(self._velocity_of(begin, end), self.ops.from_host(whole[begin:end]))
+            if begin < end:
+                self.ops.copy_into(self._velocity_of(begin, end), self.ops.from_host(whole[begin:end]))
         self._collected = None
