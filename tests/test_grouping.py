@@ -8,6 +8,9 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.backend import get_ops
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
 from minidl.dist import SOLO
 from minidl.profile import grouping
 from tests.dist import job
@@ -75,6 +78,12 @@ def test_a_model_takes_what_was_kept_unless_told(cpu_ops):
 def test_one_rank_alone_is_refused(cpu_ops):
     with pytest.raises(ValueError, match="tune comm: ranks must be at least 2, got 1; start it with"):
         grouping.measure(cpu_ops, SOLO)
+
+
+def test_on_gpus_products_and_passes_that_the_memory_bounds_take_turns():
+    with dry_run(BUILT_IN["H200"]) as log:
+        grouping._kernels(get_ops("cuda"))()
+    assert [launch.stem.split("_")[0] for launch in log.launches] == ["conv2d", "activation"]
 
 
 @pytest.mark.mpi
