@@ -14,28 +14,9 @@ from minidl.cuda.launch import dry_run
 from minidl.fusion import fold
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import Axis, Rows, plan, share
+from tests.parts import Part
 
 AXES = [Axis(*sizes) for sizes in itertools.product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2))]
-
-
-class Part:
-    """One of several ranks whose messages say nothing."""
-
-    local_rank = 0
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-        self.sent = []
-
-    def start_exchange(self, sends, receives, name=""):
-        self.sent.append((name, {r: a.shape for r, a in sends.items()}, {r: a.shape for r, a in receives.items()}))
-        return self
-
-    def start_all_reduce(self, array, span=None, name=""):
-        return self
-
-    def wait(self):
-        pass
 
 
 def cases():
