@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 GROUPS = (0, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 1 << 40)  # bytes; the last: one message for all
-INTERFERENCE = 0.3  # see docs/distributed.md: fitted on two GPUs, checked on four
+INTERFERENCE = 0.3  # what its messages cost VGG-16 on two GPUs; see docs/distributed.md
 
 
 @dataclass(frozen=True)
