@@ -191,6 +191,40 @@ def all_reduces() -> str:
     return markdown(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
 
 
+_SHARED = {
+    "images": "data", "rows": "rows", "output channels": "channels", "images and rows": "data+rows",
+    "images and channels": "data+channels",
+}  # fmt: skip
+
+
+def shared_layers() -> str:
+    """Steps of ranks that share layers, worst first: milliseconds, and the time saved beside one rank alone."""
+    lines = []
+    for machine in sorted(path.name for path in RESULTS.iterdir()):
+        for file in load(machine, "bench_parallel"):
+            cases: dict[str, dict[str, Row]] = {}
+            for row in file["rows"]:
+                cases.setdefault(row["case"], {})[row["arm"]] = row
+            for case, arms in sorted(cases.items(), key=lambda found: _least_saved(found[1])):
+                for ms, saved, what in (("ms", "saved", ""), ("busy_ms", "busy_saved", ", processor time")):
+                    if ms in arms["alone"]:
+                        lines.append([case, *_shared_line(arms, _machine(file), ms, saved, what)])
+    columns = ["network", "on", "one rank, ms", "PyTorch, one rank", *(f"shared by {what}" for what in _SHARED)]
+    filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    return markdown([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])
+
+
+def _least_saved(arms: dict[str, Row]) -> float:
+    return min(row["saved"] for name, row in arms.items() if name in _SHARED.values())
+
+
+def _shared_line(arms: dict[str, Row], machine: str, ms: str, saved: str, what: str) -> list[str]:
+    one = arms["alone"]
+    torch = one["peers"].get("torch-eager")
+    cells = [f"{arms[arm][ms]:.3g} ({arms[arm][saved]:.0%})" if arm in arms else "" for arm in _SHARED.values()]
+    return [f"{one['ranks']} ranks, {machine}{what}", f"{one[ms]:.3g}", f"{torch:.3g}" if torch else "", *cells]
+
+
 def _median_and_least(median: float, least: float) -> str:
     return f"{median:.3g} ({least:.3g})"
 
@@ -219,7 +253,7 @@ def between(page: str, name: str, text: str) -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": results},
     "docs/benchmarks.md": {"commands": commands, "options": options},
-    "docs/distributed.md": {"all-reduces": all_reduces},
+    "docs/distributed.md": {"all-reduces": all_reduces, "shared layers": shared_layers},
     "docs/sparse.md": {"products": sparse},
     "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
 }

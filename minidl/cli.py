@@ -1,4 +1,7 @@
-"""The command line: ``minidl train, plan, bench, fuse, plot, tune, warm, info``; ``scripts/train.py`` is the first."""
+"""The command ``minidl`` with its verbs ``train, plan, bench, fuse, plot, tune, warm, simulate, info``.
+
+``scripts/train.py`` is ``minidl train``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, NoReturn
 from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import plan, tuning, warm
+from minidl.bench import plan, simulate, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.config import use_config
@@ -25,6 +28,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import precision
 from minidl.profile import plots
+from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
 
 __all__ = ["main", "parser", "train"]
@@ -46,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
     tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
     warm.add_arguments(verbs.add_parser("warm", help="compile a network's kernels ahead", formatter_class=shown))
+    about = "what a step would take on many hosts, from measured layers"
+    simulate.add_arguments(verbs.add_parser("simulate", help=about, formatter_class=shown))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
     return top
 
@@ -76,6 +82,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument(
         "--augment", action=argparse.BooleanOptionalAction, default=True, help="as is customary for the data"
@@ -174,7 +181,9 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     fuse(model, a.fusion)
-    optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
+    optimizer = (ShardedSGD if a.shard_momentum else SGD)(
+        model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False
+    )
 
     # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
     transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
@@ -226,7 +235,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "warm": warm.run, "info": _info,
+    "warm": warm.run, "simulate": simulate.run, "info": _info,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -96,8 +96,7 @@ class SGD:
         control[GROWTH_INTERVAL] = _GROWTH_INTERVAL
         self.control = self.ops.from_host(control)
         self._lr = float(lr)
-        size = (self.arena.trainable_size,)
-        self.velocity = self.ops.zeros(size, np.dtype(np.float32)) if momentum else None
+        self.velocity = self.ops.zeros((self._state_size,), np.dtype(np.float32)) if momentum else None
         self.segment_of, self.segments = self.arena.table(self._row)
 
     def _check_groups(self) -> None:
@@ -120,6 +119,15 @@ class SGD:
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         return (group.lr_scale if group else 1.0), decay, 1.0, 0.0
+
+    @property
+    def _state_size(self) -> int:
+        """Elements of the momentum that this rank keeps."""
+        return self.arena.trainable_size
+
+    def _velocity_of(self, begin: int, end: int) -> Any:
+        """The momentum of a part of the arena, None without momentum."""
+        return self.velocity[begin:end] if self.velocity is not None else None
 
     @property
     def lr(self) -> float:
@@ -173,7 +181,7 @@ class SGD:
         messages = self.arena.finished()
         if not self.scales_loss:
             for message in messages:
-                self._update(message.begin, message.end)
+                self._update(*message.own)
             return
         for _ in messages:
             pass
@@ -189,7 +197,7 @@ class SGD:
             self.ops.sgd_update(
                 arena.master[part],
                 arena.grad[part],
-                self.velocity[part] if self.velocity is not None else None,
+                self._velocity_of(begin, end),
                 arena.working[part] if self._mixed else None,
                 self.segment_of[begin // ALIGN : end // ALIGN],
                 self.segments,
@@ -201,7 +209,7 @@ class SGD:
         """Momentum by parameter name, and the control array, as host copies."""
         state = {"control": self.ops.to_host(self.control)}
         if self.velocity is not None:
-            host = self.ops.to_host(self.velocity)
+            host = self._whole_velocity()
             for s in self.arena.segments:
                 if s.trainable:
                     state[f"momentum.{s.full_name}"] = host[s.offset : s.offset + s.size].reshape(s.shape).copy()
@@ -225,4 +233,13 @@ class SGD:
             for s in self.arena.segments:
                 if s.trainable:
                     host[s.offset : s.offset + s.size] = state[f"momentum.{s.full_name}"].reshape(-1)
-            self.ops.copy_into(self.velocity, self.ops.from_host(host))
+            self._set_velocity(host)
+
+    def _whole_velocity(self) -> np.ndarray:
+        return self.ops.to_host(self.velocity)
+
+    def _set_velocity(self, whole: np.ndarray) -> None:
+        self.ops.copy_into(self.velocity, self.ops.from_host(whole))
+
+    def collect(self) -> None:
+        """Before `state_dict` is called on one rank only: bring together what lies on several; a collective."""

@@ -134,6 +134,8 @@ class Message:
     layers: tuple[str, ...]
     waiting: int = 0
     work: Work | None = None
+    cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
+    own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
 
     @property
     def name(self) -> str:
@@ -183,6 +185,7 @@ class Arena:
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
+        self.sharded = False
         self.connect(SOLO)
 
     def layer(self, name: str) -> LayerParams:
@@ -241,7 +244,22 @@ class Arena:
             else:
                 self.messages.append(Message(begin, end, (name,)))
         self._message_of = {name: m for m in self.messages for name in m.layers}
+        self._share_out()
         self.begin_step()
+
+    def shard(self) -> None:
+        """From now on each rank gets the sum of its part of every message only, in chunks of the segment table."""
+        self.sharded = True
+        self._share_out()
+
+    def _share_out(self) -> None:
+        ranks, rank = self.comm.size, self.comm.rank
+        for message in self.messages:
+            message.own = message.begin, message.end
+            if self.sharded:
+                chunks = (message.end - message.begin) // ALIGN
+                message.cuts = tuple(ALIGN * (chunks * r // ranks) for r in range(ranks + 1))
+                message.own = message.begin + message.cuts[rank], message.begin + message.cuts[rank + 1]
 
     def begin_step(self, *, accumulate: bool = False, send: bool = True) -> None:
         """Before each backward pass.
@@ -284,7 +302,10 @@ class Arena:
             part = self.wire[message.begin : message.end]
             if self.wire is not self.grad:
                 self.ops.copy_into(part, self.grad[message.begin : message.end])
-            message.work = self.comm.start_all_reduce(part, span, message.name)
+            if self.sharded:
+                message.work = self.comm.start_reduce_scatter(part, message.cuts, span, message.name)
+            else:
+                message.work = self.comm.start_all_reduce(part, span, message.name)
 
     def abandon(self, *, started: bool = True) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
@@ -310,7 +331,8 @@ class Arena:
                 message.work.wait()
             message.work = None
             if self.wire is not self.grad:
-                self.ops.copy_into(self.grad[message.begin : message.end], self.wire[message.begin : message.end])
+                own = slice(*message.own)
+                self.ops.copy_into(self.grad[own], self.wire[own])
             yield message
 
 

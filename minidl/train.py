@@ -349,6 +349,7 @@ class Trainer:
         """
         if self.output is None:
             raise checks.order("Trainer", "it has no output folder", "pass output=")
+        self.optimizer.collect()
         self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
         path = checkpoint.step_path(self.output, self.step)
         self._on_rank_0(lambda: self._write(path))

@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim", "stopping"},
-    {"memory", "sparse", "step", "onnx", "torch_bridge"},
+    {"memory", "sparse", "sharded", "step", "onnx", "torch_bridge"},
     {"compile"},
     {"train"},
     {"bench"},

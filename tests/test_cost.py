@@ -15,6 +15,7 @@ import minidl as m
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered, gradient_sum
 from tests.counting import Counter, numbers
+from tests.parts import Part
 
 STORAGE = {2: "float16", 4: "float32"}
 
@@ -35,6 +36,16 @@ BY_HAND = {
     "stage 3": (
         m.Conv2d(256, 256, 3, padding=1, bias=False), (32, 14, 14, 256), 2,
         [(7398752256, 7602176), (7398752256, 7602176), (7398752256, 8781824)],
+    ),
+    # The same by rows, 7 of 14 on this rank: x = y = 802816, all filters; by filters, 128 of 256: w 294912, y 802816.
+    "stage 3, half of the rows": (
+        m.layers.RowParallelConv2d(256, 256, 3, padding=1, bias=False, height=14, group=Part(0, 2)),
+        (32, 7, 14, 256), 2,
+        [(3699376128, 4390912), (3699376128, 4390912), (3699376128, 5570560)],
+    ),
+    "stage 3, half of the filters": (
+        m.layers.ChannelParallelConv2d(256, 256, 3, padding=1, bias=False, group=Part(0, 2)), (32, 14, 14, 256), 2,
+        [(3699376128, 5406720), (3699376128, 5406720), (3699376128, 5996544)],
     ),
     # A 1x1 convolution of stride 2 reads a quarter of x (2*4*4*3 = 96) but writes all of dx: y = 2*2*2*5 = 40, w = 15,
     # b = 5. FLOP 2*40*3 = 240, + 40 additions of the bias; backward 40 more for its sum.
@@ -372,6 +383,8 @@ CASES = [
     (transposed, lambda: m.ConvTranspose2d(3, 2, 2, stride=2), (1, 3, 2, 3)),
     (transposed, lambda: m.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1, bias=False), (1, 3, 3, 2)),
     (transposed, lambda: m.ConvTranspose2d(2, 3, 1, stride=3, output_padding=2, bias=False), (2, 2, 3, 2)),
+    (convolution, lambda: m.layers.RowParallelConv2d(2, 3, 3, padding=1, height=4), (2, 4, 5, 2)),
+    (convolution, lambda: m.layers.ChannelParallelConv2d(2, 3, 3, padding=1), (2, 4, 5, 2)),
     (transposed, lambda: m.ConvTranspose2d(4, 6, (3, 2), padding=(2, 0), groups=2, dilation=2), (1, 4, 3, 4)),
     (linear, lambda: m.Linear(5, 3), (4, 5)),
     (linear, lambda: m.Linear(3, 7, bias=False), (2, 3)),

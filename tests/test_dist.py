@@ -6,6 +6,8 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +27,7 @@ from minidl.dist import (
     world,
 )
 from minidl.dist.agree import rank_list, together
+from minidl.dist.calls import CHAINED, RECENT, CallLog
 from minidl.dist.nccl import refuse_shared_devices
 from minidl.dist.threads import available_cores, cap_threads, count_sharing
 from minidl.precision import bfloat16
@@ -343,11 +346,15 @@ def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing
     comm._nccl = SimpleNamespace(NCCL_FLOAT32=7, NCCL_SUM=0)
     comm._ops, comm._device, comm.closed, comm._captured = SimpleNamespace(Array=np.ndarray), 0, False, False
     comm._control = SimpleNamespace(
-        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda call, array, name: None
+        depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda *call: call
     )
+    comm._health, comm._groups = threading.Lock(), []
+    followed = []
+    comm._followed = {nccl._INLINE: SimpleNamespace(add=lambda call, done: followed.append(call))}
     comm._inline, comm._messages = Engine(), Engine()
     comm._cuda = SimpleNamespace(
         Device=Device,
+        Event=lambda disable_timing: SimpleNamespace(record=lambda stream: None),
         get_current_stream=lambda: SimpleNamespace(ptr=0),
         runtime=SimpleNamespace(streamIsCapturing=lambda stream: capturing),
     )
@@ -356,3 +363,69 @@ def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing
     comm.close()
     destroyed = [] if capturing else ["destroy", "destroy"]
     assert calls == ["all_reduce", "depart", "synchronize", *destroyed, "close"]
+    assert len(followed) == (not capturing), "an event that was recorded in a capture may not be asked"
+
+
+def test_calls_of_a_gpu_wait_one_after_another_until_the_device_has_done_them():
+    from minidl.dist.nccl import _Followed
+
+    log = CallLog()
+    followed = _Followed(log, "messages of the GPU")
+    events = [SimpleNamespace(done=False) for _ in range(3)]
+    for event, name in zip(events, ("conv3", "conv2", "conv1"), strict=True):
+        followed.add(log.enter("start_all_reduce", np.zeros(5, "float32"), name=name), event)
+    seen = []
+    for done in (0, 0, 1, 3):
+        for event in events[:done]:
+            event.done = True
+        followed.look()
+        seen.append([(waiting.call.name, waiting.seconds) for waiting in log.waiting()])
+        time.sleep(0.01)
+    assert [[name for name, _ in names] for names in seen] == [["conv3"], ["conv3"], ["conv2"], []]
+    assert seen[1][0][1] >= 0.01 > seen[2][0][1], "each counts from when it is the first"
+
+
+def _log(*sizes):
+    log = CallLog()
+    for size in sizes:
+        log.enter("start_all_reduce", np.zeros(size, "float32"), name="conv1")
+    return log
+
+
+def _compared(monkeypatch, mine, *others):
+    """What rank 0, whose log is ``mine``, says when ranks 1, 2, ... have told of ``others``."""
+    said = []
+    monkeypatch.setattr(roll_call.abort, "abort", lambda text, *details, **more: said.append(text))
+    ranks = roll_call.RollCall.__new__(roll_call.RollCall)
+    ranks.log, ranks._comm = mine, SimpleNamespace(rank=0, size=1 + len(others))
+    ranks._passed = {rank: (log.passed, log.recent) for rank, log in enumerate(others, start=1)}
+    ranks._compare()
+    return said, sorted(ranks._passed)
+
+
+def test_ranks_whose_engine_does_not_compare_find_out_what_they_call_differently(monkeypatch):
+    mine = _log(5, 7, 9)
+    assert _compared(monkeypatch, mine, _log(5, 7, 9), _log(5), _log()) == ([], [])
+    assert _compared(monkeypatch, mine, _log(5, 7, 9, 9)) == ([], [1]), "not so far yet: compared later"
+    said, _ = _compared(monkeypatch, mine, _log(5, 8, 9))
+    assert said == [
+        "collective call 2 differs: on rank 0: start_all_reduce of 7 float32 (conv1); "
+        "on rank 1: start_all_reduce of 8 float32 (conv1)"
+    ]
+    long = [3] * (2 * RECENT)
+    said, _ = _compared(monkeypatch, _log(5, *long), _log(6, *long))
+    assert said == [f"collective calls up to number {2 * RECENT + 1} differ from those of rank 1"]
+
+
+def test_checksums_are_kept_for_ranks_that_lag():
+    log = _log(*[1] * (2 * CHAINED))
+    assert log.checksum(log.made) == log.passed.checksum and log.checksum(log.made + 1) is None
+    assert log.checksum(log.made - CHAINED // 2 + 1) == _log(*[1] * (log.made - CHAINED // 2 + 1)).passed.checksum
+    assert log.checksum(log.made - CHAINED // 2) is None
+
+
+def test_exchanges_with_itself_or_with_nobody_are_refused():
+    with pytest.raises(ValueError, match="start_exchange: sends must be by ranks from 0 to 0, without this one"):
+        SOLO.start_exchange({0: np.zeros(3)}, {})
+    SOLO.start_exchange({}, {}).wait()
+    assert SOLO.split(3) is SOLO

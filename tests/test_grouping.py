@@ -7,6 +7,10 @@ import json
 import pytest
 
 import minidl as m
+from minidl import models
+from minidl.backend import get_ops
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
 from minidl.dist import SOLO
 from minidl.profile import grouping
 from tests.dist import job
@@ -66,14 +70,20 @@ def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
 def test_a_model_takes_what_was_kept_unless_told(cpu_ops):
     comm = Two()
     grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 64))
-    assert m.Model(m.models.lenet(), comm=comm).arena.group_bytes == 64
-    assert m.Model(m.models.lenet(), comm=comm, group_bytes=0).arena.group_bytes == 0
-    assert m.Model(m.models.lenet()).arena.group_bytes == 4 << 20
+    assert m.Model(models.lenet(), comm=comm).arena.group_bytes == 64
+    assert m.Model(models.lenet(), comm=comm, group_bytes=0).arena.group_bytes == 0
+    assert m.Model(models.lenet()).arena.group_bytes == 4 << 20
 
 
-def test_one_rank_and_gpus_are_refused(cpu_ops):
+def test_one_rank_alone_is_refused(cpu_ops):
     with pytest.raises(ValueError, match="tune comm: ranks must be at least 2, got 1; start it with"):
         grouping.measure(cpu_ops, SOLO)
+
+
+def test_on_gpus_products_and_passes_that_the_memory_bounds_take_turns():
+    with dry_run(BUILT_IN["H200"]) as log:
+        grouping._kernels(get_ops("cuda"))()
+    assert [launch.stem.split("_")[0] for launch in log.launches] == ["conv2d", "activation"]
 
 
 @pytest.mark.mpi

@@ -24,6 +24,10 @@ SMOOTH = {
     "conv strided dilated": (lambda: m.Conv2d(2, 3, (3, 2), (2, 1), (1, 2), (1, 2)), [(2, 7, 5, 2)]),
     "conv grouped": (lambda: m.Conv2d(4, 6, 3, groups=2, bias=False), [(2, 5, 5, 4)]),
     "conv depthwise": (lambda: m.Conv2d(5, 5, 3, padding=1, groups=5), [(2, 4, 5, 5)]),
+    "conv over rows, one rank": (
+        lambda: m.layers.RowParallelConv2d(3, 4, 3, padding=1, height=5), [(2, 5, 6, 3)],
+    ),
+    "conv over channels, one rank": (lambda: m.layers.ChannelParallelConv2d(3, 4, 3, padding=1), [(2, 5, 6, 3)]),
     "conv transpose": (lambda: m.ConvTranspose2d(3, 4, 2, stride=2), [(2, 3, 4, 3)]),
     "conv transpose padded": (lambda: m.ConvTranspose2d(4, 2, 3, 2, 1, 1, groups=2), [(2, 3, 4, 4)]),
     "batch norm": (lambda: m.BatchNorm2d(3), [(4, 5, 3, 3)]),

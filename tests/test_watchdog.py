@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minidl.dist import watchdog
-from minidl.dist.calls import _DTYPES, _KINDS, RECENT, Call, CallLog, Position, Waiting
+from minidl.dist.calls import _DTYPES, _KINDS, _WITHOUT_ARRAY, RECENT, Call, CallLog, Position, Waiting
 
 
 def position(*calls, waiting=(), idle=3.0, made=None):
@@ -21,7 +21,7 @@ def position(*calls, waiting=(), idle=3.0, made=None):
 @pytest.mark.parametrize("size", [0, 1, 2**40 - 1])
 def test_a_code_tells_the_call(kind, size):
     for dtype in _DTYPES:
-        call = Call(3, kind, size, "" if kind in ("barrier", "share") else dtype, 7, "conv1")
+        call = Call(3, kind, size, "" if kind in _WITHOUT_ARRAY else dtype, 7, "conv1")
         assert Call.decode(call.code, 3, "conv1") == call and 0 < call.code < 2**64
 
 

@@ -33,7 +33,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl tune``."""
     what = p.add_subparsers(dest="what", required=True, metavar="WHAT")
     comm = what.add_parser("comm", help="how many bytes of gradients a message should carry, between these ranks")
-    comm.add_argument("--device", default="auto", choices=["auto", "cpu"])
+    comm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     shown = argparse.ArgumentDefaultsHelpFormatter
     conv = what.add_parser(
         "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=shown
@@ -73,7 +73,8 @@ def _comm(a: argparse.Namespace) -> int:
         ]
         if grouping.disturbed(record):
             notes.append("other programs used this machine meanwhile: measure again when it is quiet")
-        title = f"{grouping.LAYERS} layers of {grouping.LAYER_BYTES >> 10} KiB, {comm.size} ranks ({comm.name})"
+        kibibytes = grouping.LAYER_BYTES[ops.name] >> 10
+        title = f"{grouping.LAYERS} layers of {kibibytes:,} KiB, {comm.size} ranks ({comm.name})"
         show(title, ["KiB", "alone ms", "step ms", "exposed ms"], rows, notes=notes)
     return 0
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Call", "CallLog", "Position", "Waiting", "dtype_name"]
+__all__ = ["Call", "CallLog", "Passed", "Position", "Waiting", "describe", "dtype_name"]
 
 RECENT = 32
-_KINDS = ("all_reduce", "start_all_reduce", "all_gather", "broadcast", "barrier", "share")
+CHAINED = 8192  # checksums kept: a rank may be half as many calls ahead of another and still be compared with it
+_KINDS = (
+    "all_reduce", "start_all_reduce", "all_gather", "broadcast", "barrier", "share", "start_exchange", "split",
+    "start_reduce_scatter", "start_all_gather",
+)  # fmt: skip
+_WITHOUT_ARRAY = ("barrier", "share", "start_exchange", "split")
 _DTYPES = (
     "float32", "float64", "int32", "int64", "bfloat16", "float16", "bool", "uint8", "int8", "uint16", "int16", "uint32",
     "uint64", "complex64", "complex128",
@@ -70,8 +78,14 @@ class Call(NamedTuple):
         root, place = place % (1 << _ROOT_BITS), place >> _ROOT_BITS
         kind, dtype = place >> 8, place & 0xFF
         known = _KINDS[kind - 1] if 0 < kind <= len(_KINDS) else "unknown call"
-        dtype_name = "" if known in ("barrier", "share") else _DTYPES[dtype] if dtype < len(_DTYPES) else "elements"
+        dtype_name = "" if known in _WITHOUT_ARRAY else _DTYPES[dtype] if dtype < len(_DTYPES) else "elements"
         return cls(number, known, size, dtype_name, root, name)
+
+
+def describe(number: int, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
+    """The call on ``array``, or on none."""
+    what = (0, "") if array is None else (array.size, dtype_name(array.dtype))
+    return Call(number, kind, *what, root, name)
 
 
 class Waiting(NamedTuple):
@@ -79,6 +93,13 @@ class Waiting(NamedTuple):
 
     call: Call
     seconds: float
+
+
+class Passed(NamedTuple):
+    """What a rank has called so far: how many calls, and a checksum of all of them in order."""
+
+    number: int
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -111,10 +132,22 @@ class CallLog:
     """Counts the calls of this rank. They run in lanes: those that block, and the messages beside them."""
 
     def __init__(self) -> None:
-        self.made = 0
+        self.passed = Passed(0, 0)
+        self._checksums = [0] * CHAINED  # after call i, at i % CHAINED
+        self._words: dict[tuple, bytes] = {}
         self._recent: deque[Call] = deque(maxlen=RECENT)
         self._under_way: dict[str, tuple[Call, float]] = {}
         self._ended = time.monotonic()
+
+    @property
+    def made(self) -> int:
+        """Calls entered so far."""
+        return self.passed.number
+
+    @property
+    def recent(self) -> tuple[Call, ...]:
+        """The last calls, oldest first."""
+        return tuple(self._recent)
 
     @property
     def last(self) -> str:
@@ -123,11 +156,23 @@ class CallLog:
 
     def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
         """Number a call."""
-        self.made += 1
-        what = () if array is None else (array.size, dtype_name(array.dtype), root, name)
-        call = Call(self.made, kind, *what)
+        call = describe(self.made + 1, kind, array, root, name)
         self._recent.append(call)
+        checksum = zlib.crc32(self._in_words(call), self.passed.checksum)
+        self._checksums[call.number % CHAINED] = checksum
+        self.passed = Passed(call.number, checksum)
         return call
+
+    def checksum(self, number: int) -> int | None:
+        """Of the calls up to that number; None where there are not so many yet, or it is long past."""
+        return self._checksums[number % CHAINED] if self.made - CHAINED // 2 < number <= self.made else None
+
+    def _in_words(self, call: Call) -> bytes:
+        """What must be equal on all ranks, in bytes: told once, for making it takes microseconds."""
+        words = self._words.get(call[1:])
+        if words is None:
+            words = self._words[call[1:]] = str(call).encode()
+        return words
 
     def begin(self, lane: str, call: Call) -> None:
         """The call waits for the other ranks from now on."""
@@ -138,6 +183,15 @@ class CallLog:
         self._under_way.pop(lane, None)
         self._ended = time.monotonic()
 
+    @contextmanager
+    def under_way(self, lane: str, call: Call) -> Iterator[None]:
+        """The call waits for the other ranks in here."""
+        self.begin(lane, call)
+        try:
+            yield
+        finally:
+            self.end(lane)
+
     def waiting(self) -> tuple[Waiting, ...]:
         """The calls under way, the longest first."""
         now = time.monotonic()
@@ -147,4 +201,4 @@ class CallLog:
     def position(self, **details: Any) -> Position:
         """Everything, to be told to the others."""
         idle = time.monotonic() - self._ended
-        return Position(self.made, self.waiting(), tuple(self._recent), idle, **details)
+        return Position(self.made, self.waiting(), self.recent, idle, **details)

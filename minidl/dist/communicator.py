@@ -6,7 +6,7 @@ dense. "In stream order" means like a kernel launched on the current CUDA stream
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,19 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["SOLO", "Communicator", "SoloCommunicator", "Span", "Work", "check_array", "check_root", "place", "unseen"]
+__all__ = [
+    "SOLO",
+    "Communicator",
+    "SoloCommunicator",
+    "Span",
+    "Work",
+    "check_array",
+    "check_cuts",
+    "check_exchange",
+    "check_root",
+    "place",
+    "unseen",
+]
 
 Span = Callable[[Any], AbstractContextManager]
 
@@ -79,6 +91,37 @@ class Communicator(Protocol):
     def broadcast(self, array: Any, root: int = 0) -> None:
         """Overwrite ``array`` by that of rank ``root``, any dtype, in stream order."""
 
+    def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
+        """Send ``sends[r]`` to rank r and overwrite ``receives[r]`` by what rank r sends, any dtype; return at once.
+
+        All ranks call it, those with nothing to send as well; what one sends has the bytes that the other expects. It
+        is a message like those of `start_all_reduce`: ordered behind what is enqueued, arrays untouched until `wait`.
+
+        Raises:
+            ValueError: for a rank that is not one of the others, or an array that is not dense.
+        """
+
+    def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        """Like `start_all_reduce`, but rank r gets the sum of its part only, ``array[cuts[r] : cuts[r + 1]]``.
+
+        Args:
+            array: of one dimension; what the other parts hold afterwards is not said.
+            cuts: size + 1 places, ascending from 0 to the end.
+        """
+
+    def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        """Give the part of each rank, ``array[cuts[r] : cuts[r + 1]]`` of rank r, to all, in place; any dtype.
+
+        A message like those of `start_all_reduce`; the arguments are those of `start_reduce_scatter`.
+        """
+
+    def split(self, color: int) -> Communicator:
+        """The ranks that tell the same ``color``, in rank order, as a communicator of their own; a collective.
+
+        The groups are parts of one program: every rank makes the same calls in the same order, those in its group as
+        well. What ranks of different groups send may differ in size.
+        """
+
     def barrier(self) -> None:
         """Return when every rank's host has come this far; work queued on a GPU may still run."""
 
@@ -111,6 +154,32 @@ def check_array(who: str, array: Any, *, written: bool) -> None:
         raise checks.bad_value(who, "array", "dense in C order", array.strides, "copy it with ops.contiguous first")
     if written and not getattr(array.flags, "writeable", True):
         raise checks.bad_value(who, "array", "writeable", "a read-only array")
+
+
+def check_exchange(rank: int, size: int, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> None:
+    """Refuse partners that are not among the others, and arrays that cannot be sent.
+
+    Raises:
+        ValueError, TypeError: as `Communicator.start_exchange`.
+    """
+    for argument, arrays in (("sends", sends), ("receives", receives)):
+        for other, array in arrays.items():
+            if other == rank or not 0 <= other < size:
+                expected = f"by ranks from 0 to {size - 1}, without this one ({rank})"
+                raise checks.bad_value("start_exchange", argument, expected, other)
+            check_array("start_exchange", array, written=argument == "receives")
+
+
+def check_cuts(who: str, array: Any, cuts: Sequence[int], size: int) -> None:
+    """Refuse cuts that do not give each rank its part of a one-dimensional array.
+
+    Raises:
+        ValueError: for another number of them, or other ends, or a part of negative length.
+    """
+    ends = [0, *array.shape[:1]]
+    if array.ndim != 1 or len(cuts) != size + 1 or [cuts[0], cuts[-1]] != ends or sorted(cuts) != list(cuts):
+        expected = f"{size + 1} ascending places of a one-dimensional array, from 0 to its end"
+        raise checks.bad_value(who, "cuts", f"{expected} ({array.shape})", tuple(cuts))
 
 
 class _Done:
@@ -146,6 +215,23 @@ class SoloCommunicator:
     def broadcast(self, array: Any, root: int = 0) -> None:
         check_array("broadcast", array, written=True)
         check_root(root, self.size)
+
+    def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
+        check_exchange(self.rank, self.size, sends, receives)
+        return _DONE
+
+    def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        check_array("start_reduce_scatter", array, written=True)
+        check_cuts("start_reduce_scatter", array, cuts, self.size)
+        return _DONE
+
+    def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        check_array("start_all_gather", array, written=True)
+        check_cuts("start_all_gather", array, cuts, self.size)
+        return _DONE
+
+    def split(self, color: int) -> Communicator:
+        return self
 
     def barrier(self) -> None:
         pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from minidl import backend, checks
 from minidl.dist.agree import by_value
 from minidl.dist.calls import Call, dtype_name
-from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
+from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_root, unseen
 from minidl.dist.roll_call import RollCall
 
 __all__ = ["HostCommunicator", "Lane", "different_calls"]
@@ -34,6 +34,12 @@ class Lane(Protocol):
 
     def all_reduce(self, array: np.ndarray, call: Call) -> None:
         """Replace ``array`` by the sum of those of all ranks."""
+
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        """Replace this rank's part by the sum of those of all ranks; the others may hold anything."""
+
+    def all_gather_parts(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        """Overwrite each rank's part by what that rank has in it."""
 
     def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
         """Fill ``out`` (size, ...) with the arrays of all ranks."""
@@ -56,10 +62,10 @@ def different_calls(calls: dict[int, Call]) -> RuntimeError:
 
 
 class _Message:
-    """An all-reduce on its way through the helper thread."""
+    """A collective on its way through the helper thread."""
 
-    def __init__(self, array: np.ndarray, span: Span, call: Call) -> None:
-        self.array, self.span, self.call = array, span, call
+    def __init__(self, action: Callable[[Lane], None], span: Span, call: Call) -> None:
+        self.action, self.span, self.call = action, span, call
         self.done = threading.Event()
         self.error: BaseException | None = None
 
@@ -70,7 +76,7 @@ class _Message:
 
 
 class HostCommunicator:
-    """Collectives on NumPy arrays. Started messages are blocking all-reduces in a helper thread, one after another.
+    """Collectives on NumPy arrays. Started messages are blocking calls in a helper thread, one after another.
 
     The MPI libraries at hand do not progress a non-blocking collective by themselves, so beside 20 matrix products it
     cost more than no overlap at all, and the thread less.
@@ -87,6 +93,7 @@ class HostCommunicator:
         self._lanes = {_INLINE: inline, _MESSAGES: messages}
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._helper: threading.Thread | None = None
+        self._groups: list[HostCommunicator] = []
         self._departed = self.closed = False
 
     def all_reduce(self, array: np.ndarray) -> None:
@@ -95,12 +102,19 @@ class HostCommunicator:
 
     def start_all_reduce(self, array: np.ndarray, span: Span = unseen, name: str = "") -> Work:
         call = self._admit("start_all_reduce", array, summed=True, name=name)
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._send_messages, name="minidl-messages", daemon=True)
-            self._helper.start()
-        message = _Message(array, span, call)
-        self._queue.put(message)
-        return message
+        return self._start(_Message(lambda lane: lane.all_reduce(array, call), span, call))
+
+    def start_reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        check_array("start_reduce_scatter", array, written=True)
+        check_cuts("start_reduce_scatter", array, cuts, self.size)
+        call = self._admit("start_reduce_scatter", array, summed=True, name=name)
+        return self._start(_Message(lambda lane: lane.reduce_scatter(array, cuts, call), span, call))
+
+    def start_all_gather(self, array: np.ndarray, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        check_array("start_all_gather", array, written=True)
+        check_cuts("start_all_gather", array, cuts, self.size)
+        call = self._admit("start_all_gather", array, name=name)
+        return self._start(_Message(lambda lane: lane.all_gather_parts(array, cuts, call), span, call))
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         call = self._admit("all_gather", array, written=False)
@@ -138,6 +152,8 @@ class HostCommunicator:
             return
         self.depart()
         self.closed = True
+        for group in self._groups:
+            group.close()
         if self._helper is not None:
             self._queue.put(None)
             self._helper.join()
@@ -146,20 +162,26 @@ class HostCommunicator:
 
     def _run(self, lane: str, call: Call, action: Callable[[Lane], Any]) -> Any:
         """``action`` on a lane, under the watchdog's eyes."""
-        log = self.roll_call.log
-        log.begin(lane, call)
-        try:
+        with self.roll_call.log.under_way(f"{lane} {id(self)}", call):
             return action(self._lanes[lane])
-        finally:
-            log.end(lane)
+
+    def _start(self, message: _Message) -> Work:
+        if self._helper is None:
+            self._helper = threading.Thread(target=self._send_messages, name="minidl-messages", daemon=True)
+            self._helper.start()
+        self._queue.put(message)
+        return message
+
+    def _require_host(self, kind: str, array: Any) -> None:
+        if not isinstance(array, np.ndarray):
+            remedy = "start with init(device='cuda') for arrays on a GPU"
+            raise checks.bad_dtype(kind, "array", "a NumPy array", checks.describe(array), remedy)
 
     def _admit(
         self, kind: str, array: np.ndarray, *, written: bool = True, summed: bool = False, root: int = 0, name: str = ""
     ) -> Call:
         check_array(kind, array, written=written)
-        if not isinstance(array, np.ndarray):
-            remedy = "start with init(device='cuda') for arrays on a GPU"
-            raise checks.bad_dtype(kind, "array", "a NumPy array", checks.describe(array), remedy)
+        self._require_host(kind, array)
         known = self._lanes[_INLINE].summable
         if summed and dtype_name(array.dtype) not in known:
             remedy = "sum in float32, then convert"
@@ -170,7 +192,7 @@ class HostCommunicator:
         while (message := self._queue.get()) is not None:
             try:
                 with message.span(None):
-                    self._run(_MESSAGES, message.call, lambda lane, m=message: lane.all_reduce(m.array, m.call))
+                    self._run(_MESSAGES, message.call, message.action)
             except Exception as error:  # told where the result is waited for
                 message.error = error
             message.done.set()

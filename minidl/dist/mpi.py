@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from minidl import checks
 from minidl.dist import _window
-from minidl.dist.calls import Call
+from minidl.dist.calls import Call, describe
+from minidl.dist.communicator import Work, check_exchange
 from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.roll_call import RollCall
 from minidl.precision import bfloat16
@@ -19,6 +22,8 @@ from minidl.precision import bfloat16
 __all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane"]
 
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
+_TAGS = 32768  # that every MPI has
+_LOOKS, _PAUSE_SECONDS = 200, 50e-6
 
 
 class MPILane:
@@ -54,6 +59,22 @@ class MPILane:
         self._comm.Allgather(_bytes(given[0]), _bytes(rows))
         array.reshape(-1)[:] = rows.reshape(-1)[: array.size]
 
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.agree(call)
+        if array.dtype == bfloat16:
+            self._sum_halves(array)
+            return
+        own = array[cuts[self._comm.rank] : cuts[self._comm.rank + 1]]
+        total = np.empty_like(own)
+        self._comm.Reduce_scatter(array, total, np.diff(cuts))
+        own[:] = total
+
+    def all_gather_parts(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.agree(call)
+        places = np.array(cuts) * array.itemsize
+        every = [_bytes(array), np.diff(places), places[:-1], self._mpi.BYTE]
+        self._comm.Allgatherv(self._mpi.IN_PLACE, every)
+
     def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
         self.agree(call)
         self._comm.Allgather(_bytes(array), _bytes(out))
@@ -87,6 +108,38 @@ class MPILane:
         self._comm.Free()
 
 
+class _Exchange:
+    """Messages to and from some ranks, from when they are posted until somebody waits for them.
+
+    MPI moves what is small at once and the rest while both sides wait: a thread that helped would have to be given the
+    core that computes, which on a busy machine takes milliseconds.
+    """
+
+    def __init__(
+        self, comm: MPICommunicator, call: Call, sent: list[Any], received: list[tuple[int, int, Any]]
+    ) -> None:
+        """``received``: (rank, bytes, request) of each."""
+        self._comm, self._call, self._sent, self._received = comm, call, sent, received
+
+    def wait(self) -> None:
+        status = [self._comm.mpi.Status() for _ in self._received]
+        with self._comm.roll_call.log.under_way(f"exchange {self._call.number}", self._call):
+            self._finish([request for _, _, request in self._received], status)
+            for (rank, nbytes, _), found in zip(self._received, status, strict=True):
+                if (count := found.Get_count(self._comm.mpi.BYTE)) != nbytes:
+                    expected = f"the {nbytes} bytes that are expected of rank {rank}"
+                    raise checks.bad_value(str(self._call), "message", expected, count)
+            self._finish(self._sent)
+        self._sent, self._received = [], []
+
+    def _finish(self, requests: list[Any], statuses: list[Any] | None = None) -> None:
+        """Without spinning for long, as MPI does: others may need the core."""
+        looks = 0
+        while not self._comm.mpi.Request.Testall(requests, statuses):
+            looks += 1
+            time.sleep(0 if looks < _LOOKS else _PAUSE_SECONDS)
+
+
 class MPICommunicator(HostCommunicator):
     """Ranks joined by MPI; arrays are NumPy's.
 
@@ -101,16 +154,70 @@ class MPICommunicator(HostCommunicator):
     def __init__(self, mpi: Any) -> None:
         """Join all ranks of ``mpi``, the module ``mpi4py.MPI``; a collective."""
         world = mpi.COMM_WORLD
-        self.mpi = mpi
-        self.rank, self.size = world.rank, world.size
-        self.host_ranks, processes = _host(mpi, world)
-        self.local_rank, self.local_size = self.host_ranks.index(self.rank), len(self.host_ranks)
-        self._control = MPILane(mpi, world.Dup())
-        super().__init__(RollCall(mpi, world, processes), self._control, MPILane(mpi, world.Dup()))
+        host_ranks, processes = _host(mpi, world)
+        self._settle(mpi, world, host_ranks, RollCall(mpi, world, processes))
+
+    def _settle(self, mpi: Any, ranks: Any, host_ranks: list[int], roll_call: RollCall) -> None:
+        self.mpi, self._ranks = mpi, ranks
+        self.rank, self.size, self.host_ranks = ranks.rank, ranks.size, host_ranks
+        self.local_rank, self.local_size = host_ranks.index(self.rank), len(host_ranks)
+        self._control, self._exchanges = MPILane(mpi, ranks.Dup()), ranks.Dup()
+        super().__init__(roll_call, self._control, MPILane(mpi, ranks.Dup()))
 
     def share(self, value: Any) -> list[Any]:
         call = self.enter("share")
         return self._run("inline", call, lambda lane: self._control.share(value, call))
+
+    def start_exchange(
+        self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""
+    ) -> Work:
+        check_exchange(self.rank, self.size, sends, receives)
+        for array in (*sends.values(), *receives.values()):
+            self._require_host("start_exchange", array)
+        call = self.enter("start_exchange", name=name)
+        # Ranks that have nothing for each other do not meet. With the call's number as tag messages of two calls never
+        # match: who waits for one that nobody sends is told so by the watchdog.
+        tag, comm = call.number % _TAGS, self._exchanges
+        received = [(rank, array.nbytes, comm.Irecv(_bytes(array), rank, tag)) for rank, array in receives.items()]
+        sent = [comm.Isend(_bytes(array), rank, tag) for rank, array in sends.items()]
+        return _Exchange(self, call, sent, received)
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._exchanges.Free()
+
+    def split(self, color: int) -> MPICommunicator:
+        self._groups.append(_Group(self, color))
+        return self._groups[-1]
+
+
+class _Group(MPICommunicator):
+    """Some of the ranks of another communicator.
+
+    Its calls are counted with all others, so that every rank knows how far the rest is; their sizes are compared inside
+    the group only.
+    """
+
+    def __init__(self, parent: MPICommunicator, color: int) -> None:
+        call = parent.enter("split")
+        ranks = parent._run("inline", call, lambda lane: parent._ranks.Split(color, key=parent.rank))
+        members = ranks.allgather(parent.rank)
+        self._parent = parent
+        here = [rank for rank, member in enumerate(members) if member in parent.host_ranks]
+        self._settle(parent.mpi, ranks, here, parent.roll_call)
+
+    def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
+        if self._departed:
+            raise checks.order("communicator", f"{kind} called after close")
+        number = self._parent.enter(kind, name=f"{name} in a group".strip()).number
+        return describe(number, kind, array, root, name)
+
+    def depart(self) -> None:
+        if not self._departed:
+            if not self._parent._departed:  # then the others are waited for already
+                self.barrier()
+            self._departed = True
 
 
 def _host(mpi: Any, world: Any) -> tuple[list[int], dict[int, int]]:

@@ -12,14 +12,17 @@ import os
 import socket
 import threading
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 from minidl import backend, checks
 from minidl.dist import abort
 from minidl.dist.agree import rank_list, require_same, together
-from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
+from minidl.dist.calls import Call, CallLog
+from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_exchange, check_root, unseen
 from minidl.dist.mpi import MPICommunicator
 
 __all__ = ["NCCLCommunicator", "bind_device", "load_nccl", "refuse_shared_devices"]
@@ -32,6 +35,7 @@ _SUMMABLE = {
     "int32": "NCCL_INT32",
     "int64": "NCCL_INT64",
 }
+_INLINE, _MESSAGES = "inline of the GPU", "messages of the GPU"
 _HIGHEST_PRIORITY = -5  # CUDA takes the nearest that the device has
 _RELEASE_SECONDS = 1.0
 
@@ -84,14 +88,43 @@ def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
 
 
 class _Message:
-    """An all-reduce on the communication stream."""
+    """What the communication stream does; it keeps the arrays."""
 
-    def __init__(self, cuda: ModuleType, done: Any, array: Any) -> None:
-        self._cuda, self._done, self._array = cuda, done, array
+    def __init__(self, cuda: ModuleType, done: Any, *arrays: Any) -> None:
+        self._cuda, self._done, self._arrays = cuda, done, arrays
 
     def wait(self) -> None:
         self._cuda.get_current_stream().wait_event(self._done)
-        self._array = None  # from here on stream order keeps its memory safe
+        self._arrays = ()  # from here on stream order keeps their memory safe
+
+
+class _Followed:
+    """Calls that were given to the device on one communicator, until it has done them: what the watchdog sees.
+
+    The program adds calls and the listener looks; a call waits from when it is seen to be the first that is not done.
+    """
+
+    def __init__(self, log: CallLog, lane: str) -> None:
+        self._log, self._lane = log, lane
+        self._pending: deque[tuple[Call, Any]] = deque()
+        self._first: Call | None = None
+
+    def add(self, call: Call, done: Any) -> None:
+        """``done``: an event recorded behind the call."""
+        self._pending.append((call, done))
+
+    def look(self) -> None:
+        """Forget what is done; tell the log what is under way."""
+        while self._pending and self._pending[0][1].done:
+            self._pending.popleft()
+        first = self._pending[0][0] if self._pending else None
+        if first is self._first:
+            return
+        self._first = first
+        if first is None:
+            self._log.end(self._lane)
+        else:
+            self._log.begin(self._lane, first)
 
 
 class NCCLCommunicator:
@@ -116,20 +149,27 @@ class NCCLCommunicator:
         self._nccl = load_nccl()
         self._ops = backend.get_ops("cuda")
         self._control, self._device, self.closed = control, device, False
-        self._captured = False
+        self._captured = self._capturing = False
+        log = control.roll_call.log
+        self._followed = {lane: _Followed(log, f"{lane} {id(self)}") for lane in (_INLINE, _MESSAGES)}
+        self._health = threading.Lock()  # of the NCCL communicators, between the listener and `close`
+        self._groups: list[NCCLCommunicator] = []
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
         self._connect()
-        control.roll_call.watch(self._check_health)
-        abort.before_abort(self._abort)
 
     def _connect(self) -> None:
         import cupy
 
         self._cuda, make_id = cupy.cuda, self._nccl.get_unique_id
         ids = together(self, "making the NCCL ids", lambda: (make_id(), make_id()) if self.rank == 0 else ())[0]
+        log = self._control.roll_call.log
+        log.begin(_INLINE, self._control.enter("connect"))
         # A rank that fails in here cannot tell the others, who wait inside NCCL: its exception ends the job.
         self._inline, self._messages = (self._nccl.NcclCommunicator(self.size, unique, self.rank) for unique in ids)
+        log.end(_INLINE)
+        self._control.roll_call.watch(self._check_health)
+        abort.before_abort(self._abort)
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._ready = cupy.cuda.Event(disable_timing=True)
         # NCCL sets up its connections in the first operation; none of that belongs into a timed or captured step.
@@ -139,34 +179,94 @@ class NCCLCommunicator:
         cupy.cuda.get_current_stream().synchronize()
 
     def all_reduce(self, array: Any) -> None:
-        kind = self._admit("all_reduce", array, summed=True)
-        stream = self._cuda.get_current_stream().ptr
-        self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream)
+        kind = self._summable("all_reduce", array)
+        call, stream = self._enter("all_reduce", array), self._cuda.get_current_stream()
+        self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream.ptr)
+        self._follow(_INLINE, call, stream)
 
     def start_all_reduce(self, array: Any, span: Span = unseen, name: str = "") -> Work:
-        kind = self._admit("start_all_reduce", array, summed=True, name=name)
-        # A wait refers to the last record before it, so one event serves all messages.
-        self._ready.record(self._cuda.get_current_stream())
-        self._stream.wait_event(self._ready)
-        pointer = array.data.ptr
+        kind = self._summable("start_all_reduce", array)
+        call, pointer = self._enter("start_all_reduce", array, name=name), array.data.ptr
+        self._wait_for_current()
         with span(self._stream):
             self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
-        done = self._cuda.Event(disable_timing=True)
-        done.record(self._stream)
-        return _Message(self._cuda, done, array)
+        return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
+
+    def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        kind = self._summable("start_reduce_scatter", array)
+        check_cuts("start_reduce_scatter", array, cuts, self.size)
+        call, add, stream = self._enter("start_reduce_scatter", array, name=name), self._nccl.NCCL_SUM, self._stream.ptr
+        parts = [(array.data.ptr + begin * array.itemsize, end - begin) for begin, end in pairwise(cuts)]
+        own, count = parts[self.rank]
+        self._wait_for_current()
+        with span(self._stream):
+            if all(size == count for _, size in parts):
+                self._messages.reduceScatter(array.data.ptr, own, count, kind, add, stream)
+            else:
+                self._nccl.groupStart()
+                for root, (pointer, size) in enumerate(parts):
+                    self._messages.reduce(pointer, pointer, size, kind, add, root, stream)
+                self._nccl.groupEnd()
+        return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
+
+    def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        self._check("start_all_gather", array)
+        check_cuts("start_all_gather", array, cuts, self.size)
+        call, kind, stream = self._enter("start_all_gather", array, name=name), self._nccl.NCCL_UINT8, self._stream.ptr
+        parts = [(array.data.ptr + b * array.itemsize, (e - b) * array.itemsize) for b, e in pairwise(cuts)]
+        own, count = parts[self.rank]
+        self._wait_for_current()
+        with span(self._stream):
+            if all(size == count for _, size in parts):
+                self._messages.allGather(own, array.data.ptr, count, kind, stream)
+            else:
+                self._nccl.groupStart()
+                for root, (pointer, size) in enumerate(parts):
+                    self._messages.broadcast(pointer, pointer, size, kind, root, stream)
+                self._nccl.groupEnd()
+        return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
 
     def all_gather(self, array: Any) -> Any:
-        self._admit("all_gather", array, written=False)
+        self._check("all_gather", array, written=False)
+        call, stream = self._enter("all_gather", array), self._cuda.get_current_stream()
         out = self._ops.empty((self.size, *array.shape), array.dtype)
-        stream = self._cuda.get_current_stream().ptr
-        self._inline.allGather(array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, stream)
+        self._inline.allGather(array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, stream.ptr)
+        self._follow(_INLINE, call, stream)
         return out
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         check_root(root, self.size)
-        self._admit("broadcast", array)
-        stream = self._cuda.get_current_stream().ptr
-        self._inline.broadcast(array.data.ptr, array.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, root, stream)
+        self._check("broadcast", array)
+        call, stream, pointer = self._enter("broadcast", array, root), self._cuda.get_current_stream(), array.data.ptr
+        self._inline.broadcast(pointer, pointer, array.nbytes, self._nccl.NCCL_UINT8, root, stream.ptr)
+        self._follow(_INLINE, call, stream)
+
+    def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
+        check_exchange(self.rank, self.size, sends, receives)
+        arrays = *sends.values(), *receives.values()
+        for array in arrays:
+            self._check("start_exchange", array, written=False)
+        call = self._enter("start_exchange", name=name)
+        self._wait_for_current()
+        nccl, stream = self._nccl, self._stream.ptr
+        nccl.groupStart()
+        for rank, array in _with_bytes(sends):
+            self._messages.send(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, rank, stream)
+        for rank, array in _with_bytes(receives):
+            self._messages.recv(array.data.ptr, array.nbytes, nccl.NCCL_UINT8, rank, stream)
+        nccl.groupEnd()
+        return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), *arrays)
+
+    def split(self, color: int) -> NCCLCommunicator:
+        self._groups.append(NCCLCommunicator(self._control.split(color), self._device))
+        return self._groups[-1]
+
+    def follow(self, name: str) -> None:
+        """Count what the current stream was given just now, such as a replayed graph that holds collectives, as one
+        call. Calls captured in a graph are not seen otherwise, and a rank that waits in one for ever is not missed.
+        """
+        stream = self._cuda.get_current_stream()
+        self._follow(_INLINE, self._enter("follow", name=name), stream)
 
     def barrier(self) -> None:
         self._control.barrier()
@@ -178,7 +278,10 @@ class NCCLCommunicator:
         if self.closed:
             return
         self._control.depart()  # from here on no message lacks its partners, so the device comes to an end
-        self.closed = True
+        for group in self._groups:
+            group.close()
+        with self._health:
+            self.closed = True
         self._cuda.Device(self._device).synchronize()
         if self._captured:
             # NCCL ties a communicator to each graph that holds one of its calls, and a program's graphs may live to its
@@ -192,24 +295,47 @@ class NCCLCommunicator:
         release.join(_RELEASE_SECONDS)
         self._control.close()
 
-    def _admit(
-        self, call: str, array: Any, *, written: bool = True, summed: bool = False, name: str = ""
-    ) -> int | None:
-        """Check ``array`` and count the call; NCCL's name for its dtype where it is ``summed``."""
-        check_array(call, array, written=written)
+    def _check(self, kind: str, array: Any, *, written: bool = True) -> None:
+        check_array(kind, array, written=written)
         if not isinstance(array, self._ops.Array):
             remedy = "start with init(device='cpu') for arrays on the host"
-            raise checks.bad_dtype(call, "array", "a CuPy array", checks.describe(array), remedy)
-        kind = _SUMMABLE.get(array.dtype.name)
-        if summed and kind is None:
-            raise checks.bad_dtype(call, "array", f"one of {', '.join(_SUMMABLE)}", array.dtype)
-        self._captured = self._captured or self._cuda.runtime.streamIsCapturing(self._cuda.get_current_stream().ptr)
-        self._control.enter(call, array, name=name)
-        return getattr(self._nccl, kind) if summed else None
+            raise checks.bad_dtype(kind, "array", "a CuPy array", checks.describe(array), remedy)
+
+    def _summable(self, kind: str, array: Any) -> int:
+        """NCCL's name for the dtype of an array that is fit to be summed."""
+        self._check(kind, array)
+        dtype = _SUMMABLE.get(array.dtype.name)
+        if dtype is None:
+            raise checks.bad_dtype(kind, "array", f"one of {', '.join(_SUMMABLE)}", array.dtype)
+        return getattr(self._nccl, dtype)
+
+    def _enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
+        self._capturing = self._cuda.runtime.streamIsCapturing(self._cuda.get_current_stream().ptr)
+        self._captured = self._captured or self._capturing
+        return self._control.enter(kind, array, root, name)
+
+    def _wait_for_current(self) -> None:
+        """Let the communication stream wait for what the current one was given so far."""
+        # A wait refers to the last record before it, so one event serves all messages.
+        self._ready.record(self._cuda.get_current_stream())
+        self._stream.wait_event(self._ready)
+
+    def _follow(self, lane: str, call: Call, stream: Any) -> Any:
+        """An event behind the call, at which the watchdog looks: not in a capture, whose events tell nothing."""
+        done = self._cuda.Event(disable_timing=True)
+        done.record(stream)
+        if not self._capturing:
+            self._followed[lane].add(call, done)
+        return done
 
     def _check_health(self) -> None:
-        for engine in (self._inline, self._messages):
-            engine.check_async_error()
+        with self._health:
+            if self.closed:
+                return
+            for followed in self._followed.values():
+                followed.look()
+            for engine in (self._inline, self._messages):
+                engine.check_async_error()
 
     def _destroy(self) -> None:
         with self._cuda.Device(self._device):
@@ -222,3 +348,8 @@ class NCCLCommunicator:
         with self._cuda.Device(self._device):
             self._inline.abort()
             self._messages.abort()
+
+
+def _with_bytes(arrays: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """Empty arrays have no address that NCCL would take."""
+    return [(rank, array) for rank, array in arrays.items() if array.nbytes]

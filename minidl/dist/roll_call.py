@@ -18,7 +18,7 @@ from typing import Any
 
 from minidl.dist import abort, watchdog
 from minidl.dist.agree import rank_list
-from minidl.dist.calls import CallLog, Position, Waiting
+from minidl.dist.calls import Call, CallLog, Passed, Position, Waiting, describe
 
 __all__ = ["RollCall"]
 
@@ -29,8 +29,10 @@ STAGGER_SECONDS = 0.25  # later for each rank, up to 20 ranks: who is asked by a
 DEFER_SECONDS = 10.0
 ANSWER_SECONDS = 1.0
 WARN_SECONDS = 60.0
+COMPARE_SECONDS = 1.0  # between comparisons of what was called: engines on GPUs do not compare each call
 _TAG = 1
-_LEFT, _ASK, _TOLD, _FAILED = range(4)
+_CLOSE = "close"
+_LEFT, _ASK, _TOLD, _FAILED, _PASSED = range(5)
 
 
 class RollCall:
@@ -45,6 +47,8 @@ class RollCall:
         self._left: dict[int, int] = {}  # rank -> calls it made before it left in good order
         self._told = 0  # ranks that have told of leaving
         self._failed: dict[int, str] = {}  # rank -> how it fails
+        self._passed: dict[int, tuple[Passed, tuple[Call, ...]]] = {}  # rank -> what it called, to be compared
+        self._compared = (0, 0.0)  # calls that were told to the next rank, and when
         self._answers: dict[int, Position] = {}
         self._asked: tuple[int, bool, float] | None = None  # call that was asked about, beyond the limit?, when
         self._asked_by_lower = -DEFER_SECONDS  # when
@@ -71,16 +75,19 @@ class RollCall:
     def leave(self) -> None:
         """Tell the others and return when all have left. Does not return if this rank fails and they do not."""
         how = abort.departure()
-        self._tell_all((_LEFT, (self.log.made, how.code)))
+        self._tell_all((_LEFT, (how.code, self._calls_so_far())))
+        self.log.begin(_CLOSE, describe(self.log.made, _CLOSE))
         everybody, since = self._comm.Ibarrier(), time.monotonic()
         while not everybody.Test():
             if how.code and time.monotonic() - since > GRACE_SECONDS:
                 abort.abort(f"ends with status {how.code}", how.details, how.code)
             time.sleep(0.005)
+        while self._told < self._comm.size - 1:
+            time.sleep(0.005)  # the listener hears them
+        self._compare()
+        self.log.end(_CLOSE)
         self._gone.set()
         self._listener.join()
-        while self._told < self._comm.size - 1:
-            self._hear()
         end = time.monotonic() + GRACE_SECONDS  # all but answers to ranks that have left since are received
         while time.monotonic() < end and not self._mpi.Request.Testall(self._sent):
             time.sleep(0.005)
@@ -116,11 +123,12 @@ class RollCall:
         what, content = self._comm.recv(source=self._mpi.ANY_SOURCE, tag=_TAG, status=status)
         rank = status.source
         if what == _LEFT:
-            calls, code = content
+            code, calls = content
             self._told += 1
             self._processes.pop(rank, None)
             if code == 0:  # a rank that fails speaks for itself
-                self._left[rank] = calls
+                self._left[rank] = calls[0].number
+                self._passed[rank] = calls
         elif what == _ASK:
             if rank < self._comm.rank:
                 self._asked_by_lower = time.monotonic()
@@ -130,6 +138,8 @@ class RollCall:
             self._answers[rank] = content
         elif what == _FAILED:
             self._failed[rank] = content
+        elif what == _PASSED:
+            self._passed[rank] = content
 
     def _hear_all(self) -> None:
         while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
@@ -147,6 +157,7 @@ class RollCall:
                 for health in self._health:
                     health()
                 self._find_missing()
+                self._find_different()
                 self._find_dead()
                 self._find_interrupted()
                 self._find_stuck()
@@ -161,6 +172,30 @@ class RollCall:
                     f"waits in its collective call {calls} ({call}), but rank {rank} ended after {made}",
                     "every rank must make the same calls: uneven numbers of batches, or a call on some ranks only?",
                 )
+
+    def _calls_so_far(self) -> tuple[Passed, tuple[Call, ...]]:
+        return self.log.passed, self.log.recent
+
+    def _find_different(self) -> None:
+        """Each rank tells the next one now and then what it has called: so all are compared, in a ring."""
+        told, since = self._compared
+        if self._comm.size > 1 and self.log.made != told and time.monotonic() - since > COMPARE_SECONDS:
+            self._compared = self.log.made, time.monotonic()
+            self._tell((self._comm.rank + 1) % self._comm.size, (_PASSED, self._calls_so_far()))
+        self._compare()
+
+    def _compare(self) -> None:
+        """End the job if a rank that told of its calls made others up to there."""
+        for rank, (passed, recent) in list(self._passed.items()):
+            if passed.number > self.log.made:
+                continue  # not so far yet
+            self._passed.pop(rank, None)  # the listener and a rank that leaves both compare
+            mine = self.log.checksum(passed.number)
+            if mine is not None and mine != passed.checksum:
+                theirs = Position(passed.number, (), recent, 0.0)
+                differs = watchdog.contradiction(self._comm.rank, self._position(), {rank: theirs})
+                text = differs or f"collective calls up to number {passed.number} differ from those of rank {rank}"
+                abort.abort(text, "every rank must make the same calls in the same order", alike=differs or "calls")
 
     def _find_dead(self) -> None:
         """A rank of this host whose process ended without a word, where the launcher does not end the job.
@@ -218,7 +253,10 @@ class RollCall:
         rank, size, mine = self._comm.rank, self._comm.size, self._position()
         if differs := watchdog.contradiction(rank, mine, told):
             abort.abort(differs, "every rank must make the same calls in the same order", alike=differs)
-        if over:
+        busy = waiting.call.kind == _CLOSE and len(told) == size - 1  # at the end, who answers may take its time
+        if busy and self._asked is not None and time.monotonic() - self._asked[2] > DEFER_SECONDS:
+            self._asked = None  # ask again: it may stop yet
+        if over and not busy:
             abort.before_abort(lambda: self._end_silent(told))
             abort.abort(*watchdog.report(waiting, size, rank, mine, told), watchdog.STATUS)
         if waiting.seconds > WARN_SECONDS and self._warned != waiting.call.number and self._speaks(waiting, told):

@@ -12,7 +12,9 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from minidl import checks
 from minidl.dist import _window
 from minidl.dist.agree import together
 from minidl.dist.calls import Call, dtype_name
+from minidl.dist.communicator import Communicator, Work
 from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.mpi import MPICommunicator, MPILane
 from minidl.dist.threads import available_cores, ranks_sharing_cores
@@ -69,6 +72,17 @@ class _ShmLane:
         except _window.Mismatch as error:
             raise self._differ(error) from None
 
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.all_reduce(array, call)  # each rank writes its slice of the sum into all anyway
+
+    def all_gather_parts(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        for root, (begin, end) in enumerate(pairwise(cuts)):
+            if begin < end:
+                try:
+                    self.channel.broadcast(array[begin:end], root, call.code, call.number, call.name.encode())
+                except _window.Mismatch as error:
+                    raise self._differ(error) from None
+
     def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
         try:
             self.channel.all_gather(array, out, call.code, call.number, call.name.encode())
@@ -114,6 +128,10 @@ class _Hierarchy:
     def __init__(self, host: _ShmLane, across: MPILane, everywhere: MPILane) -> None:
         self._host, self._across, self._everywhere = host, across, everywhere
         self.all_gather, self.broadcast, self.barrier = everywhere.all_gather, everywhere.broadcast, everywhere.barrier
+        self.all_gather_parts = everywhere.all_gather_parts
+
+    def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
+        self.all_reduce(array, call)
 
     def all_reduce(self, array: np.ndarray, call: Call) -> None:
         self._across.agree(call)
@@ -163,6 +181,22 @@ class ShmCommunicator(HostCommunicator):
 
     def share(self, value: Any) -> list[Any]:
         return self.control.share(value)
+
+    def start_exchange(
+        self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""
+    ) -> Work:
+        return self.control.start_exchange(sends, receives, name)
+
+    def split(self, color: int) -> Communicator:
+        """A group in shared memory where each group has several ranks and all of them on one host, else one by MPI."""
+        group = self.control.split(color)
+        if not all(self.control.share(1 < group.local_size == group.size)):
+            return group
+        self._groups.append(ShmCommunicator(group))
+        return self._groups[-1]
+
+    def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
+        return self.control.enter(kind, array, root, name)
 
     def place(self, array: np.ndarray) -> np.ndarray:
         placed = any(region.offset(array.ctypes.data, array.nbytes) >= 0 for region in self._regions)

@@ -13,13 +13,14 @@ the program says, and the schedule of a step is computed at once and exactly.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from minidl import checks
-from minidl.dist.communicator import Span, Work, check_array, check_root, unseen
+from minidl.dist.communicator import Communicator, Span, Work, check_array, check_cuts, check_root, unseen
 
 __all__ = ["AlphaBeta", "Clock", "SimulatedCommunicator", "SimulatedMessage", "VirtualClock", "WallClock"]
 
@@ -45,6 +46,10 @@ class AlphaBeta:
     def all_reduce(self, nbytes: int, ranks: int) -> float:
         """Seconds: in a ring each rank sends and receives 2(n-1)/n of the message."""
         return self.latency + 2 * (ranks - 1) / ranks * nbytes / self.bandwidth if ranks > 1 else 0.0
+
+    def reduce_scatter(self, nbytes: int, ranks: int) -> float:
+        """Seconds: half of the ring; giving the parts of such a message to all is the other half."""
+        return self.latency + (ranks - 1) / ranks * nbytes / self.bandwidth if ranks > 1 else 0.0
 
     def all_gather(self, nbytes: int, ranks: int) -> float:
         """Seconds, for ``nbytes`` of each rank."""
@@ -161,14 +166,30 @@ class SimulatedCommunicator:
 
     def start_all_reduce(self, array: np.ndarray, span: Span = unseen, name: str = "") -> Work:
         self._admit("start_all_reduce", array)
+        return self._start(array, self.model.all_reduce(array.nbytes, self.size), span, name, self._sum)
+
+    def _start(
+        self, array: np.ndarray, seconds: float, span: Span, name: str, act: Callable[[np.ndarray], None]
+    ) -> SimulatedMessage:
         issued = self.clock.now()
         begin = max(issued, self._free)
-        self._free = begin + self.model.all_reduce(array.nbytes, self.size)
+        self._free = begin + seconds
         with span(None):
-            self._sum(array)
+            act(array)
         message = SimulatedMessage(name, array.nbytes, issued, begin, self._free, _clock=self.clock)
         self.messages.append(message)
         return message
+
+    def start_reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        self._admit("start_reduce_scatter", array)
+        check_cuts("start_reduce_scatter", array, cuts, self.size)
+        return self._start(array, self.model.reduce_scatter(array.nbytes, self.size), span, name, self._sum)
+
+    def start_all_gather(self, array: np.ndarray, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
+        """The parts of the other ranks stay as they are: those of twins."""
+        self._admit("start_all_gather", array)
+        check_cuts("start_all_gather", array, cuts, self.size)
+        return self._start(array, self.model.reduce_scatter(array.nbytes, self.size), span, name, lambda array: None)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         self._admit("all_gather", array, written=False)
@@ -180,6 +201,12 @@ class SimulatedCommunicator:
         self._admit("broadcast", array)
         self._block(self.model.broadcast(array.nbytes, self.size))
 
+    def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
+        raise self._no_groups()
+
+    def split(self, color: int) -> Communicator:
+        raise self._no_groups()
+
     def barrier(self) -> None:
         self._block(self.model.all_reduce(0, self.size))
 
@@ -188,6 +215,9 @@ class SimulatedCommunicator:
 
     def close(self) -> None:
         pass
+
+    def _no_groups(self) -> RuntimeError:
+        return checks.order("simulated", "its other ranks are twins of this one, not parts of one layer", "use mpiexec")
 
     def _sum(self, array: np.ndarray) -> None:
         array *= array.dtype.type(self.size)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from minidl import checks
-from minidl.layers import BatchNorm2d, Conv2d
+from minidl.layers import BatchNorm2d, Conv2d, RowParallelConv2d
 from minidl.model import Model
 from minidl.precision import float32
 
 __all__ = ["fold"]
+
+_FOLDABLE = (Conv2d, RowParallelConv2d)  # which hold all filters of their output
 
 
 def fold(model: Model) -> list[str]:
@@ -35,7 +37,7 @@ def fold(model: Model) -> list[str]:
         if not isinstance(node.layer, BatchNorm2d):
             continue
         source = model.graph.nodes[node.inputs[0]]
-        if isinstance(source.layer, Conv2d) and len(readers[source.index]) == 1:
+        if type(source.layer) in _FOLDABLE and len(readers[source.index]) == 1:
             source.layer.folded = _filters(model, source.layer, node.layer)
             node.layer.folded = True
             folded.append(node.name)

@@ -8,6 +8,7 @@ from minidl.layers.flatten import Flatten
 from minidl.layers.join import Add, Concat
 from minidl.layers.linear import Linear
 from minidl.layers.pad2d import Pad
+from minidl.layers.parallel_conv2d import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.pool2d import AdaptiveAvgPool2d, AvgPool2d, MaxPool2d
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Add",
     "AvgPool2d",
     "BatchNorm2d",
+    "ChannelParallelConv2d",
     "Concat",
     "Conv2d",
     "ConvTranspose2d",
@@ -24,4 +26,5 @@ __all__ = [
     "MaxPool2d",
     "Pad",
     "ReLU",
+    "RowParallelConv2d",
 ]

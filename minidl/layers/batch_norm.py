@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
+from minidl.dist.communicator import Communicator
 from minidl.initializers import Initializer, ones, zeros
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
@@ -24,7 +25,8 @@ class BatchNorm2d(Layer):
         eps: added to the variance.
         momentum: weight of the newest batch in the running statistics.
         affine: learn a scale (weight) and a shift (bias) per channel.
-        sync: in training, use the statistics of the joined batch of all ranks.
+        sync: in training, use the statistics of the joined batch of all ranks of the model, or of those of a
+            communicator (`Communicator.split`), such as the ranks that share the rows of their images.
 
     Shapes:
         x (N, H, W, C) or (N, C) → the same; weight, bias, running_mean, running_var (C,) float32.
@@ -49,7 +51,7 @@ class BatchNorm2d(Layer):
         momentum: float = 0.1,
         affine: bool = True,
         *,
-        sync: bool = False,
+        sync: bool | Communicator = False,
         weight_init: Initializer = ones,
         name: str | None = None,
     ):
@@ -57,6 +59,8 @@ class BatchNorm2d(Layer):
         self.num_features = checks.at_least(self.name, "num_features", num_features, 1)
         self.eps = checks.number(self.name, "eps", eps, "above 0", lambda v: v > 0)
         self.momentum = checks.number(self.name, "momentum", momentum, "in [0, 1]", lambda v: 0 <= v <= 1)
+        if not isinstance(sync, bool | Communicator):
+            raise checks.bad_dtype(self.name, "sync", "True, False or a communicator", repr(sync))
         self.sync = sync
         if affine:
             self.declare("weight", (num_features,), weight_init, product=False)
@@ -94,8 +98,10 @@ class BatchNorm2d(Layer):
         )
 
     @property
-    def _synchronised(self) -> bool:
-        return self.sync and self.comm.size > 1
+    def _joined(self) -> Communicator | None:
+        """The ranks whose batches are one batch, if there are several."""
+        comm = self.comm if self.sync is True else self.sync or None
+        return comm if comm is not None and comm.size > 1 else None
 
     def compute(self, x: Any) -> Any:
         stats = None
@@ -116,13 +122,13 @@ class BatchNorm2d(Layer):
 
     def _batch_moments(self, x: Any, stats: Any) -> tuple[Any, Any]:
         """Moments and count of the batch, from its statistics where they came with ``x``."""
-        if prod(x.shape[:-1]) <= 1 and not self._synchronised and not (self._bound and x.shape[0] == 0):
+        if prod(x.shape[:-1]) <= 1 and self._joined is None and not (self._bound and x.shape[0] == 0):
             expected = "more than one value per channel in training"
             raise checks.bad_shape(self.name, "x", expected, x.shape, "use a larger batch or evaluation mode")
         if stats is None:
             stats = self.ops.batch_norm_stats(x)
-        if self._synchronised:
-            stats = self.comm.all_gather(stats)
+        if self._joined is not None:
+            stats = self._joined.all_gather(stats)
         return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)
 
     def _running_moments(self) -> Any:
@@ -150,8 +156,8 @@ class BatchNorm2d(Layer):
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
         sums = kept.sums if kept.count is not None else None  # running statistics are constants
-        if sums is not None and self._synchronised:
-            self.comm.all_reduce(sums)
+        if sums is not None and self._joined is not None:
+            self._joined.all_reduce(sums)
         weight, bias = self._affine
         if _owes_mask(dy):
             assert dy.term is not None, "backward_weight has masked the gradient of a join"
@@ -162,7 +168,8 @@ class BatchNorm2d(Layer):
         return self.ops.batch_norm_backward_apply(dy, kept.x, kept.moments, weight, sums, kept.count, add=add)
 
     def describe(self) -> str:
-        return str(self.num_features) + ("" if self.specs else ", affine=False") + (", sync=True" if self.sync else "")
+        sync = ", sync=True" if self.sync is True else f", sync over {self.sync.size} ranks" if self.sync else ""
+        return str(self.num_features) + ("" if self.specs else ", affine=False") + sync
 
 
 def _owes_mask(dy: Any) -> bool:

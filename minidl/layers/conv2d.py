@@ -119,7 +119,9 @@ class Conv2d(_Convolution):
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        out = self.output_shape(shape)
+        return self._cost(shape, self.output_shape(shape), itemsize)
+
+    def _cost(self, shape: tuple[int, ...], out: tuple[int, ...], itemsize: int) -> Cost:
         x, y, w = prod(shape), prod(out), prod(self.specs[0].shape)
         read = self._window(shape, out)
         product = 2 * y * prod(self.specs[0].shape[1:])

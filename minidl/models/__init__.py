@@ -11,6 +11,7 @@ from minidl.graph import Graph
 from minidl.models.densenet import densenet121
 from minidl.models.mlp import lenet, mlp
 from minidl.models.resnet import resnet18, resnet20, resnet34, resnet50, resnet101, resnet152
+from minidl.models.rows import by_rows
 from minidl.models.unet import unet
 from minidl.models.vgg import vgg16, vgg16_bn
 
@@ -21,7 +22,7 @@ MODELS: dict[str, Callable[..., Graph]] = {
     )
 }  # fmt: skip
 
-__all__ = ["MODELS", "build", *MODELS]
+__all__ = ["MODELS", "build", "by_rows", *MODELS]
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:

@@ -1,10 +1,12 @@
 """How many bytes of gradients one message should carry on this machine: measured beside compute, and kept.
 
-Small messages start earlier and cost more: a latency each, and on a CPU a thread that takes a core from the products.
-So 64 layers of equal gradients pass through a backward pass of matrix products that takes about twice as long as the
-exchange by itself, once for each size of group, in turn; the least time wins. `minidl tune comm` measures, `Model`
-reads what was kept for this machine, engine and number of ranks. Records are files in the folder ``grouping`` beside
-that of the ceilings (`minidl.profile.ceilings`).
+Small messages start earlier and cost more: a latency each, on a CPU a thread that takes a core from the products, on a
+GPU multiprocessors that kernels lack. So 64 layers of equal gradients pass through a backward pass, once for each size
+of group, in turn; the least time wins. On a CPU that pass is matrix products, about twice as long as the exchange by
+itself; on a GPU convolutions and memory-bound passes in turn, as between them they bear messages differently (large
+ones are best beside products, a few megabytes beside the others). `minidl tune comm` measures, `Model` reads what was
+kept for this machine, engine and number of ranks. Records are files in the folder ``grouping`` beside that of the
+ceilings (`minidl.profile.ceilings`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +26,7 @@ import numpy as np
 from minidl import checks
 from minidl.dist import Communicator
 from minidl.dist.communicator import place
+from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
 from minidl.profile.results import write
@@ -31,11 +35,13 @@ from minidl.profile.roofline import wire_bytes
 __all__ = ["DEFAULT_BYTES", "Record", "choose", "disturbed", "group_bytes", "kept", "measure", "tune"]
 
 DEFAULT_BYTES = 4 << 20  # where nothing was measured
-LAYERS, LAYER_BYTES = 64, 256 << 10
+LAYERS = 64
+LAYER_BYTES = {"cpu": 256 << 10, "cuda": 1 << 20}
 SAMPLES = 15
-COMPUTE_SHARE = 2.0  # of the exchange's own time
+COMPUTE_SHARE = 2.0  # of the exchange's own time, on a CPU
 WITHIN = 1.02  # of the best step: among those the smallest group, whose tail is shortest
 _MATRIX = 192
+_IMAGES, _FILTERS = (128, 56, 56, 64), (64, 3, 3, 64)  # on an H200 some 100 us, so that the host stays ahead
 _VERSION = 1
 
 Record = dict[str, Any]
@@ -72,23 +78,23 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
         exchange without compute). The slowest rank's times, of several samples the fastest.
 
     Raises:
-        ValueError: on one rank alone, or on GPUs, where products of the host say nothing.
+        ValueError: on one rank alone.
     """
     if comm.size < 2:
         raise checks.bad_value("tune comm", "ranks", "at least 2", comm.size, "start it with mpiexec or minidl.launch")
-    if ops.name != "cpu":
-        raise checks.bad_value("tune comm", "device", "cpu", ops.name, "on GPUs pass group_bytes to Model")
-    arena = place(comm, ops.zeros((LAYERS * LAYER_BYTES // 4,), np.dtype(np.float32)))
-    sizes = [LAYER_BYTES << i for i in range(LAYERS.bit_length())]
-    exchange = _slowest(comm, [_step(comm, arena, sizes[-1], None) for _ in range(3)])
-    compute = _products(comm, COMPUTE_SHARE * exchange / LAYERS)
+    layer_bytes = LAYER_BYTES[ops.name]
+    arena = place(comm, ops.zeros((LAYERS * layer_bytes // 4,), np.dtype(np.float32)))
+    sizes = [layer_bytes << i for i in range(LAYERS.bit_length())]
+    step = partial(_step, ops, comm, arena)
+    exchange = _slowest(comm, [step(sizes[-1], None) for _ in range(3)])
+    compute = _products(comm, COMPUTE_SHARE * exchange / LAYERS) if ops.name == "cpu" else _kernels(ops)
     arms: dict[tuple[int, bool], list[float]] = {(size, beside): [] for size in (0, *sizes) for beside in (True, False)}
     del arms[0, False]
     for sample in range(SAMPLES):
         if progress is not None and comm.rank == 0:
             progress(f"group sizes, sample {sample + 1} of {SAMPLES}")
         for size, beside in arms:
-            arms[size, beside].append(_step(comm, arena, size, compute if beside else None))
+            arms[size, beside].append(step(size, compute if beside else None))
     best = {arm: _slowest(comm, times) for arm, times in arms.items()}
     base = best[0, True]
     groups = [
@@ -98,9 +104,7 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
         }
         for size in sizes
     ]  # fmt: skip
-    messages = [
-        (wire_bytes(g["bytes"], comm.size), g["alone_ms"] * g["bytes"] / (LAYERS * LAYER_BYTES)) for g in groups
-    ]
+    messages = [(wire_bytes(g["bytes"], comm.size), g["alone_ms"] * g["bytes"] / arena.nbytes) for g in groups]
     latency_us, bus_gb_per_s = fit(messages)
     figures = {"latency_us": latency_us, "bus_gb_per_s": bus_gb_per_s, "compute_ms": base, "groups": groups}
     head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "group_bytes": choose(groups)}
@@ -118,20 +122,34 @@ def disturbed(record: Record) -> bool:
     return any(group["exposed_ms"] < -0.05 * record["compute_ms"] for group in record["groups"])
 
 
-def _step(comm: Communicator, arena: Any, size: int, compute: Callable[[], None] | None) -> float:
+def _step(ops: ModuleType, comm: Communicator, arena: Any, size: int, compute: Callable[[], None] | None) -> float:
     """Milliseconds of a backward pass whose layers share messages of ``size`` bytes; 0: no messages."""
+    ops.synchronize()
     comm.barrier()
     started, works, sent = time.perf_counter(), [], 0
     for layer in range(LAYERS):
         if compute is not None:
             compute()
-        end = (layer + 1) * LAYER_BYTES
+        end = (layer + 1) * arena.nbytes // LAYERS
         if size and end - sent >= size:
             works.append(comm.start_all_reduce(arena[sent // 4 : end // 4]))
             sent = end
     for work in works:
         work.wait()
+    ops.synchronize()
     return (time.perf_counter() - started) * 1e3
+
+
+def _kernels(ops: ModuleType) -> Callable[[], None]:
+    """A convolution, which the products bound, and a pass that the memory bounds."""
+    x, w = (
+        ops.from_host(np.random.default_rng(0).random(shape, np.float32), bfloat16) for shape in (_IMAGES, _FILTERS)
+    )
+
+    def compute() -> None:
+        ops.relu(ops.conv2d(x, w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1))
+
+    return compute
 
 
 def _products(comm: Communicator, milliseconds: float) -> Callable[[], None]:

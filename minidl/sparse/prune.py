@@ -329,7 +329,7 @@ def to_sparse(
 def _convertible(layer: Any) -> bool:
     if isinstance(layer, Linear):
         return True
-    return isinstance(layer, Conv2d) and (layer.kernel_size, layer.padding, layer.groups) == ((1, 1), (0, 0), 1)
+    return type(layer) is Conv2d and (layer.kernel_size, layer.padding, layer.groups) == ((1, 1), (0, 0), 1)
 
 
 def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from minidl.dist import mpiexec
 
 __all__ = [
     "DIFFERENT_CALLS",
+    "DIFFERENT_MODELS",
     "FAULTS",
     "LIMIT_SECONDS",
     "Job",
@@ -59,6 +60,12 @@ DIFFERENT_CALLS = {
     "blocking_or_not": ("start_all_reduce of 1000 float32", "all_reduce of 1000 float32"),
 }
 LIMIT_SECONDS = 1.0
+
+# Ranks that build different things are refused, all of them, in words that name the first difference.
+DIFFERENT_MODELS = {
+    "other_model": "ValueError: parameter plan differs between ranks, first in entry 1: on rank",
+    "other_weights": "ValueError: starting weights differs between ranks",
+}
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,98 @@ class CommunicatorLaws:
             self.comm.start_all_reduce(array).wait()
             np.testing.assert_array_equal(self.ops.to_host(array), np.float32(value * self.comm.size))
 
+    @pytest.mark.parametrize("dtype", ["float32", "uint8", bfloat16], ids=str)
+    @pytest.mark.parametrize("shape", [(1,), (3, 5), (70001,)])
+    def test_exchanges_go_where_they_should(self, shape, dtype):
+        """Each rank sends to all others what tells both of them; again with neighbours only, the last with nobody."""
+        rank, size = self.comm.rank, self.comm.size
+        for others in [
+            set(range(size)) - {rank},
+            {rank - 1, rank + 1} & set(range(size - 1)) if rank < size - 1 else (),
+        ]:
+            sends = {other: self.send(self.make(shape, dtype, 1 + rank * size + other)) for other in others}
+            receives = {other: self.send(np.zeros(shape, dtype)) for other in others}
+            self.comm.start_exchange(sends, receives, "halo").wait()
+            for other, got in receives.items():
+                np.testing.assert_array_equal(self.ops.to_host(got), self.make(shape, dtype, 1 + other * size + rank))
+
+    @pytest.mark.parametrize("dtype", [*SUMMED, bfloat16], ids=str)
+    @pytest.mark.parametrize("size", [0, 1, 7, 64, 70002])
+    def test_sums_in_parts_given_to_all_are_the_sum(self, size, dtype):
+        """Equal parts, nearly equal ones, and all of it on the last rank."""
+        ranks, rank = self.comm.size, self.comm.rank
+        for cuts in [[size * r // ranks for r in range(ranks + 1)], [*[0] * ranks, size]]:
+            array, own = self.send(self.make((size,), dtype)), slice(cuts[rank], cuts[rank + 1])
+            self.comm.start_reduce_scatter(array, cuts, name="conv1").wait()
+            expected = self.every((size,), "float64").sum(0)
+            np.testing.assert_array_equal(self.ops.to_host(array)[own].astype("float64"), expected[own])
+            work = self.comm.start_all_gather(array, cuts)
+            work.wait()
+            work.wait()
+            np.testing.assert_array_equal(self.ops.to_host(array).astype("float64"), expected)
+
+    def test_refuses_cuts_that_give_no_parts(self):
+        array, ranks = self.send(self.make((10,), "float32")), self.comm.size
+        for call in (self.comm.start_reduce_scatter, self.comm.start_all_gather):
+            for cuts in ([0] * ranks, [0] * ranks + [9], [1] + [10] * ranks, [0, 10, *[5] * (ranks - 1), 10]):
+                with pytest.raises(ValueError, match=r"cuts must be \d+ ascending places of a one-dimensional array"):
+                    call(array, cuts)
+
+    def test_an_exchange_sees_what_was_enqueued_before_it_and_runs_beside_other_calls(self):
+        rank, size = self.comm.rank, self.comm.size
+        partners = {rank ^ 1} & set(range(size))
+        given, got = (self.send(np.zeros(10007, "float32")) for _ in range(2))
+        for value in range(10):
+            self.ops.copy_into(given, self.send(np.full(10007, 10 * rank + value, "float32")))
+            work = self.comm.start_exchange(dict.fromkeys(partners, given), dict.fromkeys(partners, got))
+            total = self.send(np.full(7, value, "float32"))
+            self.comm.all_reduce(total)
+            work.wait()
+            np.testing.assert_array_equal(self.ops.to_host(total), np.float32(value * size))
+            expected = 10 * (rank ^ 1) + value if partners else 0
+            np.testing.assert_array_equal(self.ops.to_host(got), np.float32(expected))
+
+    def test_groups_are_communicators_of_their_own(self):
+        """Even ranks and odd ranks: other sums, other sizes, all collectives; neighbours in the group exchange."""
+        rank, size = self.comm.rank, self.comm.size
+        group = self.comm.split(rank % 2)
+        members = list(range(rank % 2, size, 2))
+        assert (group.rank, group.size) == (members.index(rank), len(members))
+        assert 0 <= group.local_rank < group.local_size <= group.size and isinstance(group, Communicator)
+        shape = (1000 + 10 * (rank % 2),)  # sizes of different groups need not agree
+        total, started = (self.send(self.make(shape, "float32")) for _ in range(2))
+        group.all_reduce(total)
+        work = group.start_all_reduce(started, name="conv1")
+        gathered = group.all_gather(self.send(self.make(shape, "uint8")))
+        given = self.send(self.make(shape, "int64"))
+        group.broadcast(given, group.size - 1)
+        next_one = {(group.rank + 1) % group.size} - {group.rank}
+        before = {(group.rank - 1) % group.size} - {group.rank}
+        got = self.send(np.zeros(1, "float32"))
+        halo = group.start_exchange(
+            {other: self.send(np.full(1, rank, "float32")) for other in next_one}, {other: got for other in before}
+        )
+        told = group.share(rank)
+        group.barrier()
+        work.wait()
+        halo.wait()
+        expected = sum(self.make(shape, "float32", member) for member in members)
+        np.testing.assert_array_equal(self.ops.to_host(total), expected)
+        np.testing.assert_array_equal(self.ops.to_host(started), expected)
+        np.testing.assert_array_equal(
+            self.ops.to_host(gathered), np.stack([self.make(shape, "uint8", member) for member in members])
+        )
+        np.testing.assert_array_equal(self.ops.to_host(given), self.make(shape, "int64", members[-1]))
+        np.testing.assert_array_equal(self.ops.to_host(got), [members[group.rank - 1] if before else 0])
+        assert told == members
+        group.close()
+        group.close()
+
+    def test_groups_that_nobody_closes_end_with_the_others(self):
+        group = self.comm.split(0)
+        assert (group.rank, group.size) == (self.comm.rank, self.comm.size)
+        group.start_all_reduce(self.send(self.make((301,), "float32")))
+
     def test_barrier_waits_for_all(self):
         for _ in range(3):
             self.comm.barrier()
@@ -167,6 +259,17 @@ class CommunicatorLaws:
             getattr(self.comm, call)([1.0, 2.0])
         with pytest.raises(TypeError, match=f"{call}: array must be"):
             getattr(self.comm, call)(np.float32(3))
+
+    def test_refuses_exchanges_that_cannot_be(self):
+        array = self.send(self.make((4, 6), "float32"))
+        for other in (self.comm.rank, -1, self.comm.size):
+            with pytest.raises(ValueError, match="start_exchange: sends must be by ranks from 0 to"):
+                self.comm.start_exchange({other: array}, {})
+            with pytest.raises(ValueError, match="start_exchange: receives must be by ranks from 0 to"):
+                self.comm.start_exchange({}, {other: array})
+        if self.comm.size > 1:
+            with pytest.raises(ValueError, match="start_exchange: array must be dense"):
+                self.comm.start_exchange({(self.comm.rank + 1) % self.comm.size: array[:, ::2]}, {})
 
     @pytest.mark.parametrize("dtype", ["float16", bfloat16], ids=str)
     def test_half_precision_is_summed_or_refused(self, dtype):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from minidl import backend
 from tests.dist import job
-from tests.dist.job import FAULTS
+from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS, LIMIT_SECONDS
 
 
 def _gpus() -> int:
@@ -21,6 +24,8 @@ def _gpus() -> int:
 
 GPUS = _gpus()
 RANKS = [n for n in (2, 3, 4, 8) if n <= GPUS] or [2]
+
+LIMIT = {"MINIDL_TIMEOUT": str(LIMIT_SECONDS)}
 
 pytestmark = [
     pytest.mark.mpi,
@@ -80,7 +85,60 @@ def test_a_failing_rank_ends_the_job(fault, tmp_path):
     status, text = FAULTS[fault]
     done = job.run("faults", 2, tmp_path, fault, "cuda")
     assert done.status == status, done.output
-    assert text in done.output and "ending all ranks" in done.output
+    assert text in done.output and done.output.count("ending all ranks") == 1
+
+
+@pytest.mark.parametrize("fault", DIFFERENT_MODELS)
+def test_ranks_with_different_models_are_refused(fault, tmp_path):
+    done = job.run("faults", 2, tmp_path, fault, "cuda")
+    assert done.status == 1, done.output
+    assert DIFFERENT_MODELS[fault] in done.output and done.output.count("ending all ranks") == 1
+
+
+@pytest.mark.parametrize("fault", DIFFERENT_CALLS)
+def test_ranks_that_call_different_things_are_told_which(fault, tmp_path):
+    """NCCL compares nothing: it waits for ever, or gives wrong sums, which the ranks find out from each other."""
+    theirs, its = DIFFERENT_CALLS[fault]
+    done = job.run("faults", 2, tmp_path, fault, "cuda")
+    assert done.status == 1, done.output
+    lines = [line for line in done.output.splitlines() if re.search(r"collective calls? .*differs?: ", line)]
+    assert len(lines) == 1, done.output
+    assert f"{theirs}; on rank 1: " in lines[0] and f"{its};" in lines[0]
+    assert done.output.count("ending all ranks") == 1 and done.seconds < 45
+
+
+@pytest.mark.parametrize(
+    ("fault", "call"),
+    [
+        ("sleeping", "start_all_reduce of 1000 float32 (layer1.0.conv2)"),
+        ("missing_replay", "follow (the captured step)"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_with_what_it_does(fault, call, tmp_path):
+    """The host of the rank that waits has long gone on: its GPU waits."""
+    done = job.run("faults", 2, tmp_path, fault, "cuda", **LIMIT)
+    assert done.status == 124, done.output
+    assert done.output.count("ending all ranks") == 1, done.output
+    first = next(line for line in done.output.splitlines() if line.startswith("minidl: "))
+    assert first.startswith("minidl: rank 0 of 2 (") and f"{call}, for rank 1; ending all ranks" in first
+    assert "  rank 1: made " in done.output and "time.sleep(1000)" in done.output
+    assert done.seconds < 45
+
+
+@pytest.mark.parametrize(("fault", "culprit"), [("stopped", 0), ("stopped", 1), ("stopped_at_the_end", 1)])
+def test_a_stopped_rank_is_named_whoever_it_is(fault, culprit, tmp_path):
+    done = job.run("faults", 2, tmp_path, fault, "cuda", str(culprit), **LIMIT)
+    # The launcher reports the abort, or that the stopped rank had to be killed, whichever it sees first.
+    assert done.status in (124, 9, 137), done.output
+    assert f"for rank {culprit}; ending all ranks" in done.output
+    assert f"  rank {culprit}: does not answer: stopped" in done.output
+    assert done.seconds < 45
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    done = job.run("faults", 2, tmp_path, "killed", "cuda")
+    assert done.status != 0, done.output
+    assert done.seconds < 45 and done.answers == []
 
 
 @pytest.mark.parametrize("name", ["late_rank", "message_never_awaited", "all_exit_with_status"])
@@ -88,3 +146,20 @@ def test_what_is_no_fault_ends_in_good_order(name, tmp_path):
     done = job.run("faults", 2, tmp_path, name, "cuda")
     assert done.status == (3 if name == "all_exit_with_status" else 0), done.output
     assert "ending all ranks" not in done.output
+
+
+def test_rounded_messages_keep_their_bound(tmp_path):
+    done = job.run("rounded", 2, tmp_path, "cuda")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["worst"] <= 1 and answer["differ"] > 0 and answer["bytes"] == "bfloat16", answer
+
+
+def test_group_sizes_are_measured_and_kept(tmp_path):
+    program = "from minidl.profile import grouping as g; g.SAMPLES = 2; import sys; from minidl.cli import main; "
+    program += "sys.exit(main(['tune', 'comm', '--device', 'cuda']))"
+    done = job.run_program(["-c", program], 2, tmp_path, MINIDL_CACHE=str(tmp_path / "cache"))
+    assert done.status == 0, done.output
+    [record] = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("grouping/*-nccl.json")]
+    assert record["group_bytes"] in [group["bytes"] for group in record["groups"]] and record["ranks"] == 2
+    assert record["compute_ms"] > 0 and record["bus_gb_per_s"] > 0

@@ -104,3 +104,11 @@ def test_two_gpus_equal_one_cpu(device, alone, tmp_path, monkeypatch):
     done = job.run("training", 2, tmp_path, device, "0")
     assert done.status == 0, done.output
     assert_equal_training(done.answers, alone)
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("mpi", 2), ("shm", 3)])
+def test_rounded_messages_keep_their_bound(engine, ranks, tmp_path):
+    done = job.run("rounded", ranks, tmp_path, "cpu", engine)
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["worst"] <= 1 and answer["differ"] > 0 and answer["bytes"] == "bfloat16", answer

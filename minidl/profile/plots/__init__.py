@@ -8,6 +8,7 @@ from minidl.profile.plots.memory import memory
 from minidl.profile.plots.roofline import roofline
 from minidl.profile.plots.scaling import scaling
 from minidl.profile.plots.share import share
+from minidl.profile.plots.simulated import simulated
 from minidl.profile.plots.style import render, save
 from minidl.profile.runs import NotInFile, Run, runs
 
@@ -29,4 +30,5 @@ __all__ = [
     "scaling",
     "series",
     "share",
+    "simulated",
 ]

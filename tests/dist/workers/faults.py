@@ -12,11 +12,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
+import minidl as m
 from minidl.backend import get_ops
 from minidl.dist import abort, init
+from minidl.dist.nccl import _Followed
 
 out, name, device = sys.argv[1:4]
 comm = init(device)
@@ -126,6 +129,13 @@ def stopped():
     wait_for_the_others()
 
 
+def stopped_at_the_end():
+    """All calls are made, but one rank does not leave."""
+    wait_for_the_others()
+    if misbehaves:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def other_size():
     comm.start_all_reduce(array[: 900 if misbehaves else 1000], name="conv1").wait()
 
@@ -149,8 +159,62 @@ def blocking_or_not():
     comm.all_reduce(array) if misbehaves else comm.start_all_reduce(array).wait()
 
 
+def other_halo():
+    """One rank sends less than the other expects."""
+    partner, got = 1 - comm.rank, ops.from_host(np.ones(1000, "float32"))
+    comm.start_exchange({partner: array[: 900 if misbehaves else 1000]}, {partner: got}, "halo of conv1").wait()
+    wait_for_the_others()
+
+
 def other_root():
     comm.broadcast(array, root=comm.rank)
+
+
+def device_waits():
+    """As with NCCL: the host of rank 0 has gone on, and its GPU waits for a rank that does not come."""
+    abort.context.update(step=12)
+    if misbehaves:
+        time.sleep(1000)
+    log, followed = comm.roll_call.log, _Followed(comm.roll_call.log, "messages of the GPU")
+    comm.roll_call.watch(followed.look)
+    followed.add(log.enter("start_all_reduce", array, name="layer1.0.conv2"), SimpleNamespace(done=False))
+    time.sleep(1000)
+
+
+def calls_that_nobody_compares():
+    """As with NCCL: the sums are wrong, and no call of either rank ever fails."""
+    sizes = (1000, 900 if misbehaves else 1000, 1000)
+    for size in sizes:
+        comm.roll_call.log.enter("start_all_reduce", array[:size], name="conv1")
+
+
+def other_model():
+    """One rank builds a layer of another width."""
+    graph = m.Graph()
+    graph.output(m.Linear(8, 5 if misbehaves else 4, name="fc")(graph.input((8,))))
+    m.Model(graph, device=device, comm=comm)
+
+
+def other_weights():
+    """One rank starts from another seed: its gradients would be added to weights that are not the others'."""
+    graph = m.Graph()
+    graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
+    m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
+
+
+def missing_replay():
+    """A captured step waits on the GPU for a rank that does not replay its own."""
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        comm.all_reduce(array)
+        graph = stream.end_capture()
+        if misbehaves:
+            time.sleep(1000)
+        graph.launch(stream)
+        comm.follow("the captured step")
+        stream.synchronize()
 
 
 def the_same_error_everywhere():

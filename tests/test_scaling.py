@@ -1,0 +1,158 @@
+"""A step on a cluster that is not there: by hand, beside the simulated communicator, beside what GPUs measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minidl import cli
+from minidl.bench.simulate import compared, node_counts
+from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
+from minidl.profile import scaling
+from minidl.profile.plots import save, simulated
+from minidl.profile.results import load
+from minidl.profile.runs import NotInFile, runs
+from minidl.profile.scaling import Cluster, LayerTimes, StepTimes, simulate
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ALONE = RESULTS / "h200" / "bench_model_bf16.json.gz"
+SEVERAL = [RESULTS / f"h200-x{n}" / "bench_model_bf16.json.gz" for n in (2, 4)]
+
+
+def line(latency_ms, bytes_per_ms):
+    """Two ranks of a host: each sends as much as the message holds."""
+    return Cluster(2, tuple((n, latency_ms + n / bytes_per_ms) for n in (0.0, 1e9)), AlphaBeta(1e-3, 1e6))
+
+
+def drawn(rng, layers=20):
+    times = (LayerTimes(f"layer{i}", *rng.random(2), int(rng.integers(0, 3) * 1000)) for i in range(layers))
+    return StepTimes("net/b7", 7, 3.0, (*times, LayerTimes("first", 0.5, 0.0, 500)), 0.0)
+
+
+def test_by_hand():
+    step = StepTimes("net/b4", 4, 1.0, (LayerTimes("b", 1.0, 2.0, 1000), LayerTimes("a", 1.0, 0.0, 2000)), 0.3)
+    found = simulate(step, line(1.0, 500.0), 1, 0, interference=0.0)
+    b, a = found.messages
+    assert (b.layers, b.ready, b.begin, b.end) == (("b",), 2.0, 2.0, 5.0)
+    assert (a.layers, a.ready, a.begin, a.end) == (("a",), 5.0, 5.0, 10.0)
+    assert b.waited == 0 and a.waited == pytest.approx(10.0 - 5.1) and found.slowed_ms == 0
+    assert found.ms == pytest.approx(10.0 + 0.2) and found.alone_ms == step.ms == pytest.approx(5.3)
+    assert found.images_per_s == pytest.approx(2 * 4 / 10.2e-3) and found.efficiency == pytest.approx(5.3 / 10.2)
+    slowed = simulate(step, line(1.0, 500.0), 1, 0, interference=0.5)
+    # Of the 3 ms of compute after the first message, 1.5 pass beside it and take twice as long.
+    assert slowed.messages[1].ready == pytest.approx(6.5)
+    whole = simulate(step, line(1.0, 500.0), 1, 1 << 40, interference=0.0)
+    assert [m.layers for m in whole.messages] == [("b", "a")] and whole.ms == pytest.approx(5.0 + 7.0 + 0.3)
+
+
+@pytest.mark.parametrize("group_bytes", [0, 1500, 4000, 1 << 40])
+def test_it_is_the_schedule_of_the_simulated_communicator(group_bytes, rng):
+    """Two programs with one clock each: that one runs an arena's calls, this one adds up times."""
+    for _ in range(5):
+        step = drawn(rng)
+        clock = VirtualClock()
+        comm = SimulatedCommunicator(2, AlphaBeta(latency=0.2, bandwidth=2000.0), clock=clock)
+        works, nbytes, left = [], 0, step.nbytes
+        clock.pass_(step.forward_ms)
+        for layer in step.layers:
+            clock.pass_(layer.weight_ms)
+            nbytes, left = nbytes + layer.nbytes, left - layer.nbytes
+            if layer.nbytes and (nbytes >= group_bytes or not left):
+                works.append(comm.start_all_reduce(np.zeros(nbytes, "uint8")))
+                nbytes = 0
+            clock.pass_(layer.data_ms)
+        for work in works:
+            work.wait()
+        found = simulate(step, line(0.2, 2000.0), 1, group_bytes, interference=0.0)
+        assert found.ms == pytest.approx(clock.now())
+        assert [m.waited for m in found.messages] == pytest.approx([m.exposed for m in comm.messages])
+        assert [m.end for m in found.messages] == pytest.approx([m.end for m in comm.messages])
+
+
+def test_nothing_is_lost_where_messages_cost_nothing_and_more_hosts_lose_more(rng):
+    step = drawn(rng)
+    free = Cluster(2, ((0.0, 0.0), (1e9, 0.0)), AlphaBeta(0.0, float("inf")))
+    assert simulate(step, free, 64, 0).efficiency == pytest.approx(1.0)
+    assert simulate(step, Cluster(1, (), AlphaBeta(1.0, 1.0)), 1, 0).efficiency == pytest.approx(1.0)
+    cluster = line(0.1, 1e4)
+    found = [scaling.best(step, cluster, 2**i) for i in range(8)]
+    assert all(a.efficiency >= b.efficiency for a, b in zip(found, found[1:], strict=False))
+    assert all(o.ms == pytest.approx(step.ms + o.exposed_ms) for o in found)
+    for o in found:
+        assert o.ms <= min(simulate(step, cluster, o.hosts, size).ms for size in scaling.GROUPS)
+    half = simulate(step, cluster, 8, 0, message_share=0.5)
+    assert half.ms < simulate(step, cluster, 8, 0).ms
+
+
+def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
+    known = {one.case: one for one in runs(load(ALONE), "h200")}
+    errors = {
+        interference: [
+            abs(o.ms / one.step["ms"] - 1) for file in SEVERAL for o, one, _ in compared(known, str(file), interference)
+        ]
+        for interference in (scaling.INTERFERENCE, 0.0)
+    }
+    assert len(errors[scaling.INTERFERENCE]) == 24
+    assert max(errors[scaling.INTERFERENCE]) < 0.05
+    assert max(errors[0.0]) > 0.05, "without interference of messages with compute it would not be met"
+
+
+def test_what_cannot_be_simulated_is_refused():
+    several = runs(load(SEVERAL[0]), "h200-x2")[0]
+    with pytest.raises(NotInFile, match="measured on 2 ranks; layers alone are needed"):
+        scaling.measured(several)
+    with pytest.raises(NotInFile, match="no all-reduces in it"):
+        scaling.points_of(load(ALONE), "h200")
+    with pytest.raises(ValueError, match="interference must be a number from 0 to below 1"):
+        simulate(StepTimes("net/b4", 4, 1.0, (LayerTimes("a", 1.0, 1.0, 4),), 0.1), line(1, 1), 1, 0, interference=1.0)
+
+
+def test_numbers_of_hosts():
+    assert node_counts("1..128") == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert node_counts("3..20") == [3, 6, 12, 20] and node_counts("5..5") == [5] and node_counts("1,3") == [1, 3]
+    for wrong in ("", "0..4", "4..1", "1..", "two", "1,-2"):
+        with pytest.raises(ValueError, match=r"simulate: --nodes must be 1\.\.128 or 1,2,3"):
+            node_counts(wrong)
+
+
+def test_the_command_shows_writes_and_compares(tmp_path, capsys):
+    options = ["--case", "resnet50/224x224/b64", "--links", str(SEVERAL[1]), "--nodes", "1..4"]
+    path = tmp_path / "out.json"
+    assert cli.main(["simulate", str(ALONE), *options, "--network", "20,0.3", "--json", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "simulated: resnet50/224x224/b64" in told and "below 90% from 16 ranks: the update waits" in told
+    rows = load(path)["rows"]
+    assert {row["nodes"] for row in rows} == {1, 2, 4} and len(rows) == 3 * len(scaling.GROUPS)
+    assert all(sum(m["waited"] for m in row["messages"]) == pytest.approx(row["waited_ms"], rel=1e-5) for row in rows)
+    assert all(0 < row["efficiency"] <= 1 and row["ranks"] == 8 * row["nodes"] for row in rows)
+    assert cli.main(["simulate", str(ALONE), "--check", *map(str, SEVERAL)]) == 0
+    assert "worst error of a step: 3.2%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--case", "resnet50"], "--case must be one of the networks of"),
+        (["--case", "vgg16/224x224/b16"], "--links must be the all-reduces within a host"),
+        (["--case", "vgg16/224x224/b16", "--link", "7"], "--link must be microseconds and GB/s"),
+        (["--case", "vgg16/224x224/b16", "--link", "7,300", "--network", "x"], "--network must be numbers"),
+    ],
+)
+def test_mistaken_options_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", str(ALONE), *words])
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_the_picture_is_drawn(tmp_path, rng):
+    pytest.importorskip("matplotlib")
+    step, cluster = drawn(rng), line(0.1, 1e4)
+    outcomes = [
+        sorted((simulate(step, cluster, n, size) for size in scaling.GROUPS), key=lambda o: o.ms) for n in (1, 2)
+    ]
+    save(simulated(step, outcomes), tmp_path / "simulated.svg")
+    text = (tmp_path / "simulated.svg").read_text()
+    assert "net/b7 on a cluster" in text and "a message per layer" in text
