@@ -48,7 +48,7 @@ class HaloTile(NamedTuple):
         """Among all tiles."""
         return f"halo{self.window}"
 
-    columns = 64
+    columns = fetched = 64
     windows = WINDOWS
     threads = 384
     resident = 1

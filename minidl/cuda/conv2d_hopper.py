@@ -24,6 +24,7 @@ from minidl.cuda.conv2d_walk import (
     Walk,
     blocks,
     columns_of,
+    crossings,
     depth_of,
     filter_view,
     is_flat,
@@ -89,6 +90,11 @@ class HopperTile(NamedTuple):
         return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
 
     @property
+    def fetched(self) -> int:
+        """Rows of both operands that a stage takes."""
+        return self.rows + self.columns
+
+    @property
     def threads(self) -> int:
         return 384 if self.resident == 1 else 288
 
@@ -113,8 +119,11 @@ TILES = (
 )
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
-# traffic the longer one does not hide.
+# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
+# the second-level cache takes for a row of a stage, and for each cache line more that the row lies in.
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
+ALONE = 1.3
+ROW, CROSSING = 1.0e-5, 2.8e-5
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
@@ -174,10 +183,12 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile) -> tupl
 def microseconds(
     conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord
 ) -> tuple[float, float]:
-    """Estimates in microseconds: (arithmetic alone, all), with multiprocessors as fast as an H200's."""
+    """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200."""
     tiles, stages = work(conv, backward, tile)
-    rounds = ceil_div(tiles, device.multiprocessors * tile.resident) * tile.resident
-    arithmetic = rounds * (stages / tiles * tile.step + tile.rest)
+    share = ceil_div(tiles, device.multiprocessors)
+    rounds = share + (ALONE - 1 if share % tile.resident else 0)
+    fetched = stages * tile.fetched * (ROW + CROSSING * crossings(depth_of(conv, backward)))
+    arithmetic = max(rounds * (stages / tiles * tile.step + tile.rest), fetched)
     x, y = (ITEMSIZE * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)

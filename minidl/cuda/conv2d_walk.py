@@ -19,6 +19,7 @@ __all__ = [
     "Walk",
     "blocks",
     "columns_of",
+    "crossings",
     "depth_of",
     "filter_view",
     "is_flat",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 DEPTH = 64  # channels of a stage
+LINE = 128  # bytes that the second-level cache reads at a time
 BLOCK = 64  # columns of a box of filters that are read across
 ITEMSIZE = 2
 
@@ -112,6 +114,20 @@ def depth_of(conv: Convolution, backward: bool) -> int:
 def columns_of(conv: Convolution, backward: bool) -> int:
     """Channels of the output."""
     return conv.channels if backward else conv.out_channels
+
+
+@functools.lru_cache(maxsize=1024)
+def crossings(channels: int) -> float:
+    """How many ends of cache lines lie within a pixel's stage of a dense array, on average: none where channels are a
+    multiple of 64. So many more reads a stage takes.
+    """
+    pixel = channels * ITEMSIZE
+    ends = [
+        (first + min(DEPTH * ITEMSIZE, pixel - begin) - 1) // LINE - first // LINE
+        for begin in range(0, pixel, DEPTH * ITEMSIZE)
+        for first in (begin + i * pixel for i in range(LINE // gcd(LINE, pixel)))
+    ]
+    return sum(ends) / len(ends)
 
 
 def is_flat(conv: Convolution) -> bool:
