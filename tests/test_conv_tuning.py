@@ -76,8 +76,7 @@ def record_of(*rows):
 
 
 @pytest.fixture(autouse=True)
-def no_table(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
+def no_table(monkeypatch):
     monkeypatch.delenv("MINIDL_TUNED", raising=False)
     conv2d_tuned.install(NOTHING)
     yield
@@ -85,8 +84,9 @@ def no_table(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """An H200 that is not there."""
+def machine(tmp_path, monkeypatch):
+    """An H200 that is not there, and an empty cache."""
+    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
     head = {key: value for key, value in record_of().items() if key != "rows"}
     monkeypatch.setattr(conv2d_tuned, "identity", lambda: head)
     monkeypatch.setattr(tuning, "identity", lambda: head)
