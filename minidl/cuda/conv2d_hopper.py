@@ -198,24 +198,23 @@ def microseconds(
 def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
     tile = min(candidates(conv, backward, device), key=lambda tile: microseconds(conv, backward, tile, device)[1])
-    rounds = _rounds(conv, backward, tile, device)
+    return tile, _shares(conv, backward, tile, device)[0]
+
+
+def _shares(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord) -> tuple[int, int]:
+    """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
+    rounds = ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
     groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
-    return tile, ceil_div(rounds, groups)
-
-
-def _rounds(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord) -> int:
-    """Tiles of a block, when all blocks run at a time."""
-    return ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+    return ceil_div(rounds, groups), rounds
 
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord) -> list[Choice]:
-    """What a tuner may try, first what `choose` says: each tile, its blocks once, in the lengths wanted, and single."""
+    """What a tuner may try, first what `choose` says: each tile, in blocks of several lengths."""
     chosen, share = choose(conv, backward, device)
     found = [Choice("hopper", chosen.name, (share,))]
     for tile in candidates(conv, backward, device):
-        rounds = _rounds(conv, backward, tile, device)
-        groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
-        found += [Choice("hopper", tile.name, (some,)) for some in (rounds, ceil_div(rounds, groups), 1)]
+        shares = *_shares(conv, backward, tile, device), 1
+        found += [Choice("hopper", tile.name, (share,)) for share in shares]
     return list(dict.fromkeys(found))
 
 
