@@ -136,7 +136,7 @@ def test_a_kernel_that_cannot_do_it_leaves_the_choice_as_it_was():
 
 def test_a_forced_family_is_stronger_than_a_tuned_kernel():
     question = Question("forward", sizes(*SHAPES[0]), *DTYPES["bf16"])
-    conv2d_tuned.install(Table(H200.name, {question: Choice("hopper", "256x128x3", (1,))}))
+    conv2d_tuned.install(Table(H200.name, {question: Choice("hopper", "256x128x4", (1,))}))
     assert dict(launches(question)[0].defines)["TILE_M"] == 256
     with family("generic"):
         assert launches(question)[0].stem == "conv2d"

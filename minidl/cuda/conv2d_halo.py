@@ -48,7 +48,8 @@ class HaloTile(NamedTuple):
         """Among all tiles."""
         return f"halo{self.window}"
 
-    columns = fetched = 64
+    columns = 64
+    fetched = 0  # rows of a stage, to speak of: windows come once for all taps
     windows = WINDOWS
     threads = 384
     resident = 1

@@ -19,15 +19,15 @@ __all__ = [
     "Walk",
     "blocks",
     "columns_of",
-    "crossings",
     "depth_of",
     "filter_view",
     "is_flat",
+    "reads",
     "walks_of",
 ]
 
 DEPTH = 64  # channels of a stage
-LINE = 128  # bytes that the second-level cache reads at a time
+LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
 ITEMSIZE = 2
 
@@ -117,9 +117,9 @@ def columns_of(conv: Convolution, backward: bool) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def crossings(channels: int) -> float:
-    """How many ends of cache lines lie within a pixel's stage of a dense array, on average: none where channels are a
-    multiple of 64. So many more reads a stage takes.
+def reads(channels: int) -> tuple[float, bool]:
+    """What makes stages of a dense array slow: ends of cache lines within a pixel's stage, on average; and whether
+    pixels start within sectors of the cache. Neither, where channels are a multiple of 64.
     """
     pixel = channels * ITEMSIZE
     ends = [
@@ -127,7 +127,7 @@ def crossings(channels: int) -> float:
         for begin in range(0, pixel, DEPTH * ITEMSIZE)
         for first in (begin + i * pixel for i in range(LINE // gcd(LINE, pixel)))
     ]
-    return sum(ends) / len(ends)
+    return sum(ends) / len(ends), pixel % SECTOR != 0
 
 
 def is_flat(conv: Convolution) -> bool:
