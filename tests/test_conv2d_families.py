@@ -241,7 +241,7 @@ def test_more_images_never_take_less_time():
 
 
 def test_what_lies_across_cache_lines_is_known():
-    """Pixels of 48 channels, 96 bytes: every second one lies in two lines. Of 96: one of four stages. Of 24: 48 bytes."""
+    """Pixels of 48 channels, 96 bytes: every second one lies in two lines. Of 96: one of four stages."""
     assert all(conv2d_walk.reads(channels) == (0.0, False) for channels in (16, 32, 64, 128, 320, 2048))
     assert conv2d_walk.reads(48) == (0.5, False) and conv2d_walk.reads(96) == (0.25, False)
     assert conv2d_walk.reads(24) == (0.25, True) and conv2d_walk.reads(40) == (0.5, True)

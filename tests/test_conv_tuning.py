@@ -285,12 +285,25 @@ def test_the_fastest_of_the_finalists_wins():
     assert best == B and times[A] == 6.0 and times[E] == 5.0 and spread == 0.0
     finals = [name for name, budget in clock.runs if budget == conv_tuning.CAREFUL]
     assert finals[:4] == ["hopper A 1", "hopper B 1", "hopper C 1", "hopper D 1"], "the default is always among them"
-    assert finals == finals[:4] * conv_tuning.TURNS, "they take turns"
+    assert finals[4:8] == finals[3::-1] and len(finals) == 4 * conv_tuning.TURNS, "they take turns, forth and back"
 
 
 def test_what_is_hardly_faster_changes_nothing():
-    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.991}).time)[0] == A
-    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.989}).time)[0] == B
+    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.981}).time)[0] == A
+    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.979}).time)[0] == B
+
+
+def test_a_clock_that_drifts_favours_nobody():
+    """The chip slows down from run to run; B is in truth 5 % faster, C 5 % slower."""
+    runs = iter(range(10**6))
+
+    def slowing(ms):
+        return lambda: ms * (1 + 0.01 * next(runs))
+
+    clock = Clock({"hopper A 1": slowing(1.0), "hopper B 1": slowing(0.95), "hopper C 1": slowing(1.05)})
+    assert conv_tuning.race([A, C, B], clock.time)[0] == B
+    same = Clock({f"hopper {name} 1": slowing(1.0) for name in "ABC"})
+    assert conv_tuning.race([A, B, C], same.time)[0] == A
 
 
 def test_one_lucky_sample_wins_no_final():
