@@ -128,7 +128,6 @@ READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
-SINGLE = 30.0  # of a tile that gains more by going to the first free multiprocessor than a block's start costs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -209,8 +208,8 @@ def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[Hop
 def _shares(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord) -> tuple[int, int]:
     """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
     rounds = ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
-    time = microseconds(conv, backward, tile, device)[0]
-    return (1 if time > SINGLE * rounds else ceil_div(rounds, max(1, round(time / LONGEST)))), rounds
+    groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
+    return ceil_div(rounds, groups), rounds
 
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord) -> list[Choice]:
