@@ -132,16 +132,16 @@ def commands() -> str:
 
 def choices() -> str:
     """What convolutions lose without tuning: by pass, and the worst of them."""
-    rows = [(file, row) for file in load("h200", "bench_conv_choice") for row in file["rows"]]
+    rows = [row for file in load("h200", "bench_conv_choice") for row in file["rows"]]
     losses: dict[tuple[str, str], list[float]] = {}
-    for _, row in rows:
+    for row in rows:
         losses.setdefault((row["pass"], row["dtype"]), []).append(row["ms"] / row["peers"]["tuned"])
     lines = []
     for key, some in losses.items():
         mean, over = f"{statistics.geometric_mean(some) - 1:.1%}", f"{sum(loss > 1.1 for loss in some)} of {len(some)}"
         lines.append([*key, mean, f"{max(some) - 1:.1%}", over])
     head = markdown(["pass", "dtype", "behind, mean", "worst", "by over 10 %"], sorted(lines))
-    worst = sorted((row for _, row in rows), key=lambda row: row["peers"]["tuned"] / row["ms"])[:SHOWN]
+    worst = sorted(rows, key=lambda row: row["peers"]["tuned"] / row["ms"])[:SHOWN]
     lines = []
     for row in worst:
         ms, tuned = row["ms"], row["peers"]["tuned"]
@@ -197,7 +197,7 @@ def sparse() -> str:
 
 def all_reduces() -> str:
     """Milliseconds of an all-reduce between CPU ranks, median (fastest)."""
-    files = [file for ranks in (2, 4) for file in load("cpu", f"bench_all_reduce_{ranks}")]
+    files = load("cpu", "bench_all_reduce")
     head, sizes = ["size"], {}
     for file in files:
         ranks = file["rows"][0]["ranks"]
