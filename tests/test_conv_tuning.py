@@ -381,6 +381,13 @@ def test_layers_are_tuned_with_their_inputs(command, capsys):
     assert "tune conv: --input must be once for each --layer, got 2" in capsys.readouterr().err
 
 
+def test_ranks_that_would_disturb_each_other_are_refused(command, monkeypatch, capsys):
+    monkeypatch.setattr(tuning.dist, "launched_size", lambda: 4)
+    with pytest.raises(SystemExit):
+        command.run()
+    assert "tune conv: ranks must be 1, got 4; start it without a launcher" in capsys.readouterr().err
+
+
 def test_a_named_file_of_something_else_is_not_overwritten(command, tmp_path, capsys):
     path = kept_at(tmp_path / "notes.json", "[1, 2]")
     with pytest.raises(SystemExit):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minidl import backend, checks, models
+from minidl import backend, checks, dist, models
 from minidl.backend import get_ops
 from minidl.bench import conv_tuning
 from minidl.bench.conv_tuning import case, of_layer, of_network, spelt
@@ -84,6 +84,8 @@ def _tell(text: str) -> None:
 
 def _conv(a: argparse.Namespace) -> int:
     """Measure what the table lacks, keep it, show what it gains."""
+    if dist.launched_size() > 1:
+        raise checks.bad_value("tune conv", "ranks", "1", dist.launched_size(), "start it without a launcher")
     _require_gpu()
     install(NOTHING)  # what is compared with runs untuned
     device, asked = current_device(), _questions(a)
