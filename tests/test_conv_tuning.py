@@ -369,7 +369,9 @@ def test_the_command_measures_keeps_and_tells(command, capsys):
     assert len(table.choices) > 20
     command.clock.runs.clear()
     assert command.run() == 0 and not command.clock.runs, "nothing is measured twice"
-    assert command.run("--remeasure") == 0 and command.clock.runs
+    words = ["--layer", "Conv2d(64, 96, 3)", "--input", "4x27x27x64"]
+    assert command.run(*words) == 0 and command.run("--remeasure") == 0 and command.clock.runs
+    assert len(conv2d_tuned.load().choices) == len(table.choices) + 3, "what others asked stays"
 
 
 def test_layers_are_tuned_with_their_inputs(command, capsys):

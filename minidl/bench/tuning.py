@@ -91,7 +91,8 @@ def _conv(a: argparse.Namespace) -> int:
     device, asked = current_device(), _questions(a)
     path = Path(a.output) if a.output else table_path()
     rows = _rows_at(path, bool(a.output))
-    rows = [] if a.remeasure else rows
+    if a.remeasure:
+        rows = [row for row in rows if question_of(row) not in asked]
     known = {question_of(row) for row in rows}
     todo = [question for question in asked if question not in known]
     kernels = conv_tuning.variants(todo, device)
