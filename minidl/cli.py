@@ -15,7 +15,6 @@ from minidl.bench import command as bench
 from minidl.bench import plan, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
-from minidl.cuda.device import current_device
 from minidl.dist import abort
 from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
@@ -190,7 +189,7 @@ def train(a: argparse.Namespace) -> dict[str, float]:
 def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:
     """Compile what the step will launch on all cores, by one rank of each host: one by one it takes minutes."""
     if comm.local_rank == 0:
-        built = warm.compile_ahead(graph, -(-a.batch // comm.size), a.precision, a.fusion, current_device())
+        built = warm.compile_ahead(graph, -(-a.batch // comm.size), a.precision, a.fusion, warm.this_gpu())
         if built.missing and comm.rank == 0:
             print(f"compiled {built.missing} of {built.kernels} kernels in {built.compile_s:.1f} s", flush=True)
     comm.barrier()
