@@ -222,6 +222,7 @@ def options(conv: Convolution, backward: bool, device: DeviceRecord) -> list[Cho
     return list(dict.fromkeys(found))
 
 
+@functools.lru_cache(maxsize=1024)
 def _taken(
     choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord
 ) -> tuple[HopperTile | HaloTile, int] | None:

@@ -222,6 +222,7 @@ def options(conv: Convolution) -> list[Choice]:
     return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
 
 
+@functools.lru_cache(maxsize=1024)
 def taken(choice: Choice | None, conv: Convolution) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
