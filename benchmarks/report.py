@@ -24,12 +24,15 @@ from minidl.profile.tables import markdown
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
+SHOWN = 12  # rows of a table that shows the worst only
+
 Row = dict[str, Any]
 
 
 def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
-    """The result files of a machine whose names begin with ``benchmark``."""
-    return [results_of(path) for path in sorted((RESULTS / machine).glob(f"{benchmark}*.json*"))]
+    """The result files of a machine that this benchmark made; their names begin with its."""
+    found = map(results_of, sorted((RESULTS / machine).glob(f"{benchmark}*.json*")))
+    return [file for file in found if file["benchmark"] == benchmark]
 
 
 def _machine(file: dict[str, Any]) -> str:
@@ -124,10 +127,30 @@ def commands() -> str:
     lines = []
     for path in sorted(RESULTS.glob("*/*.json*")):
         name = next((name for name in README_TABLES if path.stem.startswith(name)), None)
-        if name is not None:
+        if name is not None and (file := results_of(path))["benchmark"] == name:
             head = README_TABLES[name]().splitlines()[0].split("|")[1].strip()
-            lines.append([f"`{path.relative_to(RESULTS)}`", head, f"`{results_of(path)['command']}`"])
+            lines.append([f"`{path.relative_to(RESULTS)}`", head, f"`{file['command']}`"])
     return markdown(["file of results", "table of README.md", "command"], lines)
+
+
+def choices() -> str:
+    """What convolutions lose without tuning: by pass, and the worst of them."""
+    rows = [row for file in load("h200", "bench_conv_choice") for row in file["rows"]]
+    losses: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        losses.setdefault((row["pass"], row["dtype"]), []).append(row["ms"] / row["peers"]["tuned"])
+    lines = []
+    for key, some in losses.items():
+        mean, over = f"{statistics.geometric_mean(some) - 1:.1%}", f"{sum(loss > 1.1 for loss in some)} of {len(some)}"
+        lines.append([*key, mean, f"{max(some) - 1:.1%}", over])
+    head = markdown(["pass", "dtype", "behind, mean", "worst", "by over 10 %"], sorted(lines))
+    worst = sorted(rows, key=lambda row: row["peers"]["tuned"] / row["ms"])[:SHOWN]
+    lines = []
+    for row in worst:
+        ms, tuned = row["ms"], row["peers"]["tuned"]
+        figures = f"{ms * 1e3:.1f}", f"{tuned * 1e3:.1f}", f"{ms / tuned - 1:.1%}"
+        lines.append([f"{row['case']} {row['pass']}", *figures, row["kernel"], row["tuned"]])
+    return f"{head}\n\n{markdown(['worst', 'µs', 'tuned µs', 'behind', 'kernel', 'tuned kernel'], lines)}"
 
 
 def options() -> str:
@@ -177,7 +200,7 @@ def sparse() -> str:
 
 def all_reduces() -> str:
     """Milliseconds of an all-reduce between CPU ranks, median (fastest)."""
-    files = [file for ranks in (2, 4) for file in load("cpu", f"bench_all_reduce_{ranks}")]
+    files = load("cpu", "bench_all_reduce")
     head, sizes = ["size"], {}
     for file in files:
         ranks = file["rows"][0]["ranks"]
@@ -255,6 +278,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {"commands": commands, "options": options},
     "docs/distributed.md": {"all-reduces": all_reduces, "shared layers": shared_layers},
     "docs/sparse.md": {"products": sparse},
+    "docs/tuning.md": {"choices": choices},
     "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
 }
 

@@ -23,6 +23,7 @@ from minidl.dist import abort
 from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
 from minidl.fusion import command as fusing
+from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
 from minidl.optim import SGD
@@ -178,6 +179,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     train_set, test_set = _data_sets(a)
     image_shape = tuple(train_set[0][0].shape)
     options = {"sync_batch_norm": True} if a.sync_batch_norm else {}
+    if device == "cuda":
+        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     fuse(model, a.fusion)
@@ -215,6 +218,15 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
     return row, trainer
+
+
+def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:
+    """Compile what the step will launch on all cores, by one rank of each host: one by one it takes minutes."""
+    if comm.local_rank == 0:
+        built = warm.compile_ahead(graph, -(-a.batch // comm.size), a.precision, a.fusion, warm.this_gpu())
+        if built.missing and comm.rank == 0:
+            print(f"compiled {built.missing} of {built.kernels} kernels in {built.compile_s:.1f} s", flush=True)
+    comm.barrier()
 
 
 def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None) -> None:

@@ -225,6 +225,28 @@ def test_chosen_tiles_apply_and_blocks_are_short(name):
     assert len(chosen) >= 6, "all but one have their uses"
 
 
+def test_more_images_never_take_less_time():
+    device = BUILT_IN["H200"]
+    for size, channels, filters, kernel, stride in ((27, 96, 192, 3, 1), (14, 256, 64, 1, 1), (30, 320, 320, 3, 2)):
+        times: dict[str, list[float]] = {}
+        for images in (1, 2, 3, 5, 8, 16, 24, 100, 256):
+            shape, pad = (images, size, size, channels), (kernel // 2,) * 2
+            conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride,) * 2, pad, (1, 1), 1)
+            for backward, tile in product((False, True), conv2d_hopper.candidates(conv, False, device)):
+                if tile in conv2d_hopper.candidates(conv, backward, device):
+                    time = conv2d_hopper.microseconds(conv, backward, tile, device)[1]
+                    times.setdefault(f"{tile.name} {backward}", []).append(time)
+        for name, row in times.items():
+            assert row == sorted(row) and row[0] < row[-1], (name, row)
+
+
+def test_what_lies_across_cache_lines_is_known():
+    """Pixels of 48 channels, 96 bytes: every second one lies in two lines. Of 96: one of four stages."""
+    assert all(conv2d_walk.reads(channels) == (0.0, False) for channels in (16, 32, 64, 128, 320, 2048))
+    assert conv2d_walk.reads(48) == (0.5, False) and conv2d_walk.reads(96) == (0.25, False)
+    assert conv2d_walk.reads(24) == (0.25, True) and conv2d_walk.reads(40) == (0.5, True)
+
+
 # ------------------------------------------------------------------------------------------------------- on a GPU
 
 

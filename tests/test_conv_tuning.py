@@ -76,8 +76,7 @@ def record_of(*rows):
 
 
 @pytest.fixture(autouse=True)
-def no_table(tmp_path, monkeypatch):
-    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
+def no_table(monkeypatch):
     monkeypatch.delenv("MINIDL_TUNED", raising=False)
     conv2d_tuned.install(NOTHING)
     yield
@@ -85,8 +84,9 @@ def no_table(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """An H200 that is not there."""
+def machine(tmp_path, monkeypatch):
+    """An H200 that is not there, and an empty cache."""
+    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
     head = {key: value for key, value in record_of().items() if key != "rows"}
     monkeypatch.setattr(conv2d_tuned, "identity", lambda: head)
     monkeypatch.setattr(tuning, "identity", lambda: head)
@@ -136,7 +136,7 @@ def test_a_kernel_that_cannot_do_it_leaves_the_choice_as_it_was():
 
 def test_a_forced_family_is_stronger_than_a_tuned_kernel():
     question = Question("forward", sizes(*SHAPES[0]), *DTYPES["bf16"])
-    conv2d_tuned.install(Table(H200.name, {question: Choice("hopper", "256x128x3", (1,))}))
+    conv2d_tuned.install(Table(H200.name, {question: Choice("hopper", "256x128x4", (1,))}))
     assert dict(launches(question)[0].defines)["TILE_M"] == 256
     with family("generic"):
         assert launches(question)[0].stem == "conv2d"
@@ -285,12 +285,25 @@ def test_the_fastest_of_the_finalists_wins():
     assert best == B and times[A] == 6.0 and times[E] == 5.0 and spread == 0.0
     finals = [name for name, budget in clock.runs if budget == conv_tuning.CAREFUL]
     assert finals[:4] == ["hopper A 1", "hopper B 1", "hopper C 1", "hopper D 1"], "the default is always among them"
-    assert finals == finals[:4] * conv_tuning.TURNS, "they take turns"
+    assert finals[4:8] == finals[3::-1] and len(finals) == 4 * conv_tuning.TURNS, "they take turns, forth and back"
 
 
 def test_what_is_hardly_faster_changes_nothing():
-    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.991}).time)[0] == A
-    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.989}).time)[0] == B
+    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.981}).time)[0] == A
+    assert conv_tuning.race([A, B], Clock({"hopper A 1": 1.0, "hopper B 1": 0.979}).time)[0] == B
+
+
+def test_a_clock_that_drifts_favours_nobody():
+    """The chip slows down from run to run; B is in truth 5 % faster, C 5 % slower."""
+    runs = iter(range(10**6))
+
+    def slowing(ms):
+        return lambda: ms * (1 + 0.01 * next(runs))
+
+    clock = Clock({"hopper A 1": slowing(1.0), "hopper B 1": slowing(0.95), "hopper C 1": slowing(1.05)})
+    assert conv_tuning.race([A, C, B], clock.time)[0] == B
+    same = Clock({f"hopper {name} 1": slowing(1.0) for name in "ABC"})
+    assert conv_tuning.race([A, B, C], same.time)[0] == A
 
 
 def test_one_lucky_sample_wins_no_final():
@@ -356,7 +369,9 @@ def test_the_command_measures_keeps_and_tells(command, capsys):
     assert len(table.choices) > 20
     command.clock.runs.clear()
     assert command.run() == 0 and not command.clock.runs, "nothing is measured twice"
-    assert command.run("--remeasure") == 0 and command.clock.runs
+    words = ["--layer", "Conv2d(64, 96, 3)", "--input", "4x27x27x64"]
+    assert command.run(*words) == 0 and command.run("--remeasure") == 0 and command.clock.runs
+    assert len(conv2d_tuned.load().choices) == len(table.choices) + 3, "what others asked stays"
 
 
 def test_layers_are_tuned_with_their_inputs(command, capsys):
@@ -366,6 +381,13 @@ def test_layers_are_tuned_with_their_inputs(command, capsys):
     with pytest.raises(SystemExit):
         command.run(*words, "--input", "4x27x27x64")
     assert "tune conv: --input must be once for each --layer, got 2" in capsys.readouterr().err
+
+
+def test_ranks_that_would_disturb_each_other_are_refused(command, monkeypatch, capsys):
+    monkeypatch.setattr(tuning.dist, "launched_size", lambda: 4)
+    with pytest.raises(SystemExit):
+        command.run()
+    assert "tune conv: ranks must be 1, got 4; start it without a launcher" in capsys.readouterr().err
 
 
 def test_a_named_file_of_something_else_is_not_overwritten(command, tmp_path, capsys):

@@ -9,8 +9,11 @@ import pytest
 
 import minidl as m
 from minidl import cli
-from minidl.bench import warm
+from minidl.bench import conv_tuning, warm
 from minidl.bench.step import TrainingStep
+from minidl.cuda import conv2d_tuned
+from minidl.cuda.conv2d_family import Choice
+from minidl.cuda.conv2d_tuned import Table
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import observed
 
@@ -71,6 +74,22 @@ def test_without_a_gpu_one_must_be_named(compiled, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["warm"])
     assert "no usable GPU; name the GPU to compile for: --gpu H200" in capsys.readouterr().err
+
+
+def test_tuned_kernels_are_compiled_too(monkeypatch):
+    h200 = BUILT_IN["H200"]
+    (question, *_) = conv_tuning.of_network(m.models.build("resnet20", (32, 32, 3), 10), 4, "bf16", h200)
+    found = Table(h200.name, {question: Choice("generic", "64x64")})  # the stem's forward pass
+    monkeypatch.setattr(warm, "current_device", lambda: h200)
+    monkeypatch.setattr(conv2d_tuned, "load", lambda: found)
+    before = set(kernels(h200))
+    conv2d_tuned.install(None)
+    try:
+        assert warm.this_gpu() == h200
+        added = [dict(defines) for stem, defines in set(kernels(h200)) - before if stem == "conv2d"]
+    finally:
+        conv2d_tuned.install(None)
+    assert [(defines["TILE_M"], defines["TILE_N"]) for defines in added] == [(64, 64)]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])

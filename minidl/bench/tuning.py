@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minidl import backend, checks, models
+from minidl import backend, checks, dist, models
 from minidl.backend import get_ops
 from minidl.bench import conv_tuning
 from minidl.bench.conv_tuning import case, of_layer, of_network, spelt
@@ -85,12 +85,15 @@ def _tell(text: str) -> None:
 
 def _conv(a: argparse.Namespace) -> int:
     """Measure what the table lacks, keep it, show what it gains."""
+    if dist.launched_size() > 1:
+        raise checks.bad_value("tune conv", "ranks", "1", dist.launched_size(), "start it without a launcher")
     _require_gpu()
     install(NOTHING)  # what is compared with runs untuned
     device, asked = current_device(), _questions(a)
     path = Path(a.output) if a.output else table_path()
     rows = _rows_at(path, bool(a.output))
-    rows = [] if a.remeasure else rows
+    if a.remeasure:
+        rows = [row for row in rows if question_of(row) not in asked]
     known = {question_of(row) for row in rows}
     todo = [question for question in asked if question not in known]
     kernels = conv_tuning.variants(todo, device)

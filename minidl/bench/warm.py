@@ -10,14 +10,14 @@ from typing import NamedTuple
 from minidl import checks, models
 from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
-from minidl.cuda import nvrtc
+from minidl.cuda import conv2d_tuned, nvrtc
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
 
-__all__ = ["Built", "add_arguments", "compile_ahead", "kernels_of", "run"]
+__all__ = ["Built", "add_arguments", "compile_ahead", "kernels_of", "run", "this_gpu"]
 
 Variant = tuple[str, tuple[tuple[str, int | str], ...]]
 
@@ -103,11 +103,18 @@ def kernels_of(graph: Graph, batch: int, precision: str, fusion: str, device: De
     return log.variants
 
 
+def this_gpu() -> DeviceRecord:
+    """This machine's GPU, with its table of tuned kernels read: a walk on shapes then finds what will run."""
+    device = current_device()
+    conv2d_tuned.current()
+    return device
+
+
 def _device(name: str) -> DeviceRecord:
     if name != "auto":
         return BUILT_IN[name]
     try:
-        return current_device()
+        return this_gpu()
     except (ImportError, RuntimeError) as error:
         raise ValueError(f"--gpu auto: {error}; name the GPU to compile for: --gpu H200") from error
 

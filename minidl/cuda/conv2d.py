@@ -195,7 +195,7 @@ def conv2d_backward_weight(
 ) -> None:
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
-    The pixels are summed in chunks that depend on the sizes alone, and the chunks in order.
+    The pixels are summed in chunks that depend on the sizes, and on a tuned table if there is one; the chunks in order.
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)

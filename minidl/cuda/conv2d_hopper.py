@@ -28,6 +28,7 @@ from minidl.cuda.conv2d_walk import (
     filter_view,
     is_flat,
     itemsize_of,
+    reads,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
@@ -98,7 +99,7 @@ class HopperTile(NamedTuple):
     Attributes:
         rows, columns, stages, slabs, resident: the macros TILE_M, TILE_N, STAGES, SLABS and RESIDENT.
         step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
-            measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net in bfloat16.
+            measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
     """
 
     rows: int
@@ -113,6 +114,11 @@ class HopperTile(NamedTuple):
     def name(self) -> str:
         """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
         return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+
+    @property
+    def fetched(self) -> int:
+        """Rows of both operands that a stage takes."""
+        return self.rows + self.columns
 
     @property
     def threads(self) -> int:
@@ -131,16 +137,22 @@ class HopperTile(NamedTuple):
 
 
 TILES = (
-    HopperTile(128, 256, 4, 1, 1, 0.70, 2.0),
-    HopperTile(256, 128, 3, 4, 1, 0.72, 1.7),
+    HopperTile(128, 256, 4, 2, 1, 0.64, 2.4),
+    HopperTile(256, 128, 4, 2, 1, 0.64, 2.4),
+    HopperTile(128, 192, 4, 3, 1, 0.54, 1.3),
+    HopperTile(256, 64, 4, 2, 1, 0.42, 1.0),
     HopperTile(128, 128, 5, 4, 1, 0.38, 0.9),
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55),
     HopperTile(128, 64, 4, 1, 2, 0.25, 0.33),
 )
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
-# traffic the longer one does not hide.
+# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
+# the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
+# starts within a sector (see `reads`).
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
+ALONE = 1.3
+ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
@@ -211,13 +223,16 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: i
 def microseconds(
     conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int = 1
 ) -> tuple[float, float]:
-    """Estimates in microseconds: (arithmetic alone, all), with multiprocessors as fast as an H200's.
+    """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200.
 
     A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
     """
     tiles, stages = work(conv, backward, tile, code)
-    rounds = ceil_div(tiles, device.multiprocessors * tile.resident) * tile.resident
-    arithmetic = rounds * (stages / tiles * tile.step + tile.rest)
+    share = ceil_div(tiles, device.multiprocessors)
+    rounds = share + (ALONE - 1 if share % tile.resident else 0)
+    lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
+    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
+    arithmetic = max(rounds * (stages / tiles * tile.step + tile.rest), fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
@@ -228,27 +243,29 @@ def choose(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 
     """The tile that should finish first, and how many of them a block works on."""
     among = candidates(conv, backward, device, code)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1])
-    rounds = _rounds(conv, backward, tile, device, code)
+    return tile, _shares(conv, backward, tile, device, code)[0]
+
+
+def _shares(
+    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int
+) -> tuple[int, int]:
+    """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
+    rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
     groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
-    return tile, ceil_div(rounds, groups)
-
-
-def _rounds(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
-    """Tiles of a block, when all blocks run at a time."""
-    return ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
+    return ceil_div(rounds, groups), rounds
 
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
-    """What a tuner may try, first what `choose` says: each tile, its blocks once, in the lengths wanted, and single."""
+    """What a tuner may try, first what `choose` says: each tile, in blocks of several lengths."""
     chosen, share = choose(conv, backward, device, code)
     found = [Choice("hopper", chosen.name, (share,))]
     for tile in candidates(conv, backward, device, code):
-        rounds = _rounds(conv, backward, tile, device, code)
-        groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
-        found += [Choice("hopper", tile.name, (some,)) for some in (rounds, ceil_div(rounds, groups), 1)]
+        shares = *_shares(conv, backward, tile, device, code), 1
+        found += [Choice("hopper", tile.name, (share,)) for share in shares]
     return list(dict.fromkeys(found))
 
 
+@functools.lru_cache(maxsize=1024)
 def _taken(
     choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord, code: int
 ) -> tuple[HopperTile | HaloTile, int] | None:

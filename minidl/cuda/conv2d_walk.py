@@ -25,10 +25,12 @@ __all__ = [
     "filter_view",
     "is_flat",
     "itemsize_of",
+    "reads",
     "walks_of",
 ]
 
 STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
+LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
 ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
 
@@ -121,6 +123,20 @@ def depth_of(conv: Convolution, backward: bool) -> int:
 def columns_of(conv: Convolution, backward: bool) -> int:
     """Channels of the output."""
     return conv.channels if backward else conv.out_channels
+
+
+@functools.lru_cache(maxsize=1024)
+def reads(channels: int, itemsize: int) -> tuple[float, bool]:
+    """What makes stages of a dense array slow: ends of cache lines within a pixel's stage, on average; and whether
+    pixels start within sectors of the cache. Neither, where a pixel's stages are whole.
+    """
+    pixel = channels * itemsize
+    ends = [
+        (first + min(STAGE_ROW, pixel - begin) - 1) // LINE - first // LINE
+        for begin in range(0, pixel, STAGE_ROW)
+        for first in (begin + i * pixel for i in range(LINE // gcd(LINE, pixel)))
+    ]
+    return sum(ends) / len(ends), pixel % SECTOR != 0
 
 
 def is_flat(conv: Convolution) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_plan import Convolution
+from minidl.cuda.conv2d_walk import reads
 from minidl.cuda.hopper import View, Views
 from minidl.shapes import Pair, ceil_div, round_up
 
@@ -176,7 +177,6 @@ class _Candidate(NamedTuple):
     Attributes:
         steps: stages that make up the sum.
         tiles: of the gradient.
-        area: values of a tile.
         copied: bytes of a stage.
         step: microseconds that a multiprocessor is busy with a stage of a tile.
     """
@@ -185,23 +185,26 @@ class _Candidate(NamedTuple):
     division: Division
     steps: int
     tiles: int
-    area: int
     copied: int
     step: float
 
 
-# Fitted to times measured on an H200 (bf16; ResNet-50, VGG-16, U-Net). Microseconds, and what goes through in one.
-_PRODUCTS = 3.22e6  # multiply-adds of a multiprocessor
-_HALO_PRODUCTS = 3.36e6
-_COPIED = 1.19e5  # bytes that a multiprocessor copies into stages
-_FETCHED = 8.9e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
+# Fitted to times measured on an H200 (bf16; ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
+# Microseconds, and what goes through in one.
+_PRODUCTS = 2.96e6  # multiply-adds of a multiprocessor
+_HALO_PRODUCTS = 4.24e6
+_COPIED = 1.15e5  # bytes that a multiprocessor copies into stages
+_FETCHED = 9.0e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
+_CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in each
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-_MEMORY, _MISSED = 4.26e6, 0.03  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
-_ALONE = 1.13  # a block without another one beside it to hide its latencies, against two
-_START, _WRITTEN = 5.0, 1.27e6  # of a block: until its pipeline is filled; values of its tile that it writes
+_MEMORY, _MISSED = 4.26e6, 0.009  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
+_EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer does not hide
+_ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
+_START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
+_MERGED = 3.5  # sums of two blocks of the halo kernel
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
-_SECOND, _SUMMED = 2.0, 4.3e5  # the second kernel; values of partial sums that it adds
+_SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
 
@@ -219,6 +222,7 @@ def options(conv: Convolution) -> list[Choice]:
     return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
 
 
+@functools.lru_cache(maxsize=1024)
 def taken(choice: Choice | None, conv: Convolution) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
@@ -234,6 +238,8 @@ def _candidates(conv: Convolution) -> Iterator[_Candidate]:
     spans = ceil_div(conv.channels, SPAN)
     blocks, steps = conv.kernel[0] * conv.kernel[1] * spans, ceil_div(conv.pixels, SPAN)
     least = round_up(conv.out_channels, SPAN) * blocks * SPAN  # by the smallest tile
+    lines, odd = reads(conv.channels, ITEMSIZE)
+    slower = 1 + _CROSSING * lines + _ODD * odd
     for tile in TILES:
         tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
         area = tile.rows * tile.columns
@@ -242,20 +248,20 @@ def _candidates(conv: Convolution) -> Iterator[_Candidate]:
         for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                copied, copy = _copy(tiles, spans, division, tile.resident, tile.rows, tile.columns)
-                step = max(SPAN * area / _PRODUCTS, copy)
-                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], area, copied, step)
+                copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns)
+                step = max(SPAN * area / _PRODUCTS, copy * slower)
+                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], copied, step)
     grid = halo(conv)
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
         tiles = ceil_div(conv.out_channels, SPAN), spans
         for division in _divisions(tiles[0] * tiles[1], steps, 1):
-            copied, copy = _copy(tiles, spans, division, 1, SPAN, SPAN)
+            copied, copy = _copy(tiles, division, 1, SPAN, SPAN)
             step = max(SPAN * area / _HALO_PRODUCTS, copy)
-            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], area, copied, step)
+            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], copied, step)
 
 
-def _copy(tiles: Pair, spans: int, division: Division, resident: int, rows: int, columns: int) -> tuple[int, float]:
+def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: int) -> tuple[int, float]:
     """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor."""
     # The hardware fills one group after the other with blocks, but deals out clusters among the groups.
     members, count = range(resident * _MEMBERS), tiles[0] * tiles[1]
@@ -265,8 +271,8 @@ def _copy(tiles: Pair, spans: int, division: Division, resident: int, rows: int,
     for part, tile in (divmod(index, count) for index in members if index < count * division.parts):
         m, n = divmod(tile, tiles[1])
         fetched |= {(part, "dy", block) for block in range(m * rows // SPAN, (m + 1) * rows // SPAN)}
-        # Taps of the same channels are a few pixels apart.
-        fetched |= {(part, "x", block % spans) for block in range(n * width, (n + 1) * width)}
+        # Another tap of the same channels is another fetch, though of pixels nearby.
+        fetched |= {(part, "x", block) for block in range(n * width, (n + 1) * width)}
     line = ITEMSIZE * SPAN
     copied = line * (rows + columns)
     return copied, max(copied / _COPIED, line * SPAN * len(fetched) * division.cluster / _FETCHED / resident)
@@ -284,16 +290,18 @@ def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
 
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     """Roughly the time that it takes."""
-    tile, division, steps, tiles, area, copied, step = candidate
+    tile, division, steps, tiles, copied, step = candidate
     resident = tile.resident if isinstance(tile, WeightTile) else 1
     share = ceil_div(tiles * division.chunks, WORKERS)
-    alone = _ALONE if share < resident else 1.0
-    around = _START + area / _WRITTEN
-    busy = share * ceil_div(steps, division.chunks) * step * alone + ceil_div(share, resident) * around
+    rounds = share + (_ALONE - 1 if share % resident else 0)
+    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels
+    merged = _MERGED if division.cluster > 1 and isinstance(tile, HaloTile) else 0
+    around = _START + gradient / tiles / _WRITTEN + merged
+    busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
     memory = ITEMSIZE * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
-    time = max(busy, memory / _MEMORY + _START)
+    waited = memory / _MEMORY + _START
+    time = max(busy, waited) + _EXPOSED * min(busy, waited)
     if division.parts > 1:
-        gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels
         time += _SECOND + division.parts * gradient / _SUMMED
     return time

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minidl.cuda import nvrtc
+from minidl.cuda import conv2d_tuned, nvrtc
 from minidl.dist import mpiexec
 from minidl.dist.nccl import load_nccl
 from minidl.dist.threads import available_cores
@@ -125,6 +125,12 @@ def _gpus() -> str:
     return f"{'; '.join(names)} (driver for CUDA {_cuda_version(driver)})"
 
 
+def _tuned() -> str:
+    _gpus()  # its words where there is none
+    table = conv2d_tuned.load()
+    return f"of {len(table.choices)} passes of convolutions" if table.choices else "none: the models of time choose"
+
+
 def _cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -181,6 +187,7 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("NVRTC", _nvrtc, _GPU_EXTRA),
     ("driver", _driver, "a GPU and its driver; the CPU kernels need neither"),
     ("GPUs", _gpus, "CuPy and a driver, see above"),
+    ("tuned kernels", _tuned, "CuPy and a driver, see above"),
     ("NCCL", _nccl, _GPU_EXTRA),
     ("mpi4py", _package("mpi4py"), "pip install 'minidl[mpi]'"),
     ("MPI library", _mpi_library, "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
