@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
+from minidl.cuda import csb_rows
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
+from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.precision import float32
@@ -66,6 +68,9 @@ def csb_matmul(
     if y.size == 0:
         return y
     assert pitch * side < 2**32 and max(shape) < 2**30, (x.shape, shape)
+    if depth and csb_rows.applies(side, x.dtype, current_device()):
+        csb_rows.matmul(indptr, indices, values, x, y, shape, side, transposed, features_last, bias, relu)
+        return y
     tall = max(8, min(side, MOST_ROWS))
     vec, vectors = _vectors(x, samples, features, side, tall, features_last)
     slices = ceil_div(features, side) * ceil_div(side, tall)
