@@ -19,7 +19,7 @@
 //
 // Macros: UNITS (up to 16), VEC (1, 2, 4), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per store with
 // FEATURES_LAST: 4 or 1), UNROLL (items in flight, 2 or 4), STAGES, CAPACITY (slots of a stage).
-#include "hopper.cuh"
+#include "csb_tensor.cuh"
 
 struct Problem {
     i64 x_pitch, samples;
@@ -38,28 +38,6 @@ constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
-
-// Arrives once all of this thread's asynchronous copies have been written.
-DEVICE void barrier_arrive_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-template <int BYTES>
-DEVICE void copy_async(u32 to, const void* from, bool valid) {
-    const int readable = valid ? BYTES : 0;
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(readable) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(readable)
-                     : "memory");
-}
-
-// Copies neighbouring bytes, a multiple of 16, all aligned to as much.
-DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
 
 // ---- what the fetching warps do
 

@@ -1,0 +1,213 @@
+// The product of a sparse matrix and a dense one on tensor cores of sm_90, float32 by three TF32 products (3xTF32): the
+// matrix is expanded once into dense tiles, split into a TF32 value and a TF32 rest, then multiplied like a dense one.
+//
+//   csb_spread_kernel   the tiles: for each 128 output features x 32 summed ones, 32 KiB of heads and rests as wgmma wants
+//                       them in shared memory (rows of 128 bytes, 16-byte chunks swizzled by row % 8). In either
+//                       direction; a workspace, gone after the product.
+//   csb_tensor_kernel   y = A x, + bias, ReLU: head * head + head * rest + rest * head, summed in float32 by the unit
+//
+// Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample, and infinities become NaN.
+// Error: the products are exact to 2^-21 relative; the unit's sums, cut instead of rounded, grow like depth * 2^-24 in
+// the worst case. Both are stated and tested as a bound of their own.
+//
+// In shared memory the summed features of a tile are permuted, so that a lane's fragments of x are whole float4: the one
+// that instruction s (0..3) takes at position p (0..7) is number 16 (s / 2) + 4 (p % 4) + 2 (s % 2) + p / 4 of the tile.
+//
+//   indptr, indices   as in csb.cuh;  values (nnz)                                              float32
+//   tiles     (tiles of output features, tiles of summed ones, 2, 128, 32)                      float32 bits
+//   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature      float32
+//   y         dense in the same orientation;  bias (features) or null                           float32
+//
+// csb_tensor_kernel: a block owns 128 output features x 256 samples. One warpgroup fetches, two multiply 128 samples
+// each. Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * 64 KiB and a
+// little more. FLOP: 2 * 3 * M * K * samples, dense. Bytes: 8 M K written and read (from L2), x, y.
+//
+// Macros: of csb_spread_kernel SIDE, TRANSPOSED; of csb_tensor_kernel STAGES, FEATURES_LAST, VEC_X (floats per copy).
+#include "csb_tensor.cuh"
+
+struct Problem {
+    i64 x_pitch, samples;
+    int features, depth;
+    int steps;       // tiles of summed features
+    int tiles_down;  // tiles of output features
+    int tiles;
+    int relu;
+};
+
+constexpr int ROWS = 128, SAMPLES = 256, DEPTH = 32;
+constexpr int W_BYTES = 2 * ROWS * DEPTH * 4, STAGE = W_BYTES + SAMPLES * DEPTH * 4;
+constexpr int FETCHERS = 128, THREADS = 3 * FETCHERS;
+
+// Where the float4 that begins at a sample and a summed feature of the stage lies: rows of 128 bytes, chunks swizzled so
+// that eight lanes which read fragments meet different banks. Features first: 32 samples of a warp make a tile.
+DEVICE int x_offset(int sample, int feature) {
+    if (FEATURES_LAST) return sample * 128 + ((feature / 4 ^ (sample & 1) << 2) << 4) + feature % 4 * 4;
+    return sample / 32 * 4096 + feature * 128 + ((sample % 32 / 4 ^ (feature / 4 % 4) << 1) << 4) + sample % 4 * 4;
+}
+
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
+    constexpr int ACROSS = (FEATURES_LAST ? DEPTH : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : DEPTH;
+    constexpr int GROUP = FETCHERS < ACROSS ? ACROSS / FETCHERS : 1;  // columns of a thread
+    constexpr int STEP = FETCHERS < ACROSS ? 1 : FETCHERS / ACROSS;
+    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature;
+    const int rows = static_cast<int>(left < DOWN ? left : DOWN);
+#pragma unroll
+    for (int g = 0; g < GROUP; ++g) {
+        const int column = (threadIdx.x % ACROSS + g * FETCHERS) * VEC_X, row = threadIdx.x / ACROSS;
+        const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
+                                          : x + (feature + row) * p.x_pitch + sample + column;
+        const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
+#pragma unroll 8
+        for (int i = row; i < DOWN; i += STEP) {
+            const bool valid = inside && i < rows;
+            copy_async<4 * VEC_X>(to + (FEATURES_LAST ? x_offset(i, column) : x_offset(column, i)), valid ? from : x, valid);
+            from += STEP * p.x_pitch;
+        }
+    }
+}
+
+// Fragments of x for instructions 2 * half and the next: heads and rests, [instruction][64 samples][word].
+DEVICE void fragments(u32 (&head)[2][2][4], u32 (&rest)[2][2][4], const unsigned char* x, int half) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, g = lane / 4, t = lane % 4;
+    const int feature = 16 * half + 4 * t;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // Features last: samples (i / 2) * 64 + i % 2 * 8 + g of the warp, four features; first: feature i, four samples.
+        const int offset = FEATURES_LAST ? x_offset(warp / 4 * 128 + warp % 4 * 16 + i / 2 * 64 + i % 2 * 8 + g, feature)
+                                         : x_offset(32 * warp + 4 * g, feature + i);
+        const float4 v = *reinterpret_cast<const float4*>(x + offset);
+        const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int k = FEATURES_LAST ? e : i, m = FEATURES_LAST ? i : e;
+            u32& h = head[k / 2][m / 2][m % 2 + k % 2 * 2];
+            h = round_to_tf32(values[e]);
+            rest[k / 2][m / 2][m % 2 + k % 2 * 2] = round_to_tf32(values[e] - __uint_as_float(h));
+        }
+    }
+}
+
+DEVICE void multiply(float (&sum)[2][64], u32 (&head)[2][2][4], u32 (&rest)[2][2][4], u64 heads, u64 rests, bool first) {
+    product_fence();
+#pragma unroll
+    for (int s = 0; s < 2; ++s)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            multiply_tf32(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
+            multiply_tf32(sum[m], head[s][m], rests + operand_step(32) * s, 1);
+            multiply_tf32(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
+        }
+    commit_products();
+}
+
+DEVICE float finish(float value, const float* __restrict__ bias, int feature, const Problem& p) {
+    if (bias && feature < p.features) value += bias[feature];
+    return p.relu ? clamp_below(value, 0.0f) : value;
+}
+
+DEVICE void write(float* __restrict__ y, const float (&sum)[2][64], const float* __restrict__ bias, const Problem& p,
+                  i64 tile, int feature) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, g = lane / 4, t = lane % 4;
+    feature += 2 * t;
+#if FEATURES_LAST
+    const bool pairs = p.features % 2 == 0;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const i64 sample = tile + warp / 4 * 128 + warp % 4 * 16 + m * 64 + i * 8 + g;
+            if (sample >= p.samples) continue;
+            float* const to = y + sample * p.features + feature;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                const float low = finish(sum[m][4 * j + 2 * i], bias, feature + 8 * j, p);
+                const float high = finish(sum[m][4 * j + 2 * i + 1], bias, feature + 8 * j + 1, p);
+                if (pairs) {
+                    if (feature + 8 * j < p.features) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(low, high);
+                } else {
+                    if (feature + 8 * j < p.features) to[8 * j] = low;
+                    if (feature + 8 * j + 1 < p.features) to[8 * j + 1] = high;
+                }
+            }
+        }
+#else
+    const i64 sample = tile + 32 * warp + 4 * g;
+    const bool fours = p.samples % 4 == 0;
+#pragma unroll
+    for (int j = 0; j < 16; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (feature + 8 * j + e >= p.features) continue;
+            float* const to = y + (feature + 8 * j + e) * p.samples + sample;
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = finish(sum[i / 2][4 * j + i % 2 * 2 + e], bias, feature + 8 * j + e, p);
+            if (fours) {
+                if (sample < p.samples) store<float, 4>(to, v);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (sample + i < p.samples) to[i] = v[i];
+            }
+        }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restrict__ x, const float* __restrict__ bias,
+                  float* __restrict__ y, const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) unsigned char stages[];
+    const u32 shared = shared_address(stages), full = shared + STAGES * STAGE, empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, 8);
+        barrier_init_done();
+    }
+    __syncthreads();
+    Ring<STAGES> ring;
+    if (threadIdx.x < FETCHERS) {
+        give_registers<40>();
+        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+            const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
+            const unsigned char* from = tiles + i64(tile % p.tiles_down) * p.steps * W_BYTES;
+            for (int step = 0; step < p.steps; ++step) {
+                const u32 stage = shared + ring.index * STAGE, barrier = full + 8 * ring.index;
+                barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
+                if (threadIdx.x == 0) {
+                    barrier_expect(barrier, W_BYTES);
+                    copy_bulk(stage, from + i64(step) * W_BYTES, W_BYTES, barrier);
+                }
+                fetch_x(stage + W_BYTES, x, p, sample, step * DEPTH);
+                barrier_arrive_copied(barrier);
+                ring.advance();
+            }
+        }
+    } else {
+        take_registers<232>();
+        const int lane = threadIdx.x % 32;
+        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+            float sum[2][64];
+            u32 head[2][2][2][4], rest[2][2][2][4];
+            int before = -1;
+            for (int step = 0; step < p.steps; ++step) {
+                barrier_wait(full + 8 * ring.index, ring.parity);
+                const unsigned char* const x_tile = stages + ring.index * STAGE + W_BYTES;
+                const u64 heads = operand(shared + ring.index * STAGE), rests = heads + operand_step(W_BYTES / 2);
+                fragments(head[0], rest[0], x_tile, 0);
+                multiply(sum, head[0], rest[0], heads, rests, step == 0);
+                await_products<1>();
+                if (before >= 0 && lane == 0) barrier_arrive(empty + 8 * before);
+                fragments(head[1], rest[1], x_tile, 1);
+                multiply(sum, head[1], rest[1], heads + operand_step(64), rests + operand_step(64), false);
+                await_products<1>();
+                before = ring.index;
+                ring.advance();
+            }
+            await_products<0>();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * before);
+            settle(sum[0]);
+            settle(sum[1]);
+            write(y, sum, bias, p, i64(tile / p.tiles_down) * SAMPLES, tile % p.tiles_down * ROWS);
+        }
+    }
+}
