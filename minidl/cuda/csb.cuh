@@ -24,10 +24,10 @@ DEVICE int lower_bound(const u16* __restrict__ indices, int begin, int end, int 
 }
 
 // Calls visit(element, row in tile, column in tile) for the elements in the ROWS x COLUMNS tile that begins at a row and
-// a column of the matrix, multiples of 64 or of SIDE; a block's threads share them.
+// a column of the matrix, multiples of 64 or of SIDE; `thread` of THREADS takes its share of them.
 template <int THREADS, int ROWS, int COLUMNS, class Visit>
 DEVICE void for_elements(const int* __restrict__ indptr, const u16* __restrict__ indices, const Matrix& a, int first_row,
-                         int first_column, Visit visit) {
+                         int first_column, int thread, Visit visit) {
     const int last_row = first_row + ROWS < a.rows ? first_row + ROWS : a.rows;
     const int last_column = first_column + COLUMNS < a.columns ? first_column + COLUMNS : a.columns;
     for (int top = first_row / SIDE; top * SIDE < last_row; ++top)
@@ -39,7 +39,7 @@ DEVICE void for_elements(const int* __restrict__ indptr, const u16* __restrict__
                 end = lower_bound(indices, begin, end, first_row - top * SIDE + ROWS);
             }
 #pragma unroll 4
-            for (int e = begin + threadIdx.x; e < end; e += THREADS) {
+            for (int e = begin + thread; e < end; e += THREADS) {
                 const int row = top * SIDE + (indices[e] >> 8) - first_row;
                 const int column = left * SIDE + (indices[e] & 255) - first_column;
                 if (SIDE <= COLUMNS || (0 <= column && column < COLUMNS)) visit(e, row, column);

@@ -60,7 +60,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
 
     s.mask[thread / 2][thread % 2] = 0;
     __syncthreads();
-    for_elements<THREADS, PART, PART>(indptr, indices, p.a, down * PART, right * PART, [&](int, int row, int column) {
+    for_elements<THREADS, PART, PART>(indptr, indices, p.a, down * PART, right * PART, threadIdx.x, [&](int, int row, int column) {
         const int out = TRANSPOSED ? column : row, summed = TRANSPOSED ? row : column;
         atomicOr(&s.mask[out][summed / 32], 1u << summed % 32);
     });
@@ -89,7 +89,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         }
     }
     __syncthreads();
-    for_elements<THREADS, PART, PART>(indptr, indices, p.a, down * PART, right * PART, [&](int e, int row, int column) {
+    for_elements<THREADS, PART, PART>(indptr, indices, p.a, down * PART, right * PART, threadIdx.x, [&](int e, int row, int column) {
         const int out = TRANSPOSED ? column : row, summed = TRANSPOSED ? row : column;
         const u32 low = s.mask[out][0], below = (1u << summed % 32) - 1;
         const int rank = summed < 32 ? __popc(low & below) : __popc(low) + __popc(s.mask[out][1] & below);

@@ -84,7 +84,7 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     const i64 chunk = block / p.tiles_m, first_sample = chunk * p.chunk;
 
     int found = 0;
-    for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, [&](int, int, int) { found = 1; });
+    for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, [&](int, int, int) { found = 1; });
     if (!__syncthreads_or(found)) return;
 
     const int count = static_cast<int>(first_sample + p.chunk < p.samples ? p.chunk : p.samples - first_sample);
@@ -115,7 +115,7 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     product.stage(staged);
     __syncthreads();
     float* const out = output + chunk * p.nnz;
-    for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, [&](int e, int row, int column) {
+    for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, [&](int e, int row, int column) {
         const float value = staged[row * TILE_N + staged_column(row, column)];
         out[e] = p.accumulate ? out[e] + value : value;
     });

@@ -24,7 +24,7 @@ csb_spread_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     for (int i = threadIdx.x; i < 4 * PART * 8; i += THREADS) flat[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
     const int down = blockIdx.x / p.parts_across, right = blockIdx.x % p.parts_across;
-    for_elements<THREADS, PART, PART>(indptr, indices, p.a, down * PART, right * PART, [&](int e, int row, int column) {
+    for_elements<THREADS, PART, PART>(indptr, indices, p.a, down * PART, right * PART, threadIdx.x, [&](int e, int row, int column) {
         const int out = TRANSPOSED ? column : row, summed = TRANSPOSED ? row : column, k = summed % 32;
         const int chunk = 2 * (k / 16 * 2 + k % 4 / 2) + k % 2, word = k % 16 / 4;
         const float value = values[e];
