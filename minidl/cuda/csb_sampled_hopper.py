@@ -8,7 +8,7 @@ from minidl.cuda.array import empty
 from minidl.cuda.channel_sum import sum_partials
 from minidl.cuda.conv2d_hopper import aligned
 from minidl.cuda.conv2d_plan import argument, struct
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, rows

@@ -71,8 +71,8 @@ def matmul(
         _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, rows=ceil_div(features, SIDE),
         steps=steps, across=ceil_div(shape[1], SIDE), slices=tile.slices, relu=relu,
     )  # fmt: skip
-    code = {"DTYPE": DTYPE[y.dtype]}
-    defines = code | {"TRANSPOSED": int(transposed), "SAMPLES": tile.samples, "WARPS_M": tile.warps_m, "WARPS_K": tile.warps_k}
+    defines = {"DTYPE": DTYPE[y.dtype], "TRANSPOSED": int(transposed), "SAMPLES": tile.samples}
+    defines |= {"WARPS_M": tile.warps_m, "WARPS_K": tile.warps_k}
     grid = groups, tile.slices, ceil_div(samples, tile.samples)
     arrays = indptr, indices, values, x, bias, y, partials
     launch("csb_skinny", "csb_skinny_kernel", grid, 32 * tile.warps, *arrays, problem, defines=defines,
