@@ -245,13 +245,17 @@ class CSBMatrix:
     def __rmatmul__(self, x: Any) -> Any:
         return self.T.matmul(x, features_last=True)
 
-    def matmul(self, x: Any, *, features_last: bool = False, bias: Any = None, relu: bool = False) -> Any:
+    def matmul(
+        self, x: Any, *, features_last: bool = False, bias: Any = None, relu: bool = False, tf32x3: bool = False
+    ) -> Any:
         """``A @ x`` with x (K, N), giving (M, N); with ``features_last`` ``x @ A.T`` with x (N, K), giving (N, M).
 
         Args:
             x: as above, or a vector (K,); the dtype and device of the values.
             bias: (M,) float32, added to each output feature.
             relu: the result is max(·, 0).
+            tf32x3: on a Hopper GPU float32 products may be taken as three TF32 products where `route` says so: faster
+                for all but the sparsest matrices, some 1e-5 of |A||x| off, and structural zeros are multiplied.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -260,7 +264,7 @@ class CSBMatrix:
         x = self._operand("x", x)
         if x.ndim == 1:
             self._require("x", x, (self.shape[1],))
-            return self.matmul(x[:, None], bias=bias, relu=relu).reshape(-1)
+            return self.matmul(x[:, None], bias=bias, relu=relu, tf32x3=tf32x3).reshape(-1)
         if x.ndim != 2 or x.shape[1 if features_last else 0] != self.shape[1]:
             wanted = f"(N, {self.shape[1]})" if features_last else f"({self.shape[1]}, N)"
             raise checks.bad_shape("CSBMatrix", "x", wanted, x.shape, f"the matrix is {self.shape}")
@@ -270,14 +274,25 @@ class CSBMatrix:
                 raise checks.bad_dtype("CSBMatrix", "bias", expected, checks.describe(bias))
             self._require("bias", bias, (self.shape[0],))
         if x.flags.f_contiguous and not x.flags.c_contiguous:
-            return self._product(x.T, not features_last, bias, relu).T
-        return self._product(x, features_last, bias, relu)
+            return self._product(x.T, not features_last, bias, relu, tf32x3).T
+        return self._product(x, features_last, bias, relu, tf32x3)
 
-    def _product(self, x: Any, features_last: bool, bias: Any, relu: bool) -> Any:
+    def _product(self, x: Any, features_last: bool, bias: Any, relu: bool, tf32x3: bool) -> Any:
         return self._ops.csb_matmul(
             self.indptr, self.indices, self._data, x, self.pattern.shape, self.pattern.side,
-            transposed=self._transposed, features_last=features_last, bias=bias, relu=relu,
+            transposed=self._transposed, features_last=features_last, bias=bias, relu=relu, tf32x3=tf32x3,
         )  # fmt: skip
+
+    def route(self, samples: int, *, features_last: bool = False, tf32x3: bool = False) -> str:
+        """Which kernels `matmul` of so many samples runs on: "cpu", or one of `minidl.cuda.csb_routes.ROUTES`."""
+        if self._ops.name == "cpu":
+            return "cpu"
+        from minidl.cuda.csb_routes import Product, choose_route
+        from minidl.cuda.device import current_device
+
+        where = self.pattern.shape, self.pattern.side, self.nnz
+        product = Product(*where, self.dtype, samples, self._transposed, features_last, tf32x3)
+        return choose_route(product, current_device())
 
     def sampled(
         self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False
