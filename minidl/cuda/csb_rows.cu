@@ -1,7 +1,7 @@
 // The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output is
 // the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
-// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, for one part of 64 summed
+// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Other warps fetch, for one part of 64 summed
 // features after the other, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a
 // ring of stages. Each of UNITS warps multiplies its unit: a lane holds 16 x VEC sums in registers, reads two items at a
 // time by broadcast and VEC values of x for each. With FEATURES_LAST x lies in shared memory as it does outside, rows of
@@ -17,8 +17,8 @@
 // memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
 //
-// Macros: UNITS (up to 16), VEC (1, 2, 4), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per store with
-// FEATURES_LAST: 4 or 1), UNROLL (items in flight, 2 or 4), STAGES, CAPACITY (slots of a stage).
+// Macros: UNITS (up to 16), VEC (1, 2, 4), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per
+// store: VEC, with FEATURES_LAST 4, or 1), STAGES, CAPACITY (slots of a stage).
 #include "csb_tensor.cuh"
 
 struct Problem {
@@ -32,7 +32,10 @@ struct Problem {
 
 constexpr int PART = 64, UNIT = 16;
 constexpr int SAMPLES = 32 * VEC;
-constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
+// How a part of x comes into shared memory: rows of samples by bulk copies; features last, fours of features through
+// registers, as a pitch of 65 floats suits no longer copy; else word by word.
+constexpr bool BULK = !FEATURES_LAST && VEC_X == 4 && VEC == 4, FOURS = FEATURES_LAST && VEC_X == 4;
+constexpr int FETCHERS = BULK ? 32 : 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
 constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
@@ -41,7 +44,19 @@ constexpr u32 NONE = 0xffffffffu;
 
 // ---- what the fetching warps do
 
-DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
+DEVICE void fetch_bulk(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, u32 barrier) {
+    const u32 bytes = 4 * static_cast<u32>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES);
+    for (int row = threadIdx.x % 32; row < PART && feature + row < p.depth; row += 32)
+        copy_bulk(to + 4 * PITCH * row, x + (feature + row) * p.x_pitch + sample, bytes, barrier);
+}
+
+// Bytes that fetch_bulk brings.
+DEVICE u32 bulk_bytes(const Problem& p, i64 sample, int feature) {
+    const int rows = p.depth - feature < PART ? p.depth - feature : PART;
+    return 4 * rows * static_cast<u32>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES);
+}
+
+DEVICE void fetch_words(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
     constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
     constexpr int STEP = FETCHERS / ACROSS;
     const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
@@ -60,6 +75,37 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
     }
 }
 
+// Half of a part, features last: a warp's load takes 128 bytes of four samples, and its stores meet no bank twice.
+struct Fours {
+    static constexpr int COUNT = SAMPLES * PART / 8 / FETCHERS;  // of a thread
+    float4 v[COUNT];
+
+    static __device__ __forceinline__ int row(int i) { return (threadIdx.x - 32 * UNITS) / 8 + i * (FETCHERS / 8); }
+
+    __device__ __forceinline__ void load(const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
+        feature += threadIdx.x % 8 * 4;
+        const int left = feature >= p.depth ? 0 : static_cast<int>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES);
+        const float* from = x + (sample + row(0)) * p.x_pitch + feature;
+        asm volatile("" : "+l"(from));  // else the compiler keeps all addresses, and spills them
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (row(i) < left) v[i] = __ldg(reinterpret_cast<const float4*>(from));
+            from += FETCHERS / 8 * p.x_pitch;
+        }
+    }
+
+    __device__ __forceinline__ void store(u32 to) const {
+        to += 4 * (row(0) * PITCH + threadIdx.x % 8 * 4);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * (i * FETCHERS / 8 * PITCH + e)), "f"(four[e]) : "memory");
+        }
+    }
+};
+
 struct Fetch {
     u32 shared, notes, full, empty;
     Ring<STAGES> ring;
@@ -68,6 +114,7 @@ struct Fetch {
     __device__ __forceinline__ void part(const uint2* __restrict__ slots, uint2 list, const float* __restrict__ x,
                                          const Problem& p, i64 sample, int feature, bool last) {
         const int lane = threadIdx.x % 32;
+        const bool leads = threadIdx.x / 32 == UNITS;
         u32 todo = __ballot_sync(0xffffffffu, list.y > 0);
         do {
             const u32 size = todo >> lane & 1 ? list.y : 0;
@@ -80,20 +127,30 @@ struct Fetch {
             const u32 taken = todo & __ballot_sync(0xffffffffu, sum <= CAPACITY);
             todo &= ~taken;
             const u32 stage = shared + ring.index * STAGE, barrier = full + 8 * ring.index;
+            Fours fours;
+            if constexpr (FOURS) fours.load(x, p, sample, feature);
             barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
-            if (threadIdx.x / 32 == UNITS) {
+            if (leads) {
                 const bool mine = taken >> lane & 1;
-                const u32 total = __reduce_max_sync(0xffffffffu, mine ? sum : 0);
+                const u32 total = 8 * __reduce_max_sync(0xffffffffu, mine ? sum : 0);
                 const u32 note = notes + ring.index * NOTES;
                 if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
                 if (lane == 0) store_word(note + 4 * UNITS, last && todo == 0);
                 __syncwarp();
-                if (lane == 0) barrier_expect(barrier, 8 * total);
+                if (lane == 0) barrier_expect(barrier, total + (BULK ? bulk_bytes(p, sample, feature) : 0));
                 __syncwarp();
                 if (mine) copy_bulk(stage + X_BYTES + 8 * (sum - size), slots + list.x, 8 * size, barrier);
+                if constexpr (BULK) fetch_bulk(stage, x, p, sample, feature, barrier);
             }
-            fetch_x(stage, x, p, sample, feature);
-            barrier_arrive_copied(barrier);
+            if constexpr (FOURS) {
+                fours.store(stage);
+                fours.load(x, p, sample, feature + PART / 2);
+                fours.store(stage + 2 * PART);
+                barrier_arrive(barrier);
+            } else if constexpr (!BULK) {
+                fetch_words(stage, x, p, sample, feature);
+                barrier_arrive_copied(barrier);
+            }
             ring.advance();
         } while (todo);
     }
@@ -116,36 +173,44 @@ DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
 }
 
 DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
-    u32 at = 32;
     uint2 ends = *reinterpret_cast<const uint2*>(list);  // of four output features
+    u32 at = 32;
+    // Features begin at whole pairs of items, so the pairs are one stream; each is read while the one before is used.
+    uint4 next = *reinterpret_cast<const uint4*>(list + at);
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         const u32 both = i % 4 < 2 ? ends.x : ends.y, end = i % 2 ? both >> 16 : both & 0xffff;
         if (i % 4 == 3 && i + 1 < UNIT) ends = *reinterpret_cast<const uint2*>(list + 2 * i + 2);
 #pragma unroll 1
-        for (; at < end; at += 8 * UNROLL) {
-            uint4 pairs[UNROLL / 2];
-            float values[UNROLL][VEC];
+        while (at < end) {
+            const uint4 pair = next;
+            const bool second = at + 8 < end;
+            at += 16;
+            next = *reinterpret_cast<const uint4*>(list + at);
+            float low[VEC], high[VEC];
+            load_x(low, x, pair.x);
+            if (second) load_x(high, x, pair.z);
 #pragma unroll
-            for (int u = 0; u < UNROLL / 2; ++u) pairs[u] = *reinterpret_cast<const uint4*>(list + at + 16 * u);
+            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(__uint_as_float(pair.y), low[v], sum[i][v]);
+            if (second) {
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u)
-                if (u == 0 || at + 8 * u < end) load_x(values[u], x, u % 2 ? pairs[u / 2].z : pairs[u / 2].x);
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u)
-                if (u == 0 || at + 8 * u < end) {
-                    const float weight = __uint_as_float(u % 2 ? pairs[u / 2].w : pairs[u / 2].y);
-#pragma unroll
-                    for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(weight, values[u][v], sum[i][v]);
-                }
+                for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(__uint_as_float(pair.w), high[v], sum[i][v]);
+            }
         }
-        at = (end + 15) & ~15u;
     }
 }
 
-DEVICE float finish(float value, const float* __restrict__ bias, int feature, const Problem& p) {
-    if (bias && feature < p.features) value += bias[feature];
-    return p.relu ? clamp_below(value, 0.0f) : value;
+// Bias and ReLU.
+DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int feature) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        const float shift = bias && feature + i < p.features ? bias[feature + i] : 0.0f;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            if (bias) sum[i][v] += shift;
+            if (p.relu) sum[i][v] = clamp_below(sum[i][v], 0.0f);
+        }
+    }
 }
 
 #if FEATURES_LAST
@@ -167,15 +232,14 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
 
 #endif
 
-DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p,
-                  i64 tile, int feature) {
+DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int feature) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
         float v[UNIT];
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i) v[i] = finish(sum[i][j], bias, feature + i, p);
+        for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
         if constexpr (VEC_Y == 4) {
             swap_fours(v);
             const int first = feature + lane % 4 * 4;
@@ -195,20 +259,19 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const fl
     }
 #else
     const i64 sample = tile + lane * VEC;
+    float* to = y + feature * p.samples + sample;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (feature + i >= p.features) break;
-        float* const to = y + (feature + i) * p.samples + sample;
-        float v[VEC];
+        if (feature + i < p.features) {
+            if constexpr (VEC_Y == VEC) {
+                if (sample < p.samples) store<float, VEC>(to, sum[i]);
+            } else {
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) v[j] = finish(sum[i][j], bias, feature + i, p);
-        if (p.samples % VEC == 0) {
-            if (sample < p.samples) store<float, VEC>(to, v);
-        } else {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (sample + j < p.samples) to[j] = v[j];
+                for (int j = 0; j < VEC; ++j)
+                    if (sample + j < p.samples) to[j] = sum[i][j];
+            }
         }
+        to += p.samples;
     }
 #endif
 }
@@ -221,12 +284,11 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, BULK ? 1 : FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
         barrier_init_done();
     }
     __syncthreads();
     if (warp >= UNITS) {
-        if (UNITS == 16) give_registers<64>();
         Fetch fetch = {shared, notes, full, empty};
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const int unit = tile % p.tiles_down * UNITS + lane;
@@ -240,8 +302,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
                 fetch.part(slots, list, x, p, sample, step * PART, step + 1 == p.steps);
             }
         }
-    } else {
-    if (UNITS == 16) take_registers<104>();
+        return;
+    }
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
@@ -257,7 +319,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        write(y, sum, bias, p, i64(tile / p.tiles_down) * SAMPLES, (tile % p.tiles_down * UNITS + warp) * UNIT);
-    }
+        const int feature = (tile % p.tiles_down * UNITS + warp) * UNIT;
+        if (bias || p.relu) finish(sum, bias, p, feature);
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, feature);
     }
 }

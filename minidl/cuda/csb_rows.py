@@ -24,11 +24,10 @@ ARCH = (9, 0)
 SIDES = (64, 128, 256)
 PART, UNIT = 64, 16  # summed features of a stage; output features of a warp
 PAD = 82  # of csb_lists.cu
-FETCHERS = 128  # threads that fetch
+FETCHERS = 128  # threads that fetch; of bulk copies a warp
 UNIT_SLOTS = 4 + UNIT * PART  # of the longest list
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
-SHORT = 3.0  # items of an output feature in a part, on average, up to which two in flight are enough
 
 _LISTS = struct("", "rows columns across parts_across steps scale")
 _PROBLEM = struct("x_pitch samples", "features depth units steps tiles_down tiles relu")
@@ -39,13 +38,8 @@ class RowsTile(NamedTuple):
 
     units: int
     vec: int
-    unroll: int
     capacity: int
     stages: int
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.units + FETCHERS
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -74,7 +68,7 @@ def choose_tile(features: int, samples: int, density: float, features_last: bool
     wanted = max(UNIT_SLOTS, SLACK * mean)
     capacity = next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1])
     stages = min(6, (device.shared_per_block - 1024) // stage_bytes(units, vec, capacity, features_last))
-    return RowsTile(units, vec, 2 if PART * density < SHORT else 4, capacity, stages)
+    return RowsTile(units, vec, capacity, stages)
 
 
 def _lists(
@@ -116,12 +110,16 @@ def matmul(
         _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, units=units.shape[0],
         steps=units.shape[1], tiles_down=down, tiles=tiles, relu=relu,
     )  # fmt: skip
+    vec_x = min(4, vector_width(x)) if features_last else min(tile.vec, vector_width(x))
+    vec_x = vec_x if vec_x == 4 or not features_last else 1
+    wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "UNROLL": tile.unroll, "CAPACITY": tile.capacity, "STAGES": tile.stages,
-        "FEATURES_LAST": int(features_last), "VEC_X": 1 if features_last else min(4, tile.vec * 32, vector_width(x)),
-        "VEC_Y": 4 if features % 4 == 0 else 1,
+        "UNITS": tile.units, "VEC": tile.vec, "CAPACITY": tile.capacity, "STAGES": tile.stages,
+        "FEATURES_LAST": int(features_last), "VEC_X": vec_x, "VEC_Y": wide if y.shape[1] % wide == 0 else 1,
     }  # fmt: skip
+    bulk = not features_last and vec_x == 4
+    threads = 32 * tile.units + (32 if bulk else FETCHERS)
     shared = tile.stages * stage_bytes(tile.units, tile.vec, tile.capacity, features_last) + 32
     grid = min(tiles, device.multiprocessors)
-    launch("csb_rows", "csb_rows_kernel", grid, tile.threads, slots, units, x, bias, y, problem, defines=defines,
+    launch("csb_rows", "csb_rows_kernel", grid, threads, slots, units, x, bias, y, problem, defines=defines,
            shared=round_up(shared, 16))  # fmt: skip

@@ -22,7 +22,7 @@
 // each. Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * 64 KiB and a
 // little more. FLOP: 2 * 3 * M * K * samples, dense. Bytes: 8 M K written and read (from L2), x, y.
 //
-// Macros: of csb_spread_kernel SIDE, TRANSPOSED; of csb_tensor_kernel STAGES, FEATURES_LAST, VEC_X (floats per copy).
+// Macros: STAGES, FEATURES_LAST, VEC_X (floats per copy), VEC_Y (floats per store: 2, features first 4, or 1).
 #include "csb_tensor.cuh"
 
 struct Problem {
@@ -81,8 +81,8 @@ DEVICE void fragments(u32 (&head)[2][2][4], u32 (&rest)[2][2][4], const unsigned
         for (int e = 0; e < 4; ++e) {
             const int k = FEATURES_LAST ? e : i, m = FEATURES_LAST ? i : e;
             u32& h = head[k / 2][m / 2][m % 2 + k % 2 * 2];
-            h = round_to_tf32(values[e]);
-            rest[k / 2][m / 2][m % 2 + k % 2 * 2] = round_to_tf32(values[e] - __uint_as_float(h));
+            h = __float_as_uint(values[e]) + 0x1000 & 0xffffe000;  // rounded to TF32, cheaper than by cvt
+            rest[k / 2][m / 2][m % 2 + k % 2 * 2] = __float_as_uint(values[e] - __uint_as_float(h));  // cut by the unit
         }
     }
 }
@@ -100,56 +100,64 @@ DEVICE void multiply(float (&sum)[2][64], u32 (&head)[2][2][4], u32 (&rest)[2][2
     commit_products();
 }
 
-DEVICE float finish(float value, const float* __restrict__ bias, int feature, const Problem& p) {
-    if (bias && feature < p.features) value += bias[feature];
-    return p.relu ? clamp_below(value, 0.0f) : value;
-}
-
-DEVICE void write(float* __restrict__ y, const float (&sum)[2][64], const float* __restrict__ bias, const Problem& p,
-                  i64 tile, int feature) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, g = lane / 4, t = lane % 4;
-    feature += 2 * t;
-#if FEATURES_LAST
-    const bool pairs = p.features % 2 == 0;
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const i64 sample = tile + warp / 4 * 128 + warp % 4 * 16 + m * 64 + i * 8 + g;
-            if (sample >= p.samples) continue;
-            float* const to = y + sample * p.features + feature;
-#pragma unroll
-            for (int j = 0; j < 16; ++j) {
-                const float low = finish(sum[m][4 * j + 2 * i], bias, feature + 8 * j, p);
-                const float high = finish(sum[m][4 * j + 2 * i + 1], bias, feature + 8 * j + 1, p);
-                if (pairs) {
-                    if (feature + 8 * j < p.features) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(low, high);
-                } else {
-                    if (feature + 8 * j < p.features) to[8 * j] = low;
-                    if (feature + 8 * j + 1 < p.features) to[8 * j + 1] = high;
-                }
-            }
-        }
-#else
-    const i64 sample = tile + 32 * warp + 4 * g;
-    const bool fours = p.samples % 4 == 0;
+// Bias and ReLU.
+DEVICE void finish(float (&sum)[2][64], const float* __restrict__ bias, const Problem& p, int feature) {
+    feature += threadIdx.x % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            if (feature + 8 * j + e >= p.features) continue;
-            float* const to = y + (feature + 8 * j + e) * p.samples + sample;
-            float v[4];
+            const float shift = bias && feature + 8 * j + e < p.features ? bias[feature + 8 * j + e] : 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = finish(sum[i / 2][4 * j + i % 2 * 2 + e], bias, feature + 8 * j + e, p);
-            if (fours) {
-                if (sample < p.samples) store<float, 4>(to, v);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (sample + i < p.samples) to[i] = v[i];
+            for (int i = 0; i < 4; ++i) {
+                float& value = sum[i / 2][4 * j + i % 2 * 2 + e];
+                value += shift;
+                if (p.relu) value = clamp_below(value, 0.0f);
             }
         }
+}
+
+DEVICE void write(float* __restrict__ y, const float (&sum)[2][64], const Problem& p, i64 tile, int feature) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, g = lane / 4;
+    feature += lane % 4 * 2;
+#if FEATURES_LAST
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const i64 sample = tile + warp / 4 * 128 + warp % 4 * 16 + i / 2 * 64 + i % 2 * 8 + g;
+        const int left = sample < p.samples ? p.features - feature : 0;
+        float* const to = y + sample * p.features + feature;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            const float low = sum[i / 2][4 * j + i % 2 * 2], high = sum[i / 2][4 * j + i % 2 * 2 + 1];
+            if constexpr (VEC_Y == 2) {
+                if (8 * j < left) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(low, high);
+            } else {
+                if (8 * j < left) to[8 * j] = low;
+                if (8 * j + 1 < left) to[8 * j + 1] = high;
+            }
+        }
+    }
+#else
+    const i64 sample = tile + 32 * warp + 4 * g;
+    const int left = static_cast<int>(p.samples - sample < 4 ? p.samples - sample : 4);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+        float* to = y + (feature + e) * p.samples + sample;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            if (feature + 8 * j + e < p.features) {
+                const float four[4] = {sum[0][4 * j + e], sum[0][4 * j + 2 + e], sum[1][4 * j + e], sum[1][4 * j + 2 + e]};
+                if constexpr (VEC_Y == 4) {
+                    if (left > 0) store<float, 4>(to, four);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (i < left) to[i] = four[i];
+                }
+            }
+            to += 8 * p.samples;
+        }
+    }
 #endif
 }
 
@@ -207,7 +215,9 @@ csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restri
             if (lane == 0) barrier_arrive(empty + 8 * before);
             settle(sum[0]);
             settle(sum[1]);
-            write(y, sum, bias, p, i64(tile / p.tiles_down) * SAMPLES, tile % p.tiles_down * ROWS);
+            const int feature = tile % p.tiles_down * ROWS;
+            if (bias || p.relu) finish(sum, bias, p, feature);
+            write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, feature);
         }
     }
 }

@@ -63,7 +63,8 @@ def matmul(
         _PROBLEM, x_pitch=pitch, samples=samples, features=shape[1] if transposed else shape[0], depth=depth,
         steps=tiles.shape[1], tiles_down=tiles.shape[0], tiles=number, relu=relu,
     )  # fmt: skip
-    defines = {"STAGES": STAGES, "FEATURES_LAST": int(features_last), "VEC_X": min(4, vector_width(x))}
+    wide = (2 if features_last else 4) if y.shape[1] % (2 if features_last else 4) == 0 else 1
+    defines = {"STAGES": STAGES, "FEATURES_LAST": int(features_last), "VEC_X": min(4, vector_width(x)), "VEC_Y": wide}
     grid = min(number, current_device().multiprocessors)
     launch("csb_tensor", "csb_tensor_kernel", grid, 384, tiles, x, bias, y, problem, defines=defines,
            shared=STAGES * (STAGE_BYTES + 16))  # fmt: skip
