@@ -37,7 +37,11 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 FEW = 64  # samples up to which only 16-bit types are measured
 CHECKED = 64  # outputs whose error is taken
 BANDWIDTH = 4.2e12  # bytes a second
-SHARED_RATE, TF32_RATE, BF16_RATE = 16.7e12, 495e12 / 3, 989e12  # FLOP a second: a quarter of float32's, a third of TF32's
+SHARED_RATE, TF32_RATE, BF16_RATE = (
+    16.7e12,
+    495e12 / 3,
+    989e12,
+)  # FLOP a second: a quarter of float32's, a third of TF32's
 
 Row = dict[str, Any]
 Calls = list[Callable[[], Any]]
@@ -65,7 +69,9 @@ def _pruned(m: int, k: int, sparsity: float) -> Any:
     scale = cp.exp(0.25 * rng.standard_normal((m, 1)) + 0.35 * rng.standard_normal((1, k)))
     weight = (scale * rng.standard_normal((m, k))).astype(float32)
     size = cp.abs(weight)
-    weight[size <= cp.partition(size.reshape(-1), round(sparsity * weight.size) - 1)[round(sparsity * weight.size) - 1]] = 0
+    weight[
+        size <= cp.partition(size.reshape(-1), round(sparsity * weight.size) - 1)[round(sparsity * weight.size) - 1]
+    ] = 0
     return weight
 
 

@@ -18,10 +18,10 @@ from minidl.shapes import Pair
 
 __all__ = ["ROUTES", "Product", "choose_route", "route"]
 
-ROUTES = ("rows", "split", "skinny", "dense", "generic")
+ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
-# Density from which three TF32 products of the expanded matrix are faster than float32 ones of its elements.
-SPLIT_FROM = 0.085
+# Density and samples from which three TF32 products of the expanded matrix are faster than float32 ones of its elements.
+SPLIT_FROM, SPLIT_SAMPLES = 0.085, 128
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
 
@@ -53,19 +53,22 @@ class Product(NamedTuple):
         return self.nnz / max(self.shape[0] * self.shape[1], 1)
 
     def fits(self, device: DeviceRecord) -> dict[str, bool]:
-        """Whether each route can do it."""
-        wide = self.dtype.itemsize == 4
+        """Whether each route can do it, the fastest first.
+
+        ``tf32x3`` is a permission: it opens the split products to matrices that are not too sparse for them.
+        """
+        where = self.side, self.dtype, device
         return {
-            "rows": not self.tf32x3 and csb_rows.applies(self.side, self.dtype, device),
-            "split": self.tf32x3 and csb_tensor.applies(self.side, self.dtype, device),
-            "skinny": self.features_last and csb_skinny.applies(self.side, self.dtype, self.samples, self.depth),
-            "dense": self.features_last and not wide,
-            "generic": not self.tf32x3,
+            "split": self.tf32x3 and csb_tensor.applies(*where),
+            "rows": csb_rows.applies(*where),
+            "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
+            "dense": self.features_last and self.dtype.itemsize == 2,
+            "generic": True,
         }
 
 
 def choose_route(product: Product, device: DeviceRecord) -> str:
-    """The forced route; else the first that fits, rows before split where the matrix is sparse enough.
+    """The forced route; else the first that fits, split products from a density and a number of samples on.
 
     Raises:
         ValueError: when the forced route cannot do it.
@@ -73,7 +76,8 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     fits = product.fits(device)
     name = _forced.get()
     if name is None:
-        return next(route for route in ROUTES if fits[route])
+        unwanted = product.density < SPLIT_FROM or product.samples < SPLIT_SAMPLES
+        return next(route for route, fit in fits.items() if fit and not (route == "split" and unwanted))
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name

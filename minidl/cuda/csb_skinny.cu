@@ -40,6 +40,8 @@ constexpr int PITCH = 144;                  // bytes from row to row of a tile: 
 constexpr int TILE = SIDE * PITCH;
 constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
 constexpr int COLUMNS = SAMPLES / 8;        // fragments of x
+constexpr int HALVES = SAMPLES == 16 ? 2 : 1;  // of a block's x that a warp holds in registers
+constexpr bool AHEAD = SAMPLES != 32;          // x is fetched one block ahead: there the registers do not suffice
 constexpr int SUM_PITCH = SAMPLES + 4;      // floats
 
 // Elements of a block on their way: four neighbouring ones a round.
@@ -84,12 +86,27 @@ struct Elements {
     }
 };
 
+// Where the blocks of 32 steps lie: a lane's each.
+struct Pointers {
+    int mine, behind;
+
+    template <class BlockOf>
+    __device__ __forceinline__ void fetch(const int* __restrict__ indptr, int step, int end_step, BlockOf block_of) {
+        step += threadIdx.x % 32;
+        mine = behind = 0;
+        if (step < end_step) mine = indptr[block_of(step)], behind = indptr[block_of(step) + 1];
+    }
+    __device__ __forceinline__ int begin(int i) const { return __shfl_sync(0xffffffffu, mine, i); }
+    __device__ __forceinline__ int end(int i) const { return __shfl_sync(0xffffffffu, behind, i); }
+};
+
 // x of half a block, 32 summed features: a lane's eight of each fragment's sample.
 DEVICE void fetch_x(uint4 (&words)[COLUMNS], const T* __restrict__ x, const Problem& p, int first_sample, int feature) {
     const int lane = threadIdx.x % 32;
     feature += lane % 4 * 8;
     const int sample = first_sample + lane / 4, left = feature < p.depth ? p.samples - sample : 0;
     const T* from = x + sample * p.x_pitch + feature;
+    asm volatile("" : "+l"(from));  // else the compiler keeps all addresses, and spills them
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         words[j] = 8 * j < left ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
@@ -178,15 +195,19 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     const auto block_of = [&](int step) { return TRANSPOSED ? i64(step) * p.across + row : i64(row) * p.across + step; };
     clear();
     float sum[4][COLUMNS][4] = {};
+    Pointers pointers;
+    pointers.fetch(indptr, first_step, end_step, block_of);
     Elements next;
-    int begin = 0, end = 0;
-    if (first_step < end_step) begin = indptr[block_of(first_step)], end = indptr[block_of(first_step) + 1];
+    uint4 words[HALVES][COLUMNS];  // of x: with one half in registers, that of the next block's first half
+    int begin = pointers.begin(0), end = pointers.end(0);
     next.fetch(indices, values, begin & ~3, end);
+    if (AHEAD) fetch_x(words[0], x, p, first_sample, first_step * SIDE);
+    if (HALVES == 2) fetch_x(words[HALVES - 1], x, p, first_sample, first_step * SIDE + 32);
     for (int step = first_step; step < end_step; ++step) {
-        int next_begin = 0, next_end = 0;
-        if (step + 1 < end_step) next_begin = indptr[block_of(step + 1)], next_end = indptr[block_of(step + 1) + 1];
-        uint4 words[COLUMNS];
-        fetch_x(words, x, p, first_sample, step * SIDE);
+        const int ahead = step + 1 - first_step;
+        if (ahead % 32 == 0) pointers.fetch(indptr, step + 1, end_step, block_of);
+        const int next_begin = pointers.begin(ahead % 32), next_end = pointers.end(ahead % 32);
+        if (!AHEAD) fetch_x(words[0], x, p, first_sample, step * SIDE);
         __syncwarp();  // the tile is clear
         int first = begin & ~3;
         for (; first + CHUNK < end; first += CHUNK) {
@@ -196,9 +217,10 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
         next.scatter(tile_address, first, begin, end);
         next.fetch(indices, values, next_begin & ~3, next_end);
         __syncwarp();
-        if (begin < end) multiply(sum, rows, words, 0);
-        fetch_x(words, x, p, first_sample, step * SIDE + 32);
-        if (begin < end) multiply(sum, rows, words, 1);
+        if (begin < end) multiply(sum, rows, words[0], 0);
+        fetch_x(words[0], x, p, first_sample, HALVES == 2 ? (step + 1) * SIDE : step * SIDE + 32);
+        if (begin < end) multiply(sum, rows, words[HALVES - 1], 1);
+        if (AHEAD) fetch_x(words[HALVES - 1], x, p, first_sample, (step + 1) * SIDE + (HALVES - 1) * 32);
         __syncwarp();
         clear();
         begin = next_begin, end = next_end;

@@ -9,6 +9,7 @@ import numpy as np
 from minidl.cuda.array import empty
 from minidl.cuda.conv2d_hopper import aligned
 from minidl.cuda.conv2d_plan import argument, struct
+from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, address, rows
 from minidl.precision import float32
@@ -17,7 +18,7 @@ from minidl.shapes import Pair, ceil_div
 __all__ = ["MOST_SAMPLES", "SkinnyTile", "applies", "choose_tile", "matmul"]
 
 SIDE, PITCH = 64, 144
-MOST_SAMPLES = 64
+MOST_SAMPLES, MOST_WARPS = 64, 16
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
 VECTOR = 8  # features of x per access
 _PROBLEM = struct("x_pitch", "samples features depth rows steps across slices relu")
@@ -40,15 +41,16 @@ class SkinnyTile(NamedTuple):
         return self.warps * SIDE * PITCH
 
 
-def applies(side: int, dtype: Any, samples: int, depth: int) -> bool:
+def applies(side: int, dtype: Any, device: DeviceRecord, samples: int, depth: int) -> bool:
     """Whether this kernel can do a product with features last."""
-    return side == SIDE and dtype.itemsize == 2 and samples <= MOST_SAMPLES and depth % VECTOR == 0
+    fits = samples <= MOST_SAMPLES and MOST_WARPS * SIDE * PITCH <= device.shared_per_block
+    return side == SIDE and dtype.itemsize == 2 and depth % VECTOR == 0 and fits
 
 
 def choose_tile(samples: int, features: int, depth: int) -> SkinnyTile:
     """A function of the sizes alone: slices cut the sums."""
     width = next(n for n in (16, 32, 64) if samples <= n)
-    warps = 8 if width == 64 else 16
+    warps = MOST_WARPS // 2 if width == 64 else MOST_WARPS
     groups = ceil_div(features, SIDE)
     steps = ceil_div(depth, SIDE)
     return SkinnyTile(width, 1, warps, max(1, min(BLOCKS_WANTED // groups, steps // (2 * warps))))
