@@ -62,7 +62,7 @@ def _tensor(array: Any) -> Any:
 
 
 def _pruned(m: int, k: int, sparsity: float) -> Any:
-    """A float32 weight on the GPU whose smallest elements are zero; rows and columns vary in scale as in trained layers."""
+    """A float32 weight whose smallest elements are zero; rows and columns vary in scale as in trained layers."""
     import cupy as cp
 
     rng = cp.random.default_rng(0)
@@ -141,6 +141,13 @@ class Case:
         csr = torch.sparse_csr_tensor(*parts, size=csr.shape)
         return [partial(torch.mm, csr, _tensor(x)) for x in self.operands(which, False)]
 
+    def route(self, which: str, last: bool, tf32x3: bool) -> str | None:
+        """What our products ran on."""
+        if which == "backward_weight":
+            return None
+        a = self.matrix.T if which == "backward_data" else self.matrix
+        return a.route(self.n, features_last=last, tf32x3=tf32x3)
+
     def floor_ms(self, which: str, split: bool) -> float:
         """Of bytes and of multiply-adds, whichever takes longer."""
         size, dense = self.dtype.itemsize, 2 * self.m * self.k * self.n
@@ -201,7 +208,7 @@ def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
                     "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
                     "floor_ms": case.floor_ms(which, split), "peers": dense | sparse, "sparsity": case.sparsity,
                     "shape": [case.m, case.k, case.n], "error": case.error(which, last, split),
-                    "route": case.matrix.route(case.n, which, last, split),
+                    "route": case.route(which, last, split),
                 }  # fmt: skip
 
 

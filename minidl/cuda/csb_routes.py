@@ -1,4 +1,4 @@
-"""Which kernels a product with a matrix in Compressed Sparse Blocks runs on, and how a test or a benchmark says so itself.
+"""Which kernels a product with a matrix in Compressed Sparse Blocks runs on, unless a test or benchmark says so itself.
 
 A route depends on sizes, density, storage type and device, never on alignment, so the bits of a product do not change
 with where an array happens to lie.
@@ -20,7 +20,7 @@ __all__ = ["ROUTES", "Product", "choose_route", "route"]
 
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
-# Density and samples from which three TF32 products of the expanded matrix are faster than float32 ones of its elements.
+# Density and samples from which three TF32 products of the expanded matrix beat float32 ones of its elements.
 SPLIT_FROM, SPLIT_SAMPLES = 0.085, 128
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)

@@ -16,6 +16,7 @@ from minidl.sparse.pattern import CSBPattern, Occupancy
 __all__ = ["CSBMatrix"]
 
 _STORAGE = (float32, bfloat16, float16)
+GPU_SIDE = 64
 
 
 class CSBMatrix:
@@ -65,7 +66,7 @@ class CSBMatrix:
         """The nonzeros of a dense (M, K) array, NaN included; with ``mask``, its true elements instead, zeros and all.
 
         Args:
-            blocksize: side of a block, a power of two up to 256; None chooses.
+            blocksize: side of a block, a power of two up to 256; None chooses (on a GPU 64, which its kernels like best).
             mask: (M, K) booleans.
 
         Raises:
@@ -78,7 +79,7 @@ class CSBMatrix:
         host = ops.to_host(dense)
         kept = host != 0 if mask is None else _mask(mask, host.shape)
         row, column = np.nonzero(kept)
-        pattern, position = CSBPattern.from_coo(row, column, host.shape, blocksize)
+        pattern, position = CSBPattern.from_coo(row, column, host.shape, _blocksize(ops, blocksize))
         data = np.empty(pattern.nnz, host.dtype)
         data[position] = host[row, column]
         return cls(pattern, ops.from_host(data))
@@ -96,7 +97,7 @@ class CSBMatrix:
         if len(coordinates) != 2:
             raise checks.bad_value("CSBMatrix", "coordinates", "(rows, columns)", f"{len(coordinates)} arrays")
         row, column = (_host(part) for part in coordinates)
-        pattern, position = CSBPattern.from_coo(row, column, shape, blocksize)
+        pattern, position = CSBPattern.from_coo(row, column, shape, _blocksize(ops, blocksize))
         host = ops.to_host(data)
         if host.shape != position.shape:
             raise checks.bad_shape("CSBMatrix", "data", f"{position.shape} like its coordinates", host.shape)
@@ -340,6 +341,10 @@ class CSBMatrix:
     def _require(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         if array.shape != shape:
             raise checks.bad_shape("CSBMatrix", name, str(shape), array.shape, f"the matrix is {self.shape}")
+
+
+def _blocksize(ops: ModuleType, blocksize: int | None) -> int | None:
+    return GPU_SIDE if blocksize is None and ops.name == "cuda" else blocksize
 
 
 def _table(name: str, array: Any) -> ModuleType:
