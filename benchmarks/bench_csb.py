@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl.profile.results import machine_record, result, write
+from minidl.profile.results import result, write
 from minidl.profile.tables import show
 from minidl.sparse import CSBMatrix
 
@@ -133,8 +133,7 @@ def main() -> None:
     if args.json:
         threads = None if args.device == "cuda" else os.environ.get("OMP_NUM_THREADS", "all")
         statistic = "median of replayed graphs" if args.device == "cuda" else "least of interleaved rounds"
-        machine = {"machine": machine_record("cuda")} if args.device == "cuda" else {}
-        write(args.json, result("bench_csb", rows, **machine, threads=threads, statistic=statistic))
+        write(args.json, result("bench_csb", rows, threads=threads, statistic=statistic))
     cells = [
         [row["case"], row["pass"], row["dtype"], row["arm"], f"{row['ms']:.4g}", f"{row['ratio_to_best_peer']:.2f}",
          "  ".join(f"{name} {ms:.4g}" for name, ms in row["peers"].items())]

@@ -66,7 +66,7 @@ class CSBMatrix:
         """The nonzeros of a dense (M, K) array, NaN included; with ``mask``, its true elements instead, zeros and all.
 
         Args:
-            blocksize: side of a block, a power of two up to 256; None chooses (on a GPU 64, which its kernels like best).
+            blocksize: side of a block, a power of two up to 256; None chooses, on a GPU 64.
             mask: (M, K) booleans.
 
         Raises:
