@@ -1,11 +1,11 @@
 // The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output is
 // the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
-// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Other warps fetch, for one part of 64 summed
-// features after the other, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a
+// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, for PART summed features
+// after the other, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a
 // ring of stages. Each of UNITS warps multiplies its unit: a lane holds 16 x VEC sums in registers, reads two items at a
 // time by broadcast and VEC values of x for each. With FEATURES_LAST x lies in shared memory as it does outside, rows of
-// samples at a pitch of 65 floats, where lanes 65 apart meet no bank twice; so nothing is ever transposed.
+// samples at a pitch of PART + 1 floats, where lanes a row apart meet no bank twice; so nothing is ever transposed.
 // Lists that do not fit into a stage come in several, x with each.
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
@@ -17,7 +17,7 @@
 // memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
 //
-// Macros: UNITS (up to 16), VEC (1, 2, 4), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per
+// Macros: UNITS (up to 16), VEC (1, 2, 4), PART (64, 128: summed features at a time), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per
 // store: VEC, with FEATURES_LAST 4, or 1), STAGES, CAPACITY (slots of a stage).
 #include "csb_tensor.cuh"
 
@@ -30,12 +30,9 @@ struct Problem {
     int relu;
 };
 
-constexpr int PART = 64, UNIT = 16;
+constexpr int UNIT = 16;
 constexpr int SAMPLES = 32 * VEC;
-// How a part of x comes into shared memory: rows of samples by bulk copies; features last, fours of features through
-// registers, as a pitch of 65 floats suits no longer copy; else word by word.
-constexpr bool BULK = !FEATURES_LAST && VEC_X == 4 && VEC == 4, FOURS = FEATURES_LAST && VEC_X == 4;
-constexpr int FETCHERS = BULK ? 32 : 128, THREADS = 32 * UNITS + FETCHERS;
+constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
 constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
@@ -44,19 +41,7 @@ constexpr u32 NONE = 0xffffffffu;
 
 // ---- what the fetching warps do
 
-DEVICE void fetch_bulk(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, u32 barrier) {
-    const u32 bytes = 4 * static_cast<u32>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES);
-    for (int row = threadIdx.x % 32; row < PART && feature + row < p.depth; row += 32)
-        copy_bulk(to + 4 * PITCH * row, x + (feature + row) * p.x_pitch + sample, bytes, barrier);
-}
-
-// Bytes that fetch_bulk brings.
-DEVICE u32 bulk_bytes(const Problem& p, i64 sample, int feature) {
-    const int rows = p.depth - feature < PART ? p.depth - feature : PART;
-    return 4 * rows * static_cast<u32>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES);
-}
-
-DEVICE void fetch_words(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
     constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
     constexpr int STEP = FETCHERS / ACROSS;
     const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
@@ -74,37 +59,6 @@ DEVICE void fetch_words(u32 to, const float* __restrict__ x, const Problem& p, i
         from += step;
     }
 }
-
-// Half of a part, features last: a warp's load takes 128 bytes of four samples, and its stores meet no bank twice.
-struct Fours {
-    static constexpr int COUNT = SAMPLES * PART / 8 / FETCHERS;  // of a thread
-    float4 v[COUNT];
-
-    static __device__ __forceinline__ int row(int i) { return (threadIdx.x - 32 * UNITS) / 8 + i * (FETCHERS / 8); }
-
-    __device__ __forceinline__ void load(const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
-        feature += threadIdx.x % 8 * 4;
-        const int left = feature >= p.depth ? 0 : static_cast<int>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES);
-        const float* from = x + (sample + row(0)) * p.x_pitch + feature;
-        asm volatile("" : "+l"(from));  // else the compiler keeps all addresses, and spills them
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            if (row(i) < left) v[i] = __ldg(reinterpret_cast<const float4*>(from));
-            from += FETCHERS / 8 * p.x_pitch;
-        }
-    }
-
-    __device__ __forceinline__ void store(u32 to) const {
-        to += 4 * (row(0) * PITCH + threadIdx.x % 8 * 4);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float four[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 4 * (i * FETCHERS / 8 * PITCH + e)), "f"(four[e]) : "memory");
-        }
-    }
-};
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -127,8 +81,6 @@ struct Fetch {
             const u32 taken = todo & __ballot_sync(0xffffffffu, sum <= CAPACITY);
             todo &= ~taken;
             const u32 stage = shared + ring.index * STAGE, barrier = full + 8 * ring.index;
-            Fours fours;
-            if constexpr (FOURS) fours.load(x, p, sample, feature);
             barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
             if (leads) {
                 const bool mine = taken >> lane & 1;
@@ -137,20 +89,12 @@ struct Fetch {
                 if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
                 if (lane == 0) store_word(note + 4 * UNITS, last && todo == 0);
                 __syncwarp();
-                if (lane == 0) barrier_expect(barrier, total + (BULK ? bulk_bytes(p, sample, feature) : 0));
+                if (lane == 0) barrier_expect(barrier, total);
                 __syncwarp();
                 if (mine) copy_bulk(stage + X_BYTES + 8 * (sum - size), slots + list.x, 8 * size, barrier);
-                if constexpr (BULK) fetch_bulk(stage, x, p, sample, feature, barrier);
             }
-            if constexpr (FOURS) {
-                fours.store(stage);
-                fours.load(x, p, sample, feature + PART / 2);
-                fours.store(stage + 2 * PART);
-                barrier_arrive(barrier);
-            } else if constexpr (!BULK) {
-                fetch_words(stage, x, p, sample, feature);
-                barrier_arrive_copied(barrier);
-            }
+            fetch_x(stage, x, p, sample, feature);
+            barrier_arrive_copied(barrier);
             ring.advance();
         } while (todo);
     }
@@ -284,7 +228,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, BULK ? 1 : FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
         barrier_init_done();
     }
     __syncthreads();
