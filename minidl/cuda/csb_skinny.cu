@@ -4,7 +4,7 @@
 // A warp owns a block row of 64 output features (transposed: a block column) and a slice of the blocks along the summed
 // features. It fetches a block's elements into registers while the block before is multiplied, scatters them into a dense
 // 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums), and
-// clears it. No warp waits for another before the end, when WARPS_K slices are added in shared memory, pairs first; more
+// clears it again. No warp waits for another before the end, when WARPS_K slices are added in shared memory, pairs first; more
 // slices than that are left as float32 partials, which csb_skinny_fold_kernel adds in order. Slices depend on the sizes
 // alone, so the bits do not depend on the device.
 //
@@ -40,8 +40,7 @@ constexpr int PITCH = 144;                  // bytes from row to row of a tile: 
 constexpr int TILE = SIDE * PITCH;
 constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
 constexpr int COLUMNS = SAMPLES / 8;        // fragments of x
-constexpr int HALVES = SAMPLES == 16 ? 2 : 1;  // of a block's x that a warp holds in registers
-constexpr bool AHEAD = SAMPLES != 32;          // x is fetched one block ahead: there the registers do not suffice
+constexpr bool REMEMBER = SAMPLES == 16;    // whether there are registers to remember where the elements went
 constexpr int SUM_PITCH = SAMPLES + 4;      // floats
 
 // Elements of a block on their way: four neighbouring ones a round.
@@ -82,6 +81,34 @@ struct Elements {
             if (e + 1 >= begin && e + 1 < end) put(tile + (low >> 16), values[r].x >> 16);
             if (e + 2 >= begin && e + 2 < end) put(tile + (high & 0xffff), values[r].y);
             if (e + 3 >= begin && e + 3 < end) put(tile + (high >> 16), values[r].y >> 16);
+        }
+    }
+};
+
+// Where the elements of a block went, to clear those places only.
+template <bool KEPT>
+struct Places {
+    u32 pairs[KEPT ? 2 * ROUNDS : 1];
+
+    __device__ __forceinline__ explicit Places(const Elements& from) {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                pairs[2 * r] = Elements::places(from.indices[r].x);
+                pairs[2 * r + 1] = Elements::places(from.indices[r].y);
+            }
+        }
+    }
+
+    // Elements before the block's first share its words: their places are cleared, too, and hold nothing.
+    __device__ __forceinline__ void clear(u32 tile, int first, int end) const {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (int i = 0; i < 2 * ROUNDS; ++i) {
+                const int e = first + 4 * (32 * (i / 2) + threadIdx.x % 32) + i % 2 * 2;
+                if (e < end) Elements::put(tile + (pairs[i] & 0xffff), 0);
+                if (e + 1 < end) Elements::put(tile + (pairs[i] >> 16), 0);
+            }
         }
     }
 };
@@ -198,31 +225,31 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     Pointers pointers;
     pointers.fetch(indptr, first_step, end_step, block_of);
     Elements next;
-    uint4 words[HALVES][COLUMNS];  // of x: with one half in registers, that of the next block's first half
     int begin = pointers.begin(0), end = pointers.end(0);
     next.fetch(indices, values, begin & ~3, end);
-    if (AHEAD) fetch_x(words[0], x, p, first_sample, first_step * SIDE);
-    if (HALVES == 2) fetch_x(words[HALVES - 1], x, p, first_sample, first_step * SIDE + 32);
     for (int step = first_step; step < end_step; ++step) {
         const int ahead = step + 1 - first_step;
         if (ahead % 32 == 0) pointers.fetch(indptr, step + 1, end_step, block_of);
         const int next_begin = pointers.begin(ahead % 32), next_end = pointers.end(ahead % 32);
-        if (!AHEAD) fetch_x(words[0], x, p, first_sample, step * SIDE);
+        uint4 words[COLUMNS];
+        fetch_x(words, x, p, first_sample, step * SIDE);
         __syncwarp();  // the tile is clear
+        const bool once = REMEMBER && end - (begin & ~3) <= CHUNK;
         int first = begin & ~3;
         for (; first + CHUNK < end; first += CHUNK) {
             next.scatter(tile_address, first, begin, end);
             next.fetch(indices, values, first + CHUNK, end);
         }
         next.scatter(tile_address, first, begin, end);
+        Places<REMEMBER> places(next);
         next.fetch(indices, values, next_begin & ~3, next_end);
         __syncwarp();
-        if (begin < end) multiply(sum, rows, words[0], 0);
-        fetch_x(words[0], x, p, first_sample, HALVES == 2 ? (step + 1) * SIDE : step * SIDE + 32);
-        if (begin < end) multiply(sum, rows, words[HALVES - 1], 1);
-        if (AHEAD) fetch_x(words[HALVES - 1], x, p, first_sample, (step + 1) * SIDE + (HALVES - 1) * 32);
+        if (begin < end) multiply(sum, rows, words, 0);
+        fetch_x(words, x, p, first_sample, step * SIDE + 32);
+        if (begin < end) multiply(sum, rows, words, 1);
         __syncwarp();
-        clear();
+        if (once) places.clear(tile_address, begin & ~3, end);
+        else clear();
         begin = next_begin, end = next_end;
     }
     join(sum, reinterpret_cast<float*>(shared));
