@@ -202,13 +202,14 @@ def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
         for last in (True,) if few else (True, False):
             dense = {"cublas": _peer(case.cublas(which, last), budget)}
             for name, split in _arms(case.dtype, which):
+                route = case.route(which, last, split)
                 time: Timing = timer.replayed(case.ours(which, last, split), budget)
                 yield {
                     "case": f"{case.name}/{100 * case.sparsity:g}%", "pass": which, "dtype": name,
                     "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
-                    "floor_ms": case.floor_ms(which, split), "peers": dense | sparse, "sparsity": case.sparsity,
+                    "floor_ms": case.floor_ms(which, route == "split"), "peers": dense | sparse, "sparsity": case.sparsity,
                     "shape": [case.m, case.k, case.n], "error": case.error(which, last, split),
-                    "route": case.route(which, last, split),
+                    "route": route,
                 }  # fmt: skip
 
 

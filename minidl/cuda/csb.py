@@ -1,6 +1,8 @@
-"""Products with a matrix in Compressed Sparse Blocks; the kernels are in csb.cu and csb_sampled.cu.
+"""Products with a matrix in Compressed Sparse Blocks, on one of several routes (csb_routes.py).
 
-The arrays of a pattern are those of `minidl.cpu.csb`.
+The arrays of a pattern are those of `minidl.cpu.csb`. Float32 products multiply stored elements only, in the order of the
+summed index, on every device. 16-bit types and ``tf32x3`` may run over dense tiles, zeros and all: there an infinity or
+NaN in the dense operand can reach every output of its sample.
 """
 
 from __future__ import annotations
@@ -59,12 +61,18 @@ def csb_matmul(
         values: (nnz,) in a storage dtype.
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
+        tf32x3: allow float32 products as three TF32 products, where they are faster.
 
     Returns:
-        (output features, samples), or (samples, output features), dense, in the dtype of x. The bits depend neither on
-        ``features_last`` nor on the number of samples.
+        (output features, samples), or (samples, output features), dense, in the dtype of x. The bits of float32 depend
+        neither on ``features_last`` nor on the number of samples; those of other routes on the sizes, never on the run.
+
+    Raises:
+        ValueError: another number of features; ``tf32x3`` of 16-bit arrays.
     """
     code = _code("csb_matmul", "values", values, x)
+    if tf32x3 and code:
+        raise checks.bad_value("csb_matmul", "tf32x3", "False unless the arrays are float32", tf32x3)
     x = as_rows(x)
     count, length, _ = rows(x)
     samples, depth = (count, length) if features_last else (length, count)

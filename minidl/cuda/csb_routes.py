@@ -21,7 +21,7 @@ __all__ = ["ROUTES", "Product", "choose_route", "route"]
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
 # Density and samples from which three TF32 products of the expanded matrix beat float32 ones of its elements.
-SPLIT_FROM, SPLIT_SAMPLES = 0.085, 128
+SPLIT_FROM, SPLIT_SAMPLES = 0.07, 128
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
 
