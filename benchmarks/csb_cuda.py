@@ -207,9 +207,9 @@ def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
                 yield {
                     "case": f"{case.name}/{100 * case.sparsity:g}%", "pass": which, "dtype": name,
                     "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
-                    "floor_ms": case.floor_ms(which, route == "split"), "peers": dense | sparse, "sparsity": case.sparsity,
-                    "shape": [case.m, case.k, case.n], "error": case.error(which, last, split),
-                    "route": route,
+                    "floor_ms": case.floor_ms(which, route == "split"), "peers": dense | sparse,
+                    "sparsity": case.sparsity, "shape": [case.m, case.k, case.n], "route": route,
+                    "error": case.error(which, last, split),
                 }  # fmt: skip
 
 

@@ -9,9 +9,11 @@ import itertools
 import numpy as np
 import pytest
 
+from minidl import cuda as ops
 from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny
 from minidl.cuda.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import csb as reference
 from tests.tolerance import draw, draw_integers
@@ -188,6 +190,12 @@ def test_float32_is_multiplied_strictly_unless_allowed_otherwise():
     assert choose_route(_product(density=0.2, tf32x3=True), A100) == "generic"
 
 
+def test_three_tf32_products_of_16_bit_arrays_are_refused():
+    with dry_run(), pytest.raises(ValueError, match="csb_matmul: tf32x3"):
+        pattern = ops.empty(2, np.int32), ops.empty(9, np.uint16)
+        ops.csb_matmul(*pattern, ops.empty(9, bfloat16), ops.empty((8, 8), bfloat16), (8, 8), 64, tf32x3=True)
+
+
 def test_a_route_that_cannot_be_taken_is_refused():
     with route("skinny"), pytest.raises(ValueError, match="csb_matmul: route"):
         choose_route(_product(), H200)
@@ -200,8 +208,8 @@ def test_tiles_fit_the_device():
         (1, 64, 100, 2048), (1, 33, 100, 4096, 10**6), (0.0, 0.02, 0.2, 1.0), (False, True)
     ):
         tile = csb_rows.choose_tile(features, samples, density, last, H200)
-        used = tile.stages * csb_rows.stage_bytes(tile.units, tile.vec, tile.capacity, last)
-        assert tile.stages >= 2 and used + 64 <= H200.shared_per_block and tile.capacity >= csb_rows.UNIT_SLOTS
+        used = tile.stages * tile.stage_bytes(last) + 32
+        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.unit_slots
     for samples in (1, 16, 17, 64):
         tile = csb_skinny.choose_tile(samples, 8192, 8192)
         assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block

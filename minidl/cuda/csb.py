@@ -1,8 +1,8 @@
 """Products with a matrix in Compressed Sparse Blocks, on one of several routes (csb_routes.py).
 
-The arrays of a pattern are those of `minidl.cpu.csb`. Float32 products multiply stored elements only, in the order of the
-summed index, on every device. 16-bit types and ``tf32x3`` may run over dense tiles, zeros and all: there an infinity or
-NaN in the dense operand can reach every output of its sample.
+The arrays of a pattern are those of `minidl.cpu.csb`. Float32 products multiply stored elements only, in the order of
+the summed index, on every device. 16-bit types and ``tf32x3`` may run over dense tiles, zeros and all: there an
+infinity or NaN in the dense operand can reach every output of its sample.
 """
 
 from __future__ import annotations

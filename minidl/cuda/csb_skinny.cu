@@ -41,6 +41,7 @@ constexpr int TILE = SIDE * PITCH;
 constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
 constexpr int COLUMNS = SAMPLES / 8;        // fragments of x
 constexpr bool REMEMBER = SAMPLES == 16;    // whether there are registers to remember where the elements went
+constexpr bool AHEAD = SAMPLES == 64;       // x of the next block is fetched early: few warps hide its way
 constexpr int SUM_PITCH = SAMPLES + 4;      // floats
 
 // Elements of a block on their way: four neighbouring ones a round.
@@ -227,12 +228,13 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     Elements next;
     int begin = pointers.begin(0), end = pointers.end(0);
     next.fetch(indices, values, begin & ~3, end);
+    uint4 words[COLUMNS];  // x of half a block
+    if (AHEAD) fetch_x(words, x, p, first_sample, first_step * SIDE);
     for (int step = first_step; step < end_step; ++step) {
         const int ahead = step + 1 - first_step;
         if (ahead % 32 == 0) pointers.fetch(indptr, step + 1, end_step, block_of);
         const int next_begin = pointers.begin(ahead % 32), next_end = pointers.end(ahead % 32);
-        uint4 words[COLUMNS];
-        fetch_x(words, x, p, first_sample, step * SIDE);
+        if (!AHEAD) fetch_x(words, x, p, first_sample, step * SIDE);
         __syncwarp();  // the tile is clear
         const bool once = REMEMBER && end - (begin & ~3) <= CHUNK;
         int first = begin & ~3;
@@ -247,6 +249,7 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
         if (begin < end) multiply(sum, rows, words, 0);
         fetch_x(words, x, p, first_sample, step * SIDE + 32);
         if (begin < end) multiply(sum, rows, words, 1);
+        if (AHEAD) fetch_x(words, x, p, first_sample, (step + 1) * SIDE);
         __syncwarp();
         if (once) places.clear(tile_address, begin & ~3, end);
         else clear();

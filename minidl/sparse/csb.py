@@ -29,10 +29,10 @@ class CSBMatrix:
 
     ``A.T`` shares everything with ``A``: nothing is transposed, sorted or kept for it. ``X`` is row-major with any row
     pitch, in the dtype of the values, on their device; a column-major one is read as the other orientation. Sums are
-    taken in float32 in a fixed order, so results are the same bits each time, with any number of threads, and in float32
-    in both orientations. Elements that are not stored are not multiplied: an infinity or NaN in ``X`` reaches only
-    outputs that have an element for it, and zeros that *are* stored count as elements. (On a GPU that holds for float32
-    without ``tf32x3``; tensor cores multiply zeros, too.)
+    taken in float32 in a fixed order, so results are the same bits each time, with any number of threads, and in
+    float32 in both orientations. Elements that are not stored are not multiplied: an infinity or NaN in ``X`` reaches
+    only outputs that have an element for it, and zeros that *are* stored count as elements. (On a GPU that holds for
+    float32 without ``tf32x3``; tensor cores multiply zeros, too.)
 
     Args:
         pattern: where the elements are.
