@@ -223,6 +223,7 @@ def call_dropout() -> None:
 # (M, K), side of a block, samples
 SPARSE = [
     ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),
+    ((4096, 4096), 64, 16), ((4096, 4096), 64, 32), ((4096, 4096), 64, 64),
 ]  # fmt: skip
 
 
@@ -238,6 +239,10 @@ def call_csb() -> None:
         assert ops.csb_pick(*pattern, ops.csb_expand(*pattern, values, *where), *where).shape == values.shape
         wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
         ops.csb_matmul(*pattern, values, wide, *where, features_last=last)
+        if dtype == float32:
+            ops.csb_matmul(*pattern, values, wide, *where, features_last=last, tf32x3=True)
+            few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
+            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
 
 
 def call_csb_sampled() -> None:

@@ -1,5 +1,5 @@
-// The one loader of elements of a matrix in Compressed Sparse Blocks: whatever a kernel makes of them (lists, dense tiles,
-// picks out of dense tiles), for the product, its transpose or the sampled product, it finds them here.
+// The one loader of elements of a matrix in Compressed Sparse Blocks: whatever a kernel makes of them (lists, dense
+// tiles, picks out of dense tiles), for the product, its transpose or the sampled product, it finds them here.
 //
 //   indptr    (block rows * across + 1), block-row-major               int32
 //   indices   (nnz) row in block << 8 | column in block, row-major     u16
@@ -23,11 +23,11 @@ DEVICE int lower_bound(const u16* __restrict__ indices, int begin, int end, int 
     return begin;
 }
 
-// Calls visit(element, row in tile, column in tile) for the elements in the ROWS x COLUMNS tile that begins at a row and
-// a column of the matrix, multiples of 64 or of SIDE; `thread` of THREADS takes its share of them.
+// Calls visit(element, row in tile, column in tile) for the elements in the ROWS x COLUMNS tile that begins at a row
+// and a column of the matrix, multiples of 64 or of SIDE; `thread` of THREADS takes its share of them.
 template <int THREADS, int ROWS, int COLUMNS, class Visit>
-DEVICE void for_elements(const int* __restrict__ indptr, const u16* __restrict__ indices, const Matrix& a, int first_row,
-                         int first_column, int thread, Visit visit) {
+DEVICE void for_elements(const int* __restrict__ indptr, const u16* __restrict__ indices, const Matrix& a,
+                         int first_row, int first_column, int thread, Visit visit) {
     const int last_row = first_row + ROWS < a.rows ? first_row + ROWS : a.rows;
     const int last_column = first_column + COLUMNS < a.columns ? first_column + COLUMNS : a.columns;
     for (int top = first_row / SIDE; top * SIDE < last_row; ++top)

@@ -1,14 +1,14 @@
-// Lists of elements by output feature: what csb_rows.cu multiplies. Made anew for each product, in either direction, from
-// the one copy of the matrix; a workspace, gone after the product.
+// Lists of elements by output feature: what csb_rows.cu multiplies. Made anew for each product, in either direction,
+// from the one copy of the matrix; a workspace, gone after the product.
 //
-// The matrix (transposed: its transpose) is cut into parts of 64 output features x PART summed ones; a unit is 16 output
-// features of a part, the share of one warp. A unit's list is a header of 16 u16, the byte behind each feature's last
-// item counted from the list's beginning, then the items (x, value): `x` is the summed feature within the part times
-// `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16 bytes.
+// The matrix (transposed: its transpose) is cut into parts of 64 output features x PART summed ones; a unit is 16
+// output features of a part, the share of one warp. A unit's list is a header of 16 u16, the byte behind each feature's
+// last item counted from the list's beginning, then the items (x, value): `x` is the summed feature within the part
+// times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16 bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
-//   units     (4 * parts of output features, parts of summed ones): first slot and number of slots, 0 without an element
+//   units     (4 * parts of output features, parts of summed ones): first slot, number of slots or 0 without an element
 //   used      slots taken so far, 0 at first: where a part's lists lie depends on the run, what is in them does not
 //
 // Elements are ranked by counting bits of a mask per output feature (integer atomicOr, whose order does not matter), so
@@ -73,7 +73,8 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         const int item = HEADER + sum - ((count + 1) & ~1);
         s.begin[thread] = start + item;
         if (size) reinterpret_cast<u16*>(slots + s.first + start)[thread % UNIT] = static_cast<u16>(8 * (item + count));
-        if (thread % UNIT == 0) units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
+        if (thread % UNIT == 0)
+            units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
     }
     __syncthreads();
     for_part([&](int e, int out, int summed) {

@@ -1,24 +1,25 @@
-// The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output is
-// the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
+// The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output
+// is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
-// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, for PART summed features
-// after the other, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a
-// ring of stages. Each of UNITS warps multiplies its unit: a lane holds 16 x VEC sums in registers, reads two items at a
-// time by broadcast and VEC values of x for each. With FEATURES_LAST x lies in shared memory as it does outside, rows of
-// samples at a pitch of PART + 1 floats, where lanes a row apart meet no bank twice; so nothing is ever transposed.
-// Lists that do not fit into a stage come in several, x with each.
+// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
+// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages.
+// Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles. Each of UNITS warps multiplies its
+// unit: a lane holds 16 x VEC sums in registers, reads two items at a time by broadcast and VEC values of x for each.
+// With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
+// lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
+// several, x with each.
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
-// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: shared_bytes() in csb_rows.py.
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: RowsTile.stage_bytes.
 // FLOP: 2 nnz samples. Bytes: 8 nnz per sample tile, x once per tile of output features, y once. The bound is shared
 // memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
 //
-// Macros: UNITS (up to 16), VEC (1, 2, 4), PART (64, 128: summed features at a time), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per
-// store: VEC, with FEATURES_LAST 4, or 1), STAGES, CAPACITY (slots of a stage).
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4), PART (64, 128: summed features at a time), STAGES, CAPACITY (slots of a
+// stage), FEATURES_LAST, VEC_X (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1).
 #include "csb_tensor.cuh"
 
 struct Problem {

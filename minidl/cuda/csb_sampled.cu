@@ -3,8 +3,8 @@
 //   out[e] = sum over samples of dy[row of e, sample] * x[column of e, sample],   for the elements e of a pattern
 //
 // A thread block multiplies a dense tile of rows x columns over a chunk of samples, like the weight gradient of a
-// convolution (conv2d_weight.cu), but leaves it in shared memory and writes only the elements of the pattern that lie in
-// it. Those of a block of A are neighbours in `out`, so no dense gradient ever reaches memory. A tile without an
+// convolution (conv2d_weight.cu), but leaves it in shared memory and writes only the elements of the pattern that lie
+// in it. Those of a block of A are neighbours in `out`, so no dense gradient ever reaches memory. A tile without an
 // element is skipped. Each chunk of samples leaves one float32 partial per element; sum_partials_kernel
 // (channel_sum.cu) adds them in order. Chunks depend on the problem alone, so the bits depend neither on the grid nor
 // on the device.
@@ -84,7 +84,10 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     const i64 chunk = block / p.tiles_m, first_sample = chunk * p.chunk;
 
     int found = 0;
-    for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, [&](int, int, int) { found = 1; });
+    const auto for_tile = [&](auto visit) {
+        for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, visit);
+    };
+    for_tile([&](int, int, int) { found = 1; });
     if (!__syncthreads_or(found)) return;
 
     const int count = static_cast<int>(first_sample + p.chunk < p.samples ? p.chunk : p.samples - first_sample);
@@ -115,7 +118,7 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     product.stage(staged);
     __syncthreads();
     float* const out = output + chunk * p.nnz;
-    for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, [&](int e, int row, int column) {
+    for_tile([&](int e, int row, int column) {
         const float value = staged[row * TILE_N + staged_column(row, column)];
         out[e] = p.accumulate ? out[e] + value : value;
     });

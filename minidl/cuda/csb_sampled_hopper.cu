@@ -3,10 +3,10 @@
 //
 //   out[e] = sum over samples of dy[row of e, sample] * x[column of e, sample],   for the elements e of a pattern
 //
-// A block multiplies a dense tile of 128 rows x 256 columns over a chunk of samples, leaves it in shared memory, and each
-// warp picks the elements of a 64 x 64 part of it, which are neighbours in `out`: no dense gradient reaches memory.
-// Each chunk leaves one float32 partial per element; sum_partials_kernel (channel_sum.cu) adds them in order. Chunks
-// depend on the sizes alone, so the bits do not depend on the device.
+// A block multiplies a dense tile of 128 rows x 256 columns over a chunk of samples, leaves it in shared memory, and
+// each warp picks the elements of a 64 x 64 part of it, which are neighbours in `out`: no dense gradient reaches
+// memory. Each chunk leaves one float32 partial per element; sum_partials_kernel (channel_sum.cu) adds them in order.
+// Chunks depend on the sizes alone, so the bits do not depend on the device.
 //
 //   indptr, indices   as in csb.cuh
 //   dy, x     seen through tensor maps (csb_sampled_hopper.py): boxes of 64 features x 64 samples, the features

@@ -1,17 +1,17 @@
-// The product of a sparse matrix and a few samples in 16-bit types: "load sparse, compute dense", sm_80 and newer. As many
-// bytes of the matrix are read as it has, a fraction of the dense one's, and that is what such a product costs.
+// The product of a sparse matrix and a few samples in 16-bit types: "load sparse, compute dense", sm_80 and newer. As
+// many bytes of the matrix are read as it has, a fraction of the dense one's, and that is what such a product costs.
 //
 // A warp owns a block row of 64 output features (transposed: a block column) and a slice of the blocks along the summed
-// features. It fetches a block's elements into registers while the block before is multiplied, scatters them into a dense
-// 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums), and
-// clears it again. No warp waits for another before the end, when WARPS_K slices are added in shared memory, pairs first; more
-// slices than that are left as float32 partials, which csb_skinny_fold_kernel adds in order. Slices depend on the sizes
-// alone, so the bits do not depend on the device.
+// features. It fetches a block's elements into registers while the block before is multiplied, scatters them into a
+// dense 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums),
+// and clears it again. No warp waits for another before the end, when WARPS_K slices are added in shared memory, pairs
+// first; more slices than that are left as float32 partials, which csb_skinny_fold_kernel adds in order. Slices depend
+// on the sizes alone, so the bits do not depend on the device.
 //
 // Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample.
 //
-// The summed features of a tile are permuted so that a lane's fragments of x are whole 16-byte words: bits h t t s b c of
-// a feature's number become h s b t t c, see the fragments of mma.cuh.
+// The summed features of a tile are permuted so that a lane's fragments of x are whole 16-byte words: bits h t t s b c
+// of a feature's number become h s b t t c, see the fragments of mma.cuh.
 //
 //   indptr, indices   as in csb.cuh, of side 64;  values (nnz)               T
 //   x         sample * x_pitch + feature, rows aligned to 16 bytes           T
@@ -114,20 +114,6 @@ struct Places {
     }
 };
 
-// Where the blocks of 32 steps lie: a lane's each.
-struct Pointers {
-    int mine, behind;
-
-    template <class BlockOf>
-    __device__ __forceinline__ void fetch(const int* __restrict__ indptr, int step, int end_step, BlockOf block_of) {
-        step += threadIdx.x % 32;
-        mine = behind = 0;
-        if (step < end_step) mine = indptr[block_of(step)], behind = indptr[block_of(step) + 1];
-    }
-    __device__ __forceinline__ int begin(int i) const { return __shfl_sync(0xffffffffu, mine, i); }
-    __device__ __forceinline__ int end(int i) const { return __shfl_sync(0xffffffffu, behind, i); }
-};
-
 // x of half a block, 32 summed features: a lane's eight of each fragment's sample.
 DEVICE void fetch_x(uint4 (&words)[COLUMNS], const T* __restrict__ x, const Problem& p, int first_sample, int feature) {
     const int lane = threadIdx.x % 32;
@@ -167,32 +153,29 @@ DEVICE void join(float (&sum)[4][COLUMNS][4], float* scratch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / WARPS_K, slice = warp % WARPS_K;
 #pragma unroll
     for (int half = WARPS_K / 2; half > 0; half /= 2) {
-        const bool gives = slice >= half && slice < 2 * half, takes = slice < half;
         float* const place = scratch + (row * half + slice % half) * SIDE * SUM_PITCH;
+        const auto at = [&](int i, int j, int e) {  // of two neighbouring sums
+            return reinterpret_cast<float2*>(place + (16 * i + 4 * e + lane / 4) * SUM_PITCH + 8 * j + lane % 4 * 2);
+        };
         __syncthreads();
-        if (gives || takes) {
+        if (slice >= half && slice < 2 * half) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
-                    for (int e = 0; e < 4; e += 2) {
-                        float2* const at = reinterpret_cast<float2*>(
-                            place + (16 * i + 4 * e + lane / 4) * SUM_PITCH + 8 * j + lane % 4 * 2);
-                        if (gives) *at = make_float2(sum[i][j][e], sum[i][j][e + 1]);
-                    }
+                    for (int e = 0; e < 4; e += 2) *at(i, j, e) = make_float2(sum[i][j][e], sum[i][j][e + 1]);
         }
         __syncthreads();
-        if (takes) {
+        if (slice < half) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
                     for (int e = 0; e < 4; e += 2) {
-                        const float2 v = *reinterpret_cast<const float2*>(
-                            place + (16 * i + 4 * e + lane / 4) * SUM_PITCH + 8 * j + lane % 4 * 2);
-                        sum[i][j][e] += v.x, sum[i][j][e + 1] += v.y;
+                        const float2 given = *at(i, j, e);
+                        sum[i][j][e] += given.x, sum[i][j][e + 1] += given.y;
                     }
         }
     }
@@ -205,8 +188,8 @@ DEVICE float finish(float value, const float* __restrict__ bias, int feature, in
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
-                  const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y, float* __restrict__ partials,
-                  const __grid_constant__ Problem p) {
+                  const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
+                  float* __restrict__ partials, const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * WARPS_M + warp / WARPS_K, first_sample = blockIdx.z * SAMPLES;
@@ -220,20 +203,20 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
 #pragma unroll
         for (int i = 0; i < TILE / 512; ++i) reinterpret_cast<uint4*>(tile)[lane + 32 * i] = make_uint4(0, 0, 0, 0);
     };
-    const auto block_of = [&](int step) { return TRANSPOSED ? i64(step) * p.across + row : i64(row) * p.across + step; };
+    const auto block_of = [&](int step) {
+        return TRANSPOSED ? step * p.across + row : row * p.across + step;  // of fewer than 2^31
+    };
     clear();
     float sum[4][COLUMNS][4] = {};
-    Pointers pointers;
-    pointers.fetch(indptr, first_step, end_step, block_of);
     Elements next;
-    int begin = pointers.begin(0), end = pointers.end(0);
+    int begin = 0, end = 0;
+    if (first_step < end_step) begin = indptr[block_of(first_step)], end = indptr[block_of(first_step) + 1];
     next.fetch(indices, values, begin & ~3, end);
     uint4 words[COLUMNS];  // x of half a block
     if (AHEAD) fetch_x(words, x, p, first_sample, first_step * SIDE);
     for (int step = first_step; step < end_step; ++step) {
-        const int ahead = step + 1 - first_step;
-        if (ahead % 32 == 0) pointers.fetch(indptr, step + 1, end_step, block_of);
-        const int next_begin = pointers.begin(ahead % 32), next_end = pointers.end(ahead % 32);
+        int next_begin = 0, next_end = 0;
+        if (step + 1 < end_step) next_begin = indptr[block_of(step + 1)], next_end = indptr[block_of(step + 1) + 1];
         if (!AHEAD) fetch_x(words, x, p, first_sample, step * SIDE);
         __syncwarp();  // the tile is clear
         const bool once = REMEMBER && end - (begin & ~3) <= CHUNK;
@@ -257,26 +240,29 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     }
     join(sum, reinterpret_cast<float*>(shared));
     if (warp % WARPS_K || row >= p.rows) return;
+    const int feature = row * SIDE + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
+        for (int e = 0; e < 2; ++e) {
+            const int sample = first_sample + 8 * j + lane % 4 * 2 + e;
+            if (sample >= p.samples) continue;
+            i64 place = i64(sample) * p.features + feature;
+            asm volatile("" : "+l"(place));  // else the compiler keeps all places, and spills them
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int feature = row * SIDE + 16 * i + e / 2 * 8 + lane / 4;
-                const int sample = first_sample + 8 * j + lane % 4 * 2 + e % 2;
-                if (feature >= p.features || sample >= p.samples) continue;
-                if (p.slices == 1)
-                    y[i64(sample) * p.features + feature] = from_float<T>(finish(sum[i][j][e], bias, feature, p.relu));
-                else
-                    partials[(i64(blockIdx.y) * p.samples + sample) * p.features + feature] = sum[i][j][e];
+            for (int i = 0; i < SIDE / 8; ++i) {
+                if (feature + 8 * i >= p.features) break;
+                const float value = sum[i / 2][j][i % 2 * 2 + e];
+                if (p.slices == 1) y[place + 8 * i] = from_float<T>(finish(value, bias, feature + 8 * i, p.relu));
+                else partials[blockIdx.y * i64(p.samples) * p.features + place + 8 * i] = value;
             }
+        }
 }
 
 // y = the partials added in order, + bias, ReLU, rounded once.
 extern "C" __global__ void __launch_bounds__(256)
-csb_skinny_fold_kernel(const float* __restrict__ partials, const float* __restrict__ bias, T* __restrict__ y, int slices,
-                       int samples, int features, int relu) {
+csb_skinny_fold_kernel(const float* __restrict__ partials, const float* __restrict__ bias, T* __restrict__ y,
+                       int slices, int samples, int features, int relu) {
     const i64 size = i64(samples) * features, i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= size) return;
     float sum = 0.0f;

@@ -1,26 +1,22 @@
-// The product of a sparse matrix and a dense one on tensor cores of sm_90, float32 by three TF32 products (3xTF32): the
-// matrix is expanded once into dense tiles, split into a TF32 value and a TF32 rest, then multiplied like a dense one.
+// The float32 product of a sparse matrix and a dense one on tensor cores of sm_90, by three TF32 products (3xTF32): y =
+// A x, + bias, ReLU. The matrix comes expanded into dense tiles (csb_spread.cu), each element split into a TF32 head
+// and a rest; x is split on its way to the unit. head * head + head * rest + rest * head are summed in float32.
 //
-//   csb_spread_kernel   the tiles: for each 128 output features x 32 summed ones, 32 KiB of heads and rests as wgmma wants
-//                       them in shared memory (rows of 128 bytes, 16-byte chunks swizzled by row % 8). In either
-//                       direction; a workspace, gone after the product.
-//   csb_tensor_kernel   y = A x, + bias, ReLU: head * head + head * rest + rest * head, summed in float32 by the unit
+// Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample, and infinities become
+// NaN. Error: what is left out is at most 2^-20 of a product; the unit cuts each of the 3 * depth / 8 sums that it adds
+// up at 2^-23 of the total: a bound of its own, stated in docs/sparse.md and tested.
 //
-// Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample, and infinities become NaN.
-// Error: the products are exact to 2^-21 relative; the unit's sums, cut instead of rounded, grow like depth * 2^-24 in
-// the worst case. Both are stated and tested as a bound of their own.
+// In shared memory the summed features of a tile are permuted, so that a lane's fragments of x are whole float4: the
+// one that instruction s (0..3) takes at position p (0..7) is number 16 (s / 2) + 4 (p % 4) + 2 (s % 2) + p / 4 of the
+// tile.
 //
-// In shared memory the summed features of a tile are permuted, so that a lane's fragments of x are whole float4: the one
-// that instruction s (0..3) takes at position p (0..7) is number 16 (s / 2) + 4 (p % 4) + 2 (s % 2) + p / 4 of the tile.
-//
-//   indptr, indices   as in csb.cuh;  values (nnz)                                              float32
-//   tiles     (tiles of output features, tiles of summed ones, 2, 128, 32)                      float32 bits
+//   tiles     (tiles of output features, tiles of summed ones, heads and rests, 128, 32)        float32 bits
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature      float32
 //   y         dense in the same orientation;  bias (features) or null                           float32
 //
-// csb_tensor_kernel: a block owns 128 output features x 256 samples. One warpgroup fetches, two multiply 128 samples
-// each. Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * 64 KiB and a
-// little more. FLOP: 2 * 3 * M * K * samples, dense. Bytes: 8 M K written and read (from L2), x, y.
+// A block owns 128 output features x 256 samples. One warpgroup fetches, two multiply 128 samples each.
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * (64 KiB + 16).
+// FLOP: 6 M K samples, dense. Bytes: 8 M K per sample tile and x per tile of output features from L2, y.
 //
 // Macros: STAGES, FEATURES_LAST, VEC_X (floats per copy), VEC_Y (floats per store: 2, features first 4, or 1).
 #include "csb_tensor.cuh"
@@ -38,8 +34,8 @@ constexpr int ROWS = 128, SAMPLES = 256, DEPTH = 32;
 constexpr int W_BYTES = 2 * ROWS * DEPTH * 4, STAGE = W_BYTES + SAMPLES * DEPTH * 4;
 constexpr int FETCHERS = 128, THREADS = 3 * FETCHERS;
 
-// Where the float4 that begins at a sample and a summed feature of the stage lies: rows of 128 bytes, chunks swizzled so
-// that eight lanes which read fragments meet different banks. Features first: 32 samples of a warp make a tile.
+// Where the float4 that begins at a sample and a summed feature of the stage lies: rows of 128 bytes, chunks swizzled
+// so that eight lanes which read fragments meet different banks. Features first: 32 samples of a warp make a tile.
 DEVICE int x_offset(int sample, int feature) {
     if (FEATURES_LAST) return sample * 128 + ((feature / 4 ^ (sample & 1) << 2) << 4) + feature % 4 * 4;
     return sample / 32 * 4096 + feature * 128 + ((sample % 32 / 4 ^ (feature / 4 % 4) << 1) << 4) + sample % 4 * 4;
@@ -60,7 +56,8 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
 #pragma unroll 8
         for (int i = row; i < DOWN; i += STEP) {
             const bool valid = inside && i < rows;
-            copy_async<4 * VEC_X>(to + (FEATURES_LAST ? x_offset(i, column) : x_offset(column, i)), valid ? from : x, valid);
+            const int place = FEATURES_LAST ? x_offset(i, column) : x_offset(column, i);
+            copy_async<4 * VEC_X>(to + place, valid ? from : x, valid);
             from += STEP * p.x_pitch;
         }
     }
@@ -72,9 +69,9 @@ DEVICE void fragments(u32 (&head)[2][2][4], u32 (&rest)[2][2][4], const unsigned
     const int feature = 16 * half + 4 * t;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        // Features last: samples (i / 2) * 64 + i % 2 * 8 + g of the warp, four features; first: feature i, four samples.
-        const int offset = FEATURES_LAST ? x_offset(warp / 4 * 128 + warp % 4 * 16 + i / 2 * 64 + i % 2 * 8 + g, feature)
-                                         : x_offset(32 * warp + 4 * g, feature + i);
+        // Features last: one sample, four features; first: one feature, four samples.
+        const int sample = warp / 4 * 128 + warp % 4 * 16 + i / 2 * 64 + i % 2 * 8 + g;
+        const int offset = FEATURES_LAST ? x_offset(sample, feature) : x_offset(32 * warp + 4 * g, feature + i);
         const float4 v = *reinterpret_cast<const float4*>(x + offset);
         const float values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -87,7 +84,8 @@ DEVICE void fragments(u32 (&head)[2][2][4], u32 (&rest)[2][2][4], const unsigned
     }
 }
 
-DEVICE void multiply(float (&sum)[2][64], u32 (&head)[2][2][4], u32 (&rest)[2][2][4], u64 heads, u64 rests, bool first) {
+DEVICE void multiply(float (&sum)[2][64], const u32 (&head)[2][2][4], const u32 (&rest)[2][2][4], u64 heads, u64 rests,
+                     bool first) {
     product_fence();
 #pragma unroll
     for (int s = 0; s < 2; ++s)
@@ -146,7 +144,8 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[2][64], const Proble
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
             if (feature + 8 * j + e < p.features) {
-                const float four[4] = {sum[0][4 * j + e], sum[0][4 * j + 2 + e], sum[1][4 * j + e], sum[1][4 * j + 2 + e]};
+                const int c = 4 * j + e;
+                const float four[4] = {sum[0][c], sum[0][c + 2], sum[1][c], sum[1][c + 2]};
                 if constexpr (VEC_Y == 4) {
                     if (left > 0) store<float, 4>(to, four);
                 } else {
