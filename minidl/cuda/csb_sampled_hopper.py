@@ -8,6 +8,7 @@ from minidl.cuda.array import empty
 from minidl.cuda.channel_sum import sum_partials
 from minidl.cuda.conv2d_hopper import aligned
 from minidl.cuda.conv2d_plan import argument, struct
+from minidl.cuda.csb_rows import LEAST_SIDE
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
@@ -18,7 +19,6 @@ from minidl.shapes import Pair, ceil_div
 __all__ = ["applies", "sampled"]
 
 ARCH = (9, 0)
-SIDES = (64, 128, 256)
 DEPTH, TILE_M, TILE_N, STAGES = 64, 128, 256, 4
 SHARED_BYTES = STAGES * DEPTH * 2 * (TILE_M + TILE_N) + 1024
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
@@ -30,7 +30,7 @@ def applies(side: int, dtype: Any, shape: Pair, samples: int, features_last: boo
     """Whether this kernel can do a product: 16-bit types, rows in whole vectors of eight."""
     row_lengths = shape if features_last else (samples,)
     return (
-        side in SIDES and dtype.itemsize == 2 and device.arch == ARCH and samples < 2**31 - DEPTH
+        side >= LEAST_SIDE and dtype.itemsize == 2 and device.arch == ARCH and samples < 2**31 - DEPTH
         and all(length % 8 == 0 for length in row_lengths)
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from minidl.cuda.array import empty
 from minidl.cuda.conv2d_plan import argument, struct
+from minidl.cuda.csb_rows import LEAST_SIDE
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
@@ -19,7 +20,6 @@ from minidl.shapes import Pair, ceil_div, round_up
 __all__ = ["applies", "matmul"]
 
 ARCH = (9, 0)
-SIDES = (64, 128, 256)
 PART, ROWS, SAMPLES, DEPTH = 64, 128, 256, 32
 TILE_BYTES = 2 * ROWS * DEPTH * 4
 STAGES = 3
@@ -31,7 +31,7 @@ _PROBLEM = struct("x_pitch samples", "features depth steps tiles_down tiles relu
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
     """Whether these kernels can do a product."""
-    return side in SIDES and dtype == float32 and device.arch == ARCH
+    return side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
 
 
 def _spread(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool) -> Any:
