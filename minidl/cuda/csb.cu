@@ -2,7 +2,7 @@
 //
 //   csb_matmul_kernel    y = A x or A^T x, + bias, ReLU: every output is the sum over its elements in the order of the
 //                        summed index, by fused multiply-adds in float32. The CPU table sums in the same order.
-//   csb_pick_kernel      value = dense[i, j], at the pattern
+//   csb_expand_kernel    dense[i, j] = value, at the pattern        csb_pick_kernel    value = dense[i, j]
 //
 //   indptr    (block rows * across + 1), block-row-major               int32
 //   indices   (nnz) row in block << 8 | column in block, row-major     u16
@@ -224,12 +224,30 @@ csb_matmul_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
 #else
 
 // One thread block per block of A.
+struct Place {
+    int begin, end;
+    i64 start;  // of the block's first element in the dense matrix
+
+    __device__ __forceinline__ Place(const int* __restrict__ indptr, i64 columns, int across) {
+        begin = indptr[blockIdx.x], end = indptr[blockIdx.x + 1];
+        start = i64(blockIdx.x / across) * SIDE * columns + blockIdx.x % across * SIDE;
+    }
+    __device__ __forceinline__ i64 of(u32 index, i64 columns) const {
+        return start + (index >> 8) * columns + (index & 255);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+csb_expand_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
+                  T* __restrict__ dense, i64 columns, int across) {
+    const Place place(indptr, columns, across);
+    for (int e = place.begin + threadIdx.x; e < place.end; e += 256) dense[place.of(indices[e], columns)] = values[e];
+}
+
 extern "C" __global__ void __launch_bounds__(256)
 csb_pick_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ dense,
                 T* __restrict__ values, i64 columns, int across) {
-    const int end = indptr[blockIdx.x + 1];
-    dense += i64(blockIdx.x / across) * SIDE * columns + blockIdx.x % across * SIDE;
-    for (int e = indptr[blockIdx.x] + threadIdx.x; e < end; e += 256)
-        values[e] = dense[(indices[e] >> 8) * columns + (indices[e] & 255)];
+    const Place place(indptr, columns, across);
+    for (int e = place.begin + threadIdx.x; e < place.end; e += 256) values[e] = dense[place.of(indices[e], columns)];
 }
 #endif

@@ -38,7 +38,7 @@ DEVICE void for_elements(const int* __restrict__ indptr, const u16* __restrict__
                 begin = lower_bound(indices, begin, end, first_row - top * SIDE);
                 end = lower_bound(indices, begin, end, first_row - top * SIDE + ROWS);
             }
-#pragma unroll 8
+#pragma unroll 4
             for (int e = begin + thread; e < end; e += THREADS) {
                 const int row = top * SIDE + (indices[e] >> 8) - first_row;
                 const int column = left * SIDE + (indices[e] & 255) - first_column;

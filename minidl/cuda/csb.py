@@ -15,7 +15,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
 from minidl.cuda.activation import relu as apply_relu
-from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.conv2d import conv2d, conv2d_backward_data
 from minidl.cuda.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
@@ -37,7 +37,6 @@ _POINTWISE = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups":
 
 # The structures Problem of csb.cu and csb_sampled.cu.
 _PRODUCT = struct("x_pitch samples", "features depth across slices relu")
-_MATRIX = struct("", "rows columns across")
 _SAMPLED = struct("dy_pitch x_pitch samples chunk nnz", "rows columns across tiles_m tiles_n accumulate")
 
 
@@ -209,13 +208,8 @@ def csb_sampled(
 
 def csb_expand(indptr: Any, indices: Any, values: Any, shape: Pair, side: int) -> Any:
     """The dense (M, K) matrix, in the dtype of ``values``."""
-    dense = empty(shape, values.dtype)
-    defines = {"DTYPE": dtype_code(values, "csb_expand", "values"), "SIDE": side, "VEC": vector_width(dense)}
-    tiles = ceil_div(shape[0], TILE), ceil_div(shape[1], TILE)
-    matrix = argument(_MATRIX, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side))
-    arrays = indptr, indices, values, dense
-    launch("csb_expand", "csb_expand_kernel", tiles[0] * tiles[1], THREADS, *arrays, matrix, np.int32(tiles[1]),
-           defines=defines)  # fmt: skip
+    dense = zeros(shape, values.dtype)
+    _move("csb_expand", indptr, indices, values, dense, shape, side)
     return dense
 
 
@@ -224,12 +218,16 @@ def csb_pick(indptr: Any, indices: Any, dense: Any, shape: Pair, side: int) -> A
     if dense.shape != tuple(shape):
         raise checks.bad_shape("csb_pick", "dense", str(tuple(shape)), dense.shape)
     values = empty(indices.shape, dense.dtype)
-    defines = {"DTYPE": dtype_code(dense, "csb_pick", "dense"), "SIDE": side}
-    sizes = np.int64(shape[1]), np.int32(ceil_div(shape[1], side))
-    arrays = indptr, indices, contiguous(dense), values
-    grid = indptr.size - 1 if indices.size else 0
-    launch("csb", "csb_pick_kernel", grid, THREADS, *arrays, *sizes, defines=defines)
+    _move("csb_pick", indptr, indices, contiguous(dense), values, shape, side)
     return values
+
+
+def _move(name: str, indptr: Any, indices: Any, source: Any, target: Any, shape: Pair, side: int) -> None:
+    code = dtype_code(source, name, "values")
+    sizes = np.int64(shape[1]), np.int32(ceil_div(shape[1], side))
+    grid = indptr.size - 1 if indices.size else 0
+    defines = {"DTYPE": code, "SIDE": side}
+    launch("csb", f"{name}_kernel", grid, 256, indptr, indices, source, target, *sizes, defines=defines)
 
 
 def _code(who: str, name: str, first: Any, x: Any) -> int:
