@@ -1,6 +1,7 @@
 """Products with pruned weights in Compressed Sparse Blocks on the CPU, beside SciPy's CSR and dense NumPy, float32.
 
     python benchmarks/bench_csb.py [--only TEXT] [--sparsity 0.9 ...] [--rounds N] [--json PATH]
+    python benchmarks/bench_csb.py --device cuda [--dtype fp32 bf16] ...    # beside cuBLAS and cuSPARSE: csb_cuda.py
 
 Passes are those of a layer: forward (A X), backward_data (A^T dY), backward_weight (dY X^T at the pattern only), each
 with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data the CSR
@@ -119,29 +120,44 @@ def measure(case: str, weight: np.ndarray, samples: int, sparsity: float, rounds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), nargs="+", default=("fp32", "bf16"), help="on a GPU")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES)
+    parser.add_argument("--sparsity", type=float, nargs="+")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    rows = _on_gpu(args) if args.device == "cuda" else _on_cpu(args)
+    for row in rows:
+        row["ratio_to_best_peer"] = min(row["peers"].values()) / row["ms"]
+    if args.json:
+        threads = None if args.device == "cuda" else os.environ.get("OMP_NUM_THREADS", "all")
+        statistic = "median of replayed graphs" if args.device == "cuda" else "least of interleaved rounds"
+        write(args.json, result("bench_csb", rows, threads=threads, statistic=statistic))
+    cells = [
+        [row["case"], row["pass"], row["dtype"], row["arm"], f"{row['ms']:.4g}", f"{row['ratio_to_best_peer']:.2f}",
+         "  ".join(f"{name} {ms:.4g}" for name, ms in row["peers"].items())]
+        for row in sorted(rows, key=lambda row: row["ratio_to_best_peer"])
+    ]  # fmt: skip
+    head = ["case", "pass", "dtype", "operands", "ms", "x best peer", "peers, ms"]
+    show(f"Compressed Sparse Blocks on {args.device}", head, cells)
+
+
+def _on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     if importlib.util.find_spec("scipy") is None:
         sys.exit("bench_csb: SciPy is the peer of these products; install it with: pip install 'minidl[data]'")
     rows: list[dict[str, Any]] = []
     for case, (m, k, n) in SHAPES.items():
-        for sparsity in args.sparsity if args.only in case else ():
+        for sparsity in (args.sparsity or SPARSITIES) if args.only in case else ():
             weight = pruned(np.random.default_rng(0), m, k, sparsity)
             rows += measure(case, weight, n, sparsity, args.rounds)
-    for row in rows:
-        row["ratio_to_best_peer"] = min(row["peers"].values()) / row["ms"]
-    if args.json:
-        threads = os.environ.get("OMP_NUM_THREADS", "all")
-        write(args.json, result("bench_csb", rows, threads=threads, statistic="least of interleaved rounds"))
-    cells = [
-        [row["case"], row["pass"], row["arm"], f"{row['ms']:.3f}", f"{row['ratio_to_best_peer']:.2f}",
-         "  ".join(f"{name} {ms:.3f}" for name, ms in row["peers"].items())]
-        for row in sorted(rows, key=lambda row: row["ratio_to_best_peer"])
-    ]  # fmt: skip
-    show("Compressed Sparse Blocks on the CPU", ["case", "pass", "operands", "ms", "x best peer", "peers, ms"], cells)
+    return rows
+
+
+def _on_gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from benchmarks import csb_cuda
+
+    return list(csb_cuda.measure(args.only, args.sparsity or csb_cuda.SPARSITIES, args.rounds, args.dtype))
 
 
 if __name__ == "__main__":

@@ -178,18 +178,24 @@ def _default(action: argparse.Action) -> str:
 # -- other pages ------------------------------------------------------------------------------------------------------
 
 _SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight": "dY Xᵀ at A"}
-_SPARSE_PEERS = {"scipy-csr": "SciPy CSR", "scipy-csr-of-transpose": "SciPy CSR", "numpy-dense": "dense NumPy"}
+_SPARSE_PEERS = {
+    "scipy-csr": "SciPy CSR", "scipy-csr-of-transpose": "SciPy CSR", "numpy-dense": "dense NumPy",
+    "cusparse-csr": "cuSPARSE CSR", "cusparse-csr-of-transpose": "cuSPARSE CSR", "cublas": "dense cuBLAS",
+}  # fmt: skip
 
 
-def sparse() -> str:
+def sparse(machine: str = "cpu") -> str:
     """Time of each peer over that of sparse products: geometric mean over the shapes with batches, worst shape."""
     groups: dict[tuple[str, ...], dict[float, list[float]]] = {}
-    for file in load("cpu", "bench_csb"):
+    for file in load(machine, "bench_csb"):
         for row in file["rows"]:
             for peer, ms in row["peers"].items():
-                key = _SPARSE_PEERS[peer], f"{_SPARSE_PASSES[row['pass']]}, {row['arm'].replace('-', ' ')}"
+                dtype = "" if machine == "cpu" else f"{row['dtype']}, "
+                key = _SPARSE_PEERS[peer], f"{dtype}{_SPARSE_PASSES[row['pass']]}, {row['arm'].replace('-', ' ')}"
                 if row["shape"][-1] > 1:
                     groups.setdefault(key, {}).setdefault(row["sparsity"], []).append(ms / row["ms"])
+    if not groups:
+        return "Not recorded yet."
     levels = sorted({level for found in groups.values() for level in found})
     cell = lambda ratios: f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f})" if ratios else ""  # noqa: E731
     order = list(dict.fromkeys(_SPARSE_PEERS.values()))
@@ -277,7 +283,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": results},
     "docs/benchmarks.md": {"commands": commands, "options": options},
     "docs/distributed.md": {"all-reduces": all_reduces, "shared layers": shared_layers},
-    "docs/sparse.md": {"products": sparse},
+    "docs/sparse.md": {"products": sparse, "GPU products": lambda: sparse("h200")},
     "docs/tuning.md": {"choices": choices},
     "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
 }

@@ -242,9 +242,11 @@ def test_more_images_never_take_less_time():
 
 def test_what_lies_across_cache_lines_is_known():
     """Pixels of 48 channels, 96 bytes: every second one lies in two lines. Of 96: one of four stages."""
-    assert all(conv2d_walk.reads(channels) == (0.0, False) for channels in (16, 32, 64, 128, 320, 2048))
-    assert conv2d_walk.reads(48) == (0.5, False) and conv2d_walk.reads(96) == (0.25, False)
-    assert conv2d_walk.reads(24) == (0.25, True) and conv2d_walk.reads(40) == (0.5, True)
+    reads = conv2d_walk.reads
+    assert all(reads(channels, 2) == (0.0, False) for channels in (16, 32, 64, 128, 320, 2048))
+    assert reads(48, 2) == (0.5, False) and reads(96, 2) == (0.25, False)
+    assert reads(24, 2) == (0.25, True) and reads(40, 2) == (0.5, True)
+    assert all(reads(channels // 2, 4) == reads(channels, 2) for channels in (24, 48, 64, 96, 320)), "bytes count"
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU

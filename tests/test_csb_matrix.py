@@ -293,3 +293,18 @@ def test_doors_say_what_is_wrong(case):
     act, error, text = DOORS[case]
     with pytest.raises(error, match=text):
         act()
+
+
+def test_a_matrix_says_what_it_runs_on(ops, rng):
+    a = CSBMatrix.from_dense(ops.from_host(draw(rng, (300, 200), float32)))
+    if ops.name == "cpu":
+        assert a.route(100) == "cpu"
+    else:
+        assert a.blocksize == (64, 64)
+        assert {a.route(100, features_last=last) for last in (False, True)} <= {"rows", "generic"}
+
+
+def test_three_tf32_products_exist_on_a_gpu_only(cpu_ops, rng):
+    a = CSBMatrix.from_dense(draw(rng, (30, 20), float32))
+    with pytest.raises(ValueError, match="tf32x3 must be False on the CPU"):
+        a.matmul(draw(rng, (20, 3), float32), tf32x3=True)

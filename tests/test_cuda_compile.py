@@ -19,6 +19,7 @@ from minidl.cuda import ceiling, conv2d_hopper, nvrtc
 from minidl.cuda.conv2d_family import TEXTBOOK, family
 from minidl.cuda.conv2d_halo import HALO_TILES
 from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.csb_routes import route
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.cuda.spin import spin
@@ -239,10 +240,17 @@ def call_dropout() -> None:
 # (M, K), side of a block, samples
 SPARSE = [
     ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),
+    ((4096, 4096), 64, 16), ((4096, 4096), 64, 32), ((4096, 4096), 64, 64),
 ]  # fmt: skip
 
 
 def call_csb() -> None:
+    _sparse_products()
+    with route("fastest"):
+        _sparse_products()
+
+
+def _sparse_products() -> None:
     for dtype, ((m, k), side, n), last in itertools.product(STORAGE, SPARSE, (False, True)):
         indptr = ops.empty(-(-m // side) * -(-k // side) + 1, np.int32)
         indices, values = ops.empty(m * k // 10, np.uint16), ops.empty(m * k // 10, dtype)
@@ -254,6 +262,10 @@ def call_csb() -> None:
         assert ops.csb_pick(*pattern, ops.csb_expand(*pattern, values, *where), *where).shape == values.shape
         wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
         ops.csb_matmul(*pattern, values, wide, *where, features_last=last)
+        if dtype == float32:
+            ops.csb_matmul(*pattern, values, wide, *where, features_last=last, tf32x3=True)
+            few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
+            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
 
 
 def call_csb_sampled() -> None:

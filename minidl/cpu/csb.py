@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from minidl import checks
 from minidl.cpu import _csb
 from minidl.cpu.array import Array, cast, empty, flat_float32, rows_float32, stored, zeros
 from minidl.precision import float32
@@ -37,6 +38,7 @@ def csb_matmul(
     features_last: bool = False,
     bias: Array | None = None,
     relu: bool = False,
+    tf32x3: bool = False,
 ) -> Array:
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
@@ -44,11 +46,14 @@ def csb_matmul(
         values: (nnz,) in a storage dtype.
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
+        tf32x3: has no meaning on a CPU and must be False.
 
     Returns:
         (output features, samples), or (samples, output features), dense, in the dtype of x. The bits do not depend on
         ``features_last``, on the number of samples or of threads.
     """
+    if tf32x3:
+        raise checks.bad_value("csb_matmul", "tf32x3", "False on the CPU", tf32x3, "TF32 exists on the GPU only")
     wide = rows_float32(x)
     samples, features = wide.shape if features_last else wide.shape[::-1]
     inner, outer = shape if transposed else shape[::-1]

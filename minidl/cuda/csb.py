@@ -1,6 +1,8 @@
-"""Products with a matrix in Compressed Sparse Blocks; the kernels are in csb.cu and csb_sampled.cu.
+"""Products with a matrix in Compressed Sparse Blocks, on one of several routes (csb_routes.py).
 
-The arrays of a pattern are those of `minidl.cpu.csb`.
+The arrays of a pattern are those of `minidl.cpu.csb`. Float32 products multiply stored elements only, in the order of
+the summed index, on every device. 16-bit types and ``tf32x3`` may run over dense tiles, zeros and all: there an
+infinity or NaN in the dense operand can reach every output of its sample.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
+from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
+from minidl.cuda.activation import relu as apply_relu
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
+from minidl.cuda.conv2d import conv2d, conv2d_backward_data
 from minidl.cuda.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
+from minidl.cuda.csb_routes import Product, choose_route
+from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.precision import float32
@@ -25,6 +32,8 @@ THREADS = 256
 MOST_ROWS = 128  # output features of a thread block: 16 for each warp, as many as the registers hold
 TURNED_FLOATS = 64 * 256  # of a block's part of x in shared memory: 64 samples at the largest block side
 TILE, WARPS, STAGES = 64, 2, 3  # of the sampled product
+
+_POINTWISE = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 # The structures Problem of csb.cu and csb_sampled.cu.
 _PRODUCT = struct("x_pitch samples", "features depth across slices relu")
@@ -43,6 +52,7 @@ def csb_matmul(
     features_last: bool = False,
     bias: Any | None = None,
     relu: bool = False,
+    tf32x3: bool = False,
 ) -> Any:
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
@@ -50,14 +60,20 @@ def csb_matmul(
         values: (nnz,) in a storage dtype.
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
+        tf32x3: allow float32 products as three TF32 products, where they are faster.
 
     Returns:
-        (output features, samples), or (samples, output features), dense, in the dtype of x. The bits depend neither on
-        ``features_last`` nor on the number of samples.
+        (output features, samples), or (samples, output features), dense, in the dtype of x. The bits of float32 depend
+        neither on ``features_last`` nor on the number of samples; those of other routes on the sizes, never on the run.
+
+    Raises:
+        ValueError: another number of features; ``tf32x3`` of 16-bit arrays.
     """
     code = _code("csb_matmul", "values", values, x)
+    if tf32x3 and code:
+        raise checks.bad_value("csb_matmul", "tf32x3", "False unless the arrays are float32", tf32x3)
     x = as_rows(x)
-    count, length, pitch = rows(x)
+    count, length, _ = rows(x)
     samples, depth = (count, length) if features_last else (length, count)
     summed, features = shape if transposed else shape[::-1]
     if depth != summed:
@@ -65,23 +81,55 @@ def csb_matmul(
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
     if y.size == 0:
         return y
+    product = Product(shape, side, indices.size, x.dtype, samples, transposed, features_last, tf32x3)
+    arrays = indptr, indices, values, x
+    name = choose_route(product, current_device()) if depth else "generic"
+    if name == "rows":
+        csb_rows.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
+    elif name == "split":
+        csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
+    elif name == "skinny":
+        csb_skinny.matmul(*arrays, y, shape, transposed, bias, relu)
+    elif name == "dense":
+        return _dense(product, *arrays, bias, relu)
+    else:
+        _generic(product, *arrays, bias, relu, y, code)
+    return y
+
+
+def _dense(product: Product, indptr: Any, indices: Any, values: Any, x: Any, bias: Any, relu: bool) -> Any:
+    """The matrix expanded, then multiplied like the filter of a 1x1 convolution of one image."""
+    filters = csb_expand(indptr, indices, values, product.shape, product.side)[:, None, None]
+    image = x[None, None]
+    if product.transposed:
+        x_shape = (1, 1, product.samples, product.features)
+        y = conv2d_backward_data(image, filters, x_shape, bias=bias, **_POINTWISE)
+    else:
+        y = conv2d(image, filters, bias, **_POINTWISE)
+    return (apply_relu(y) if relu else y).reshape(product.samples, product.features)
+
+
+def _generic(
+    product: Product, indptr: Any, indices: Any, values: Any, x: Any, bias: Any, relu: bool, y: Any, code: int
+) -> None:
+    """csb.cu: any side, type and device."""
+    shape, side, samples, features_last = product.shape, product.side, product.samples, product.features_last
+    features, pitch = product.features, rows(x)[2]
     assert pitch * side < 2**32 and max(shape) < 2**30, (x.shape, shape)
     tall = max(8, min(side, MOST_ROWS))
     vec, vectors = _vectors(x, samples, features, side, tall, features_last)
     slices = ceil_div(features, side) * ceil_div(side, tall)
-    across = ceil_div(shape[1], side)
     problem = argument(
-        _PRODUCT, x_pitch=pitch, samples=samples, features=features, depth=depth, across=across, slices=slices,
-        relu=relu,
+        _PRODUCT, x_pitch=pitch, samples=samples, features=features, depth=product.depth,
+        across=ceil_div(shape[1], side), slices=slices, relu=relu,
     )  # fmt: skip
     defines = {"DTYPE": code, "SIDE": side, "ROWS": tall, "VEC": vec, "FEATURES_LAST": int(features_last)}
-    defines |= {"TRANSPOSED": int(transposed)} | vectors
+    defines |= {"TRANSPOSED": int(product.transposed)} | vectors
     grid = slices * ceil_div(samples, 32 * vec)
     assert grid < 2**31, (shape, samples)
     shared = 4 * side * (32 * vec + 4) if features_last else 0
     arrays = indptr, indices, values, x, bias, y
     launch("csb", "csb_matmul_kernel", grid, THREADS, *arrays, problem, defines=defines, shared=shared)
-    return y
 
 
 def _vectors(x: Any, samples: int, features: int, side: int, tall: int, features_last: bool) -> tuple[int, dict]:
@@ -132,6 +180,9 @@ def csb_sampled(
         raise checks.bad_shape(who, "out", str(indices.shape), out.shape)
     if out.size == 0 or samples == 0:
         sum_partials(None, 0, out, accumulate)
+        return
+    if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
+        csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
     tiles = ceil_div(shape[0], TILE), ceil_div(shape[1], TILE)
     chunk = pixel_chunk(samples, tiles[0] * tiles[1])

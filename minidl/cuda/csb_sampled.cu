@@ -3,8 +3,8 @@
 //   out[e] = sum over samples of dy[row of e, sample] * x[column of e, sample],   for the elements e of a pattern
 //
 // A thread block multiplies a dense tile of rows x columns over a chunk of samples, like the weight gradient of a
-// convolution (conv2d_weight.cu), but leaves it in shared memory and writes only the elements of the pattern that lie in
-// it. Those of a block of A are neighbours in `out`, so no dense gradient ever reaches memory. A tile without an
+// convolution (conv2d_weight.cu), but leaves it in shared memory and writes only the elements of the pattern that lie
+// in it. Those of a block of A are neighbours in `out`, so no dense gradient ever reaches memory. A tile without an
 // element is skipped. Each chunk of samples leaves one float32 partial per element; sum_partials_kernel
 // (channel_sum.cu) adds them in order. Chunks depend on the problem alone, so the bits depend neither on the grid nor
 // on the device.
@@ -20,12 +20,13 @@
 // FLOP: 2 * rows * columns * samples of the tiles that hold elements: dense work, on tensor cores for 16-bit types.
 // Bytes: dy once per column tile, x once per row tile (from L2), indices, 4 * chunks * nnz twice.
 #include "tile.cuh"
+#include "csb.cuh"
 
 struct Problem {
     i64 dy_pitch, x_pitch;
     i64 samples, chunk;
     i64 nnz;
-    int rows, columns, across;
+    Matrix a;
     int tiles_m, tiles_n;
     int accumulate;
 };
@@ -70,38 +71,6 @@ struct Feed {
     }
 };
 
-// The first position from `begin` whose row in its block is `row` or later.
-DEVICE int lower_bound(const u16* __restrict__ indices, int begin, int end, int row) {
-    while (begin < end) {
-        const int middle = begin + (end - begin) / 2;
-        if (indices[middle] >> 8 < row) begin = middle + 1;
-        else end = middle;
-    }
-    return begin;
-}
-
-// Calls visit(element, row in tile, column in tile) for the elements of the pattern in this tile.
-template <class Visit>
-DEVICE void for_elements(const int* __restrict__ indptr, const u16* __restrict__ indices, const Problem& p, int first_row,
-                         int first_column, Visit visit) {
-    const int last_row = first_row + TILE_M < p.rows ? first_row + TILE_M : p.rows;
-    const int last_column = first_column + TILE_N < p.columns ? first_column + TILE_N : p.columns;
-    for (int top = first_row / SIDE; top * SIDE < last_row; ++top)
-        for (int left = first_column / SIDE; left * SIDE < last_column; ++left) {
-            const i64 block = i64(top) * p.across + left;
-            int begin = indptr[block], end = indptr[block + 1];
-            if (SIDE > TILE_M) {
-                begin = lower_bound(indices, begin, end, first_row - top * SIDE);
-                end = lower_bound(indices, begin, end, first_row - top * SIDE + TILE_M);
-            }
-            for (int e = begin + threadIdx.x; e < end; e += THREADS) {
-                const int row = top * SIDE + (indices[e] >> 8) - first_row;
-                const int column = left * SIDE + (indices[e] & 255) - first_column;
-                if (0 <= column && column < TILE_N) visit(e, row, column);
-            }
-        }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ dy,
                    const T* __restrict__ x, float* __restrict__ output, const __grid_constant__ Problem p) {
@@ -115,13 +84,16 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     const i64 chunk = block / p.tiles_m, first_sample = chunk * p.chunk;
 
     int found = 0;
-    for_elements(indptr, indices, p, first_row, first_column, [&](int, int, int) { found = 1; });
+    const auto for_tile = [&](auto visit) {
+        for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, visit);
+    };
+    for_tile([&](int, int, int) { found = 1; });
     if (!__syncthreads_or(found)) return;
 
     const int count = static_cast<int>(first_sample + p.chunk < p.samples ? p.chunk : p.samples - first_sample);
     const int stages = ceil_div(count, DEPTH);
-    Feed<TILE_M, VEC_DY> left(dy, p.dy_pitch, first_sample, first_row, p.rows);
-    Feed<TILE_N, VEC_X> right(x, p.x_pitch, first_sample, first_column, p.columns);
+    Feed<TILE_M, VEC_DY> left(dy, p.dy_pitch, first_sample, first_row, p.a.rows);
+    Feed<TILE_N, VEC_X> right(x, p.x_pitch, first_sample, first_column, p.a.columns);
     const u32 shared_tiles = shared_address(tiles);
     int remaining = count, written = 0, read = 0;
     const auto copy = [&] {
@@ -146,7 +118,7 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     product.stage(staged);
     __syncthreads();
     float* const out = output + chunk * p.nnz;
-    for_elements(indptr, indices, p, first_row, first_column, [&](int e, int row, int column) {
+    for_tile([&](int e, int row, int column) {
         const float value = staged[row * TILE_N + staged_column(row, column)];
         out[e] = p.accumulate ? out[e] + value : value;
     });

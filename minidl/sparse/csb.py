@@ -16,6 +16,7 @@ from minidl.sparse.pattern import CSBPattern, Occupancy
 __all__ = ["CSBMatrix"]
 
 _STORAGE = (float32, bfloat16, float16)
+GPU_SIDE = 64
 
 
 class CSBMatrix:
@@ -28,9 +29,10 @@ class CSBMatrix:
 
     ``A.T`` shares everything with ``A``: nothing is transposed, sorted or kept for it. ``X`` is row-major with any row
     pitch, in the dtype of the values, on their device; a column-major one is read as the other orientation. Sums are
-    taken in float32 in a fixed order, so results are the same bits each time, in both orientations, with any number of
-    threads. Elements that are not stored are not multiplied: an infinity or NaN in ``X`` reaches only outputs that have
-    an element for it, and zeros that *are* stored count as elements.
+    taken in float32 in a fixed order, so results are the same bits each time, with any number of threads, and in
+    float32 in both orientations. Elements that are not stored are not multiplied: an infinity or NaN in ``X`` reaches
+    only outputs that have an element for it, and zeros that *are* stored count as elements. (On a GPU that holds for
+    float32 without ``tf32x3``; tensor cores multiply zeros, too.)
 
     Args:
         pattern: where the elements are.
@@ -65,7 +67,7 @@ class CSBMatrix:
         """The nonzeros of a dense (M, K) array, NaN included; with ``mask``, its true elements instead, zeros and all.
 
         Args:
-            blocksize: side of a block, a power of two up to 256; None chooses.
+            blocksize: side of a block, a power of two up to 256; None chooses, on a GPU 64.
             mask: (M, K) booleans.
 
         Raises:
@@ -78,7 +80,7 @@ class CSBMatrix:
         host = ops.to_host(dense)
         kept = host != 0 if mask is None else _mask(mask, host.shape)
         row, column = np.nonzero(kept)
-        pattern, position = CSBPattern.from_coo(row, column, host.shape, blocksize)
+        pattern, position = CSBPattern.from_coo(row, column, host.shape, _blocksize(ops, blocksize))
         data = np.empty(pattern.nnz, host.dtype)
         data[position] = host[row, column]
         return cls(pattern, ops.from_host(data))
@@ -96,7 +98,7 @@ class CSBMatrix:
         if len(coordinates) != 2:
             raise checks.bad_value("CSBMatrix", "coordinates", "(rows, columns)", f"{len(coordinates)} arrays")
         row, column = (_host(part) for part in coordinates)
-        pattern, position = CSBPattern.from_coo(row, column, shape, blocksize)
+        pattern, position = CSBPattern.from_coo(row, column, shape, _blocksize(ops, blocksize))
         host = ops.to_host(data)
         if host.shape != position.shape:
             raise checks.bad_shape("CSBMatrix", "data", f"{position.shape} like its coordinates", host.shape)
@@ -245,13 +247,17 @@ class CSBMatrix:
     def __rmatmul__(self, x: Any) -> Any:
         return self.T.matmul(x, features_last=True)
 
-    def matmul(self, x: Any, *, features_last: bool = False, bias: Any = None, relu: bool = False) -> Any:
+    def matmul(
+        self, x: Any, *, features_last: bool = False, bias: Any = None, relu: bool = False, tf32x3: bool = False
+    ) -> Any:
         """``A @ x`` with x (K, N), giving (M, N); with ``features_last`` ``x @ A.T`` with x (N, K), giving (N, M).
 
         Args:
             x: as above, or a vector (K,); the dtype and device of the values.
             bias: (M,) float32, added to each output feature.
             relu: the result is max(·, 0).
+            tf32x3: on a Hopper GPU float32 products may be taken as three TF32 products where `route` says so: faster
+                for all but the sparsest matrices, some 1e-5 of |A||x| off, and structural zeros are multiplied.
 
         Raises:
             ValueError: shapes that do not fit.
@@ -260,7 +266,7 @@ class CSBMatrix:
         x = self._operand("x", x)
         if x.ndim == 1:
             self._require("x", x, (self.shape[1],))
-            return self.matmul(x[:, None], bias=bias, relu=relu).reshape(-1)
+            return self.matmul(x[:, None], bias=bias, relu=relu, tf32x3=tf32x3).reshape(-1)
         if x.ndim != 2 or x.shape[1 if features_last else 0] != self.shape[1]:
             wanted = f"(N, {self.shape[1]})" if features_last else f"({self.shape[1]}, N)"
             raise checks.bad_shape("CSBMatrix", "x", wanted, x.shape, f"the matrix is {self.shape}")
@@ -270,14 +276,25 @@ class CSBMatrix:
                 raise checks.bad_dtype("CSBMatrix", "bias", expected, checks.describe(bias))
             self._require("bias", bias, (self.shape[0],))
         if x.flags.f_contiguous and not x.flags.c_contiguous:
-            return self._product(x.T, not features_last, bias, relu).T
-        return self._product(x, features_last, bias, relu)
+            return self._product(x.T, not features_last, bias, relu, tf32x3).T
+        return self._product(x, features_last, bias, relu, tf32x3)
 
-    def _product(self, x: Any, features_last: bool, bias: Any, relu: bool) -> Any:
+    def _product(self, x: Any, features_last: bool, bias: Any, relu: bool, tf32x3: bool) -> Any:
         return self._ops.csb_matmul(
             self.indptr, self.indices, self._data, x, self.pattern.shape, self.pattern.side,
-            transposed=self._transposed, features_last=features_last, bias=bias, relu=relu,
+            transposed=self._transposed, features_last=features_last, bias=bias, relu=relu, tf32x3=tf32x3,
         )  # fmt: skip
+
+    def route(self, samples: int, *, features_last: bool = False, tf32x3: bool = False) -> str:
+        """Which kernels `matmul` of so many samples runs on: "cpu", or one of `minidl.cuda.csb_routes.ROUTES`."""
+        if self._ops.name == "cpu":
+            return "cpu"
+        from minidl.cuda.csb_routes import Product, choose_route
+        from minidl.cuda.device import current_device
+
+        where = self.pattern.shape, self.pattern.side, self.nnz
+        product = Product(*where, self.dtype, samples, self._transposed, features_last, tf32x3)
+        return choose_route(product, current_device())
 
     def sampled(
         self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False
@@ -325,6 +342,10 @@ class CSBMatrix:
     def _require(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         if array.shape != shape:
             raise checks.bad_shape("CSBMatrix", name, str(shape), array.shape, f"the matrix is {self.shape}")
+
+
+def _blocksize(ops: ModuleType, blocksize: int | None) -> int | None:
+    return GPU_SIDE if blocksize is None and ops.name == "cuda" else blocksize
 
 
 def _table(name: str, array: Any) -> ModuleType:

@@ -83,7 +83,7 @@ class _CSBLayer(Layer):
         """(rows, in) -> (rows, out)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, features_last=True,
-            bias=self.params.get("bias"),
+            bias=self.params.get("bias"), tf32x3=self.tf32,
         )  # fmt: skip
 
     def _backward_weight(self, dy: Any, x: Any) -> None:
@@ -99,8 +99,9 @@ class _CSBLayer(Layer):
     def _backward_data(self, dy: Any) -> Any:
         """(rows, out) -> (rows, in)."""
         return self.ops.csb_matmul(
-            *self.pattern.on(self.ops), self.params["weight"], dy, *self._where, transposed=True, features_last=True
-        )
+            *self.pattern.on(self.ops), self.params["weight"], dy, *self._where, transposed=True, features_last=True,
+            tf32x3=self.tf32,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """The fingerprint is there so that ranks which disagree about the pattern find out."""

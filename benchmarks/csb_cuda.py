@@ -1,0 +1,233 @@
+"""The GPU side of bench_csb.py: sparse products beside dense cuBLAS and cuSPARSE, through PyTorch, in the same run.
+
+Every time is that of a captured graph whose calls rotate among operands larger than the L2 cache. cuSPARSE multiplies
+features-first operands with CSR and 32-bit indices, for the transposed product the CSR of a *stored transpose*, whose
+upkeep in training is not counted. A row's ``error`` is the largest over |A||x|, from float64, at some outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda.csb_routes import route
+from minidl.precision import bfloat16, float32
+from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
+from minidl.sparse import CSBMatrix
+
+# (M, K, N): those of benchmarks/results' first measurements, ResNet-50's 1x1 layers at batch 256, a Transformer's.
+SHAPES = {
+    "square": (2048, 2048, 4096),
+    "large": (4096, 4096, 4096),
+    "wide": (512, 2048, 12544),
+    "deep": (256, 2304, 12544),
+    "tall": (1024, 512, 50176),
+    "resnet50/layer1.conv3": (256, 64, 200704),
+    "resnet50/layer4.conv3": (2048, 512, 12544),
+    "transformer/ffn1": (2048, 512, 8192),
+    "transformer/ffn2": (512, 2048, 8192),
+    "few": (8192, 8192, 16),
+    "some": (8192, 8192, 32),
+    "64": (8192, 8192, 64),
+}
+SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+FEW = 64  # samples up to which only 16-bit types are measured
+CHECKED = 64  # outputs whose error is taken
+BANDWIDTH = 4.2e12  # bytes a second
+SHARED_RATE, TF32_RATE, BF16_RATE = (
+    16.7e12,
+    495e12 / 3,
+    989e12,
+)  # FLOP a second: a quarter of float32's, a third of TF32's
+
+Row = dict[str, Any]
+Calls = list[Callable[[], Any]]
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _tensor(array: Any) -> Any:
+    """The PyTorch tensor of a CuPy array's memory."""
+    torch = _torch()
+    if array.dtype == bfloat16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _pruned(m: int, k: int, sparsity: float) -> Any:
+    """A float32 weight whose smallest elements are zero; rows and columns vary in scale as in trained layers."""
+    import cupy as cp
+
+    rng = cp.random.default_rng(0)
+    scale = cp.exp(0.25 * rng.standard_normal((m, 1)) + 0.35 * rng.standard_normal((1, k)))
+    weight = (scale * rng.standard_normal((m, k))).astype(float32)
+    size = cp.abs(weight)
+    weight[
+        size <= cp.partition(size.reshape(-1), round(sparsity * weight.size) - 1)[round(sparsity * weight.size) - 1]
+    ] = 0
+    return weight
+
+
+def _draw(rng: Any, shape: tuple[int, int], dtype: Any) -> Any:
+    from minidl.cuda import cast
+
+    return cast(rng.standard_normal(shape, dtype="float32"), dtype)
+
+
+class Case:
+    """A weight, its operands and its rivals."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int], sparsity: float, dtype: Any, cache: int) -> None:
+        import cupy as cp
+
+        self.name, self.sparsity, self.dtype = name, sparsity, dtype
+        self.m, self.k, self.n = shape
+        self.weight = _pruned(self.m, self.k, sparsity)
+        self.matrix = CSBMatrix.from_dense(self.weight).astype(dtype)
+        self.dense = self.matrix.toarray()
+        rng, size = cp.random.default_rng(1), dtype.itemsize
+        sets = min(8, input_sets(size * self.n * (self.m + self.k), cache))
+        self.x = [_draw(rng, (self.k, self.n), dtype) for _ in range(sets)]
+        self.dy = [_draw(rng, (self.m, self.n), dtype) for _ in range(sets)]
+        # Few samples hardly fill the cache: there the matrix rotates.
+        copies = min(4, input_sets(6 * self.matrix.nnz, cache)) if self.n <= FEW else 1
+        self.matrices = [self.matrix, *(self.matrix.copy() for _ in range(copies - 1))]
+
+    def operands(self, which: str, last: bool) -> list[Any]:
+        import cupy as cp
+
+        arrays = self.dy if which == "backward_data" else self.x
+        return [cp.ascontiguousarray(a.T) for a in arrays] if last else arrays
+
+    def ours(self, which: str, last: bool, tf32x3: bool) -> Calls:
+        if which == "backward_weight":
+            dys = self.operands("backward_data", last)
+            return [
+                partial(self.matrix.sampled, dy, x, features_last=last)
+                for dy, x in zip(dys, self.operands("forward", last), strict=True)
+            ]
+        arrays = self.operands(which, last)
+        matrices = [a.T if which == "backward_data" else a for a in self.matrices]
+        return [
+            partial(matrices[i % len(matrices)].matmul, arrays[i % len(arrays)], features_last=last, tf32x3=tf32x3)
+            for i in range(max(len(arrays), len(matrices)))
+        ]
+
+    def cublas(self, which: str, last: bool) -> Calls:
+        """Operands in the same orientation as ours."""
+        w = [_tensor(self.dense.copy()) for _ in self.matrices]
+        if which == "backward_weight":
+            pairs = zip(self.operands("backward_data", last), self.operands("forward", last), strict=True)
+            tensors = [(_tensor(dy), _tensor(x)) for dy, x in pairs]
+            return [partial(_torch().mm, *((dy.t(), x) if last else (dy, x.t()))) for dy, x in tensors]
+        xs = [_tensor(x) for x in self.operands(which, last)]
+        w = [v.t() for v in w] if which == "backward_data" else w
+        count = max(len(xs), len(w))
+        pairs = [(xs[i % len(xs)], w[i % len(w)]) for i in range(count)]
+        return [partial(_torch().mm, *((x, v.t()) if last else (v, x))) for x, v in pairs]
+
+    def cusparse(self, which: str) -> Calls:
+        torch = _torch()
+        dense = _tensor(self.dense)
+        csr = (dense.t().contiguous() if which == "backward_data" else dense).to_sparse_csr()
+        parts = csr.crow_indices().int(), csr.col_indices().int(), csr.values()
+        csr = torch.sparse_csr_tensor(*parts, size=csr.shape)
+        return [partial(torch.mm, csr, _tensor(x)) for x in self.operands(which, False)]
+
+    def route(self, which: str, last: bool, tf32x3: bool) -> str | None:
+        """What our products ran on."""
+        if which == "backward_weight":
+            return None
+        a = self.matrix.T if which == "backward_data" else self.matrix
+        return a.route(self.n, features_last=last, tf32x3=tf32x3)
+
+    def floor_ms(self, which: str, split: bool) -> float:
+        """Of bytes and of multiply-adds, whichever takes longer."""
+        size, dense = self.dtype.itemsize, 2 * self.m * self.k * self.n
+        moved = size * self.n * (self.m + self.k) + (size + 2) * self.matrix.nnz
+        if split or size == 2:
+            flop = dense / (BF16_RATE if size == 2 else TF32_RATE)
+        else:
+            flop = 2 * self.matrix.nnz * self.n / SHARED_RATE
+        if which == "backward_weight" and size == 4:
+            flop = 0.0
+        return 1e3 * max(moved / BANDWIDTH, flop)
+
+    def error(self, which: str, last: bool, tf32x3: bool) -> float:
+        import cupy as cp
+
+        got = self.ours(which, last, tf32x3)[0]()
+        a, x, dy = (v.astype(cp.float64) for v in (self.dense, self.x[0], self.dy[0]))
+        if which == "backward_weight":
+            row, column = (cp.asarray(v) for v in self.matrix.pattern.coordinates())
+            some = cp.linspace(0, row.size - 1, 16 * CHECKED).astype(int)
+            products = dy[row[some]] * x[column[some]]
+            return float((abs(got[some] - products.sum(1)) / abs(products).sum(1)).max())
+        a, x = (a.T, dy) if which == "backward_data" else (a, x)
+        rows = cp.linspace(0, a.shape[0] - 1, CHECKED).astype(int)
+        wide = (got.T if last else got)[rows].astype(cp.float64)
+        bound = abs(a[rows]) @ abs(x) + 1e-30
+        return float((abs(wide - a[rows] @ x) / bound).max())
+
+
+def _peer(calls: Calls, budget: Budget) -> float:
+    from minidl.bench.torch_calls import time_calls
+
+    return time_calls(calls, budget, "replayed", "cuda").ms
+
+
+def _arms(dtype: Any, which: str) -> list[tuple[str, bool]]:
+    """(dtype of the row, tf32x3)."""
+    if dtype == bfloat16:
+        return [("bf16", False)]
+    return [("fp32", False)] if which == "backward_weight" else [("fp32", False), ("tf32x3", True)]
+
+
+def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
+    """Rows of one case. ``compare``: with cuSPARSE."""
+    timer = DeviceTimer()
+    few = case.n <= FEW
+    for which in ("forward", "backward_data", *(() if few else ("backward_weight",))):
+        sparse = {}
+        if compare and case.dtype == float32 and which != "backward_weight":
+            name = "cusparse-csr-of-transpose" if which == "backward_data" else "cusparse-csr"
+            sparse[name] = _peer(case.cusparse(which), budget)
+        for last in (True,) if few else (True, False):
+            dense = {"cublas": _peer(case.cublas(which, last), budget)}
+            for name, split in _arms(case.dtype, which):
+                taken = case.route(which, last, split)
+                time: Timing = timer.replayed(case.ours(which, last, split), budget)
+                yield {
+                    "case": f"{case.name}/{100 * case.sparsity:g}%", "pass": which, "dtype": name,
+                    "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
+                    "floor_ms": case.floor_ms(which, taken == "split"), "peers": dense | sparse,
+                    "sparsity": case.sparsity, "shape": [case.m, case.k, case.n], "route": taken,
+                    "error": case.error(which, last, split),
+                }  # fmt: skip
+
+
+def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str]) -> Iterator[Row]:
+    """All rows; cuSPARSE takes part from 80 % on."""
+    import cupy as cp
+
+    torch = _torch()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    cache, budget = DeviceTimer().cache_bytes, Budget(samples, seconds=math.inf, sample_ms=1.0)
+    for name, shape in SHAPES.items():
+        for sparsity in sparsities if only in name else ():
+            for dtype in dtypes:
+                kind = bfloat16 if dtype == "bf16" else float32
+                if kind == float32 and shape[2] <= FEW:
+                    continue
+                with route("fastest"):
+                    yield from rows_of(Case(name, shape, sparsity, kind, cache), budget, sparsity >= 0.8)
+                cp.get_default_memory_pool().free_all_blocks()
+                torch.cuda.empty_cache()

@@ -1,0 +1,108 @@
+"""Which kernels a product with a matrix in Compressed Sparse Blocks runs on, unless a test or benchmark says so itself.
+
+A route depends on sizes, density, storage type and device, never on alignment, so the bits of a product do not change
+with where an array happens to lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from minidl import checks
+from minidl.cuda import csb_rows, csb_skinny, csb_tensor
+from minidl.cuda.device import DeviceRecord
+from minidl.shapes import Pair
+
+__all__ = ["ROUTES", "Product", "choose_route", "route"]
+
+ROUTES = ("split", "rows", "skinny", "dense", "generic")
+
+# Taken unasked: those whose laws (tests/test_csb_routes.py) have passed on a GPU as they stand.
+UNASKED = ("generic",)
+FASTEST = "fastest"
+
+# Density and samples from which three TF32 products of the expanded matrix beat float32 ones of its elements.
+SPLIT_FROM, SPLIT_SAMPLES = 0.07, 128
+
+_forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
+
+
+class Product(NamedTuple):
+    """What a route depends on: ``A x`` of `minidl.cuda.csb.csb_matmul`."""
+
+    shape: Pair
+    side: int
+    nnz: int
+    dtype: Any
+    samples: int
+    transposed: bool
+    features_last: bool
+    tf32x3: bool
+
+    @property
+    def features(self) -> int:
+        """Of the output."""
+        return self.shape[1] if self.transposed else self.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """Summed features."""
+        return self.shape[0] if self.transposed else self.shape[1]
+
+    @property
+    def density(self) -> float:
+        return self.nnz / max(self.shape[0] * self.shape[1], 1)
+
+    def fits(self, device: DeviceRecord) -> dict[str, bool]:
+        """Whether each route can do it, the fastest first.
+
+        ``tf32x3`` is a permission: it opens the split products to matrices that are not too sparse for them.
+        """
+        where = self.side, self.dtype, device
+        return {
+            "split": self.tf32x3 and csb_tensor.applies(*where),
+            "rows": csb_rows.applies(*where),
+            "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
+            "dense": self.features_last and self.dtype.itemsize == 2,
+            "generic": True,
+        }
+
+
+def choose_route(product: Product, device: DeviceRecord) -> str:
+    """The forced route; else the first of `UNASKED` that fits.
+
+    "fastest" is the first that fits of all, split products from a density and a number of samples on.
+
+    Raises:
+        ValueError: when the forced route cannot do it.
+    """
+    fits = product.fits(device)
+    name = _forced.get()
+    if name in (None, FASTEST):
+        unwanted = product.density < SPLIT_FROM or product.samples < SPLIT_SAMPLES
+        open_ = ROUTES if name else UNASKED
+        return next(r for r, fit in fits.items() if fit and r in open_ and not (r == "split" and unwanted))
+    if not fits[name]:
+        raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
+    return name
+
+
+@contextmanager
+def route(name: str) -> Iterator[None]:
+    """Inside, products run on these kernels.
+
+    Args:
+        name: "rows" (float32 on CUDA cores, sm_90), "split" (float32 as three TF32 products, sm_90), "skinny" (few
+            samples in 16-bit types), "dense" (16-bit types: expanded, then a 1×1 convolution) or "generic", and
+            "fastest" of them. A product that the route cannot do raises ValueError.
+    """
+    if name not in (*ROUTES, FASTEST):
+        raise checks.bad_value("route", "name", " or ".join((*ROUTES, FASTEST)), name)
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)

@@ -1,0 +1,126 @@
+"""The float32 product with a matrix in Compressed Sparse Blocks on CUDA cores of sm_90: csb_lists.cu, then csb_rows.cu.
+
+The same sums in the same order as csb.cu, hence the same bits; only faster.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.array import empty, zeros
+from minidl.cuda.conv2d_plan import argument, struct
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import rows, vector_width
+from minidl.precision import float32
+from minidl.shapes import Pair, ceil_div
+
+__all__ = ["RowsTile", "applies", "choose_tile", "matmul"]
+
+ARCH = (9, 0)
+LEAST_SIDE = 16  # smaller blocks are too many to walk
+OUT, UNIT = 64, 16  # output features of a part of csb_lists.cu, and of a warp
+HEADER = 4  # slots of a list before its items
+FETCHERS = 128  # threads that fetch
+CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
+SLACK = 1.15  # room for lists longer than the mean
+DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
+
+_LISTS = struct("", "rows columns across steps scale")
+_PROBLEM = struct("x_pitch samples", "features depth units steps tiles_down tiles relu")
+
+
+class RowsTile(NamedTuple):
+    """What a block of csb_rows.cu owns and holds: the macros of the same names."""
+
+    units: int
+    vec: int
+    part: int
+    capacity: int
+    stages: int
+
+    @property
+    def unit_slots(self) -> int:
+        """Of the longest list."""
+        return HEADER + UNIT * self.part
+
+    def stage_bytes(self, features_last: bool) -> int:
+        """Shared memory of a stage: x, lists, notes, barriers."""
+        x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
+        return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
+
+
+def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
+    """Whether these kernels can do a product."""
+    return side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(features: int, samples: int, density: float, features_last: bool, device: DeviceRecord) -> RowsTile:
+    """The tile for so many output features and samples; it does not change the bits.
+
+    Args:
+        density: elements over size of the matrix.
+    """
+    vec = 1 if samples <= 32 else 2 if samples <= 64 else 4
+    units = 4 if features <= 64 else 8 if features <= 128 else 16
+    while units > 4 and ceil_div(features, units * UNIT) * ceil_div(samples, 32 * vec) < device.multiprocessors:
+        units //= 2
+    tile = RowsTile(units, vec, 128 if density < DEEP_BELOW else 64, 0, 0)
+    wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
+    tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
+    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
+
+
+def _lists(
+    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, scale: int, part: int
+) -> tuple[Any, Any]:
+    """(slots, units) of csb_lists.cu."""
+    features, summed = shape[::-1] if transposed else shape
+    out, steps = ceil_div(features, OUT), ceil_div(summed, part)
+    # Each output feature of a part may have a pad, each unit a header.
+    slots = empty((indices.size + out * steps * (OUT + OUT // UNIT * HEADER) + 2, 2), np.uint32)
+    assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
+    units = empty((out * (OUT // UNIT), steps, 2), np.uint32)
+    problem = argument(
+        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, scale=scale
+    )
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "PART": part}
+    arrays = indptr, indices, values, slots, units, zeros(1, np.uint32)
+    launch("csb_lists", "csb_lists_kernel", out * steps, 128, *arrays, problem, defines=defines)
+    return slots, units
+
+
+def matmul(
+    indptr: Any, indices: Any, values: Any, x: Any, y: Any, shape: Pair, side: int, transposed: bool,
+    features_last: bool, bias: Any, relu: bool, tile: RowsTile | None = None,
+) -> None:  # fmt: skip
+    """Write the product to ``y``; x at any row pitch, nothing empty. ``tile``: None chooses."""
+    device = current_device()
+    count, length, pitch = rows(x)
+    samples, depth = (count, length) if features_last else (length, count)
+    features = shape[1] if transposed else shape[0]
+    tile = tile or choose_tile(features, samples, indices.size / (shape[0] * shape[1]), features_last, device)
+    scale = 4 if features_last else 128 * tile.vec
+    slots, units = _lists(indptr, indices, values, shape, side, transposed, scale, tile.part)
+    down = ceil_div(features, tile.units * UNIT)
+    tiles = down * ceil_div(samples, 32 * tile.vec)
+    assert tiles < 2**31, (shape, samples)
+    problem = argument(
+        _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, units=units.shape[0],
+        steps=units.shape[1], tiles_down=down, tiles=tiles, relu=relu,
+    )  # fmt: skip
+    vec_x = 1 if features_last else min(tile.vec, vector_width(x))
+    wide = 4 if features_last else tile.vec
+    defines = {
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity, "STAGES": tile.stages,
+        "FEATURES_LAST": int(features_last), "VEC_X": vec_x, "VEC_Y": wide if y.shape[1] % wide == 0 else 1,
+    }  # fmt: skip
+    shared = tile.stages * tile.stage_bytes(features_last) + 32
+    grid = min(tiles, device.multiprocessors)
+    arrays = slots, units, x, bias, y
+    threads = 32 * tile.units + FETCHERS
+    launch("csb_rows", "csb_rows_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)

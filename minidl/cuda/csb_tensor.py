@@ -1,0 +1,70 @@
+"""The float32 product with a matrix in Compressed Sparse Blocks by three TF32 products, on tensor cores of sm_90:
+csb_spread.cu expands the matrix, csb_tensor.cu multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda.array import empty
+from minidl.cuda.conv2d_plan import argument, struct
+from minidl.cuda.csb_rows import LEAST_SIDE
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import rows, vector_width
+from minidl.precision import float32
+from minidl.shapes import Pair, ceil_div, round_up
+
+__all__ = ["applies", "matmul"]
+
+ARCH = (9, 0)
+PART, ROWS, SAMPLES, DEPTH = 64, 128, 256, 32
+TILE_BYTES = 2 * ROWS * DEPTH * 4
+STAGES = 3
+STAGE_BYTES = TILE_BYTES + SAMPLES * DEPTH * 4
+
+_SPREAD = struct("", "rows columns across parts_across steps")
+_PROBLEM = struct("x_pitch samples", "features depth steps tiles_down tiles relu")
+
+
+def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
+    """Whether these kernels can do a product."""
+    return side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
+
+
+def _spread(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool) -> Any:
+    """The dense tiles."""
+    features, depth = shape[::-1] if transposed else shape
+    parts = round_up(ceil_div(features, PART), ROWS // PART), ceil_div(depth, PART)
+    steps = 2 * parts[1]
+    down, across = parts[::-1] if transposed else parts
+    tiles = empty((parts[0] // 2, steps, TILE_BYTES // 4), np.uint32)
+    problem = argument(
+        _SPREAD, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), parts_across=across, steps=steps
+    )
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed)}
+    launch("csb_spread", "csb_spread_kernel", down * across, 256, indptr, indices, values, tiles, problem,
+           defines=defines)  # fmt: skip
+    return tiles
+
+
+def matmul(
+    indptr: Any, indices: Any, values: Any, x: Any, y: Any, shape: Pair, side: int, transposed: bool,
+    features_last: bool, bias: Any, relu: bool,
+) -> None:  # fmt: skip
+    """Write the product to ``y``; x at any row pitch, nothing empty."""
+    count, length, pitch = rows(x)
+    samples, depth = (count, length) if features_last else (length, count)
+    tiles = _spread(indptr, indices, values, shape, side, transposed)
+    number = tiles.shape[0] * ceil_div(samples, SAMPLES)
+    problem = argument(
+        _PROBLEM, x_pitch=pitch, samples=samples, features=shape[1] if transposed else shape[0], depth=depth,
+        steps=tiles.shape[1], tiles_down=tiles.shape[0], tiles=number, relu=relu,
+    )  # fmt: skip
+    wide = (2 if features_last else 4) if y.shape[1] % (2 if features_last else 4) == 0 else 1
+    defines = {"STAGES": STAGES, "FEATURES_LAST": int(features_last), "VEC_X": min(4, vector_width(x)), "VEC_Y": wide}
+    grid = min(number, current_device().multiprocessors)
+    launch("csb_tensor", "csb_tensor_kernel", grid, 384, tiles, x, bias, y, problem, defines=defines,
+           shared=STAGES * (STAGE_BYTES + 16))  # fmt: skip

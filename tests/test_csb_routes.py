@@ -1,0 +1,224 @@
+"""Laws of the kernels that a product with a matrix in Compressed Sparse Blocks may run on: whichever it is, the result
+is the same but for what each says of itself. Whole numbers have sums that float32 holds exactly, so there every route
+must give the reference's bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from minidl import cuda as ops
+from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny
+from minidl.cuda.csb_routes import ROUTES, UNASKED, Product, choose_route, route
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from tests.reference import csb as reference
+from tests.tolerance import draw, draw_integers
+
+H200, A100 = BUILT_IN["H200"], BUILT_IN["A100"]
+
+# (M, K), side of a block, density
+MATRICES = [
+    ((300, 140), 64, 0.1),
+    ((257, 300), 256, 0.1),
+    ((256, 256), 256, 1.0),  # lists that take several stages
+    ((1, 72), 64, 0.5),
+    ((72, 1), 64, 0.5),
+    ((513, 1032), 128, 0.05),
+    ((130, 256), 64, 0.02),
+    ((40, 96), 64, 0.0),
+]
+SAMPLES = [1, 8, 33, 64, 133, 260]
+
+
+class Matrix:
+    """A matrix of whole numbers."""
+
+    def __init__(self, ops, rng, shape, side, density, dtype=float32, values=draw_integers):
+        mask = rng.random(shape) < density
+        if density < 1 and min(shape) > 8:
+            mask[shape[0] // 2] = mask[:, shape[1] // 3] = False
+        self.ops, self.mask, self.place = ops, mask, (shape, side)
+        indptr, indices = reference.from_mask(mask, side)
+        host = values(rng, indices.size, dtype)
+        self.dense = reference.expand(indptr, indices, host.astype(float), shape, side)
+        self.pattern = ops.from_host(indptr), ops.from_host(indices)
+        self.values = ops.from_host(host)
+
+    def product(self, samples, dtype, transposed, features_last, tf32x3=False) -> Product:
+        shape, side = self.place
+        return Product(shape, side, self.values.size, dtype, samples, transposed, features_last, tf32x3)
+
+    def matmul(self, x, **options):
+        return self.ops.to_host(self.ops.csb_matmul(*self.pattern, self.values, x, *self.place, **options))
+
+
+def _operand(rng, a, samples, transposed, features_last, dtype, values=draw_integers):
+    features = a.dense.shape[0 if transposed else 1]
+    return values(rng, (samples, features) if features_last else (features, samples), dtype)
+
+
+def _small(rng, shape, dtype):
+    """Whole numbers, most of them 0: sums that 16-bit types hold exactly, too."""
+    return (draw_integers(rng, shape, float32, limit=1) * (rng.random(shape) < 0.2)).astype(dtype)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("shape,side,density", MATRICES)
+def test_every_route_of_float32_is_exact_on_whole_numbers(
+    cuda_ops, rng, shape, side, density, transposed, features_last
+):
+    from minidl.cuda.device import current_device
+
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    where = {"transposed": transposed, "features_last": features_last}
+    for samples in SAMPLES:
+        x = _operand(rng, a, samples, transposed, features_last, float32)
+        bias = draw_integers(rng, shape[1 if transposed else 0], float32)
+        expected = reference.matmul(a.dense, x, bias=bias, relu=True, **where)
+        for tf32x3 in (False, True):
+            fits = a.product(samples, np.dtype(float32), transposed, features_last, tf32x3).fits(current_device())
+            for name in (name for name in ROUTES if fits[name]):
+                with route(name):
+                    y = a.matmul(
+                        cuda_ops.from_host(x), bias=cuda_ops.from_host(bias), relu=True, tf32x3=tf32x3, **where
+                    )
+                np.testing.assert_array_equal(y, expected, err_msg=f"{name}, {samples} samples")
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape,density", [((304, 136), 0.1), ((64, 64), 1.0), ((600, 2048), 0.7), ((8, 1032), 0.5)])
+def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
+    from minidl.cuda.device import current_device
+
+    a = Matrix(cuda_ops, rng, shape, 64, density, storage)
+    where = {"transposed": transposed, "features_last": True}
+    for samples in (1, 11, 16, 27, 32, 64, 133):
+        x = _operand(rng, a, samples, transposed, True, storage, _small)
+        bias = draw_integers(rng, shape[1 if transposed else 0], float32)
+        expected = reference.matmul(a.dense, x.astype(float), bias=bias, relu=True, **where).astype(storage)
+        fits = a.product(samples, storage, transposed, True).fits(current_device())
+        for name in (name for name in ROUTES if fits[name]):
+            with route(name):
+                y = a.matmul(cuda_ops.from_host(x), bias=cuda_ops.from_host(bias), relu=True, **where)
+            np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=f"{name}, {samples} samples")
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("side", [64, 128, 256])
+def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transposed, features_last):
+    from minidl.cuda.device import current_device
+
+    if not csb_rows.applies(side, np.dtype(float32), current_device()):
+        pytest.skip("needs a Hopper GPU")
+    a = Matrix(cuda_ops, rng, (300, 500), side, 0.3, values=draw)
+    where = {"transposed": transposed, "features_last": features_last}
+    for samples in (5, 64, 133, 256):
+        x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
+        results = []
+        for name in ("rows", "generic"):
+            with route(name):
+                results.append(a.matmul(x, **where))
+        np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+def test_three_tf32_products_keep_their_bound(cuda_ops, rng, features_last):
+    """Heads and rests leave out 2^-20 of a product; each of three sums of eight cuts what it adds to off at 2^-23."""
+    from minidl.cuda.device import current_device
+
+    a = Matrix(cuda_ops, rng, (256, 1030), 64, 0.5, values=draw)
+    if not a.product(300, np.dtype(float32), False, features_last, True).fits(current_device())["split"]:
+        pytest.skip("needs a Hopper GPU")
+    x = _operand(rng, a, 300, False, features_last, float32, draw)
+    with route("split"):
+        y = a.matmul(cuda_ops.from_host(x), features_last=features_last, tf32x3=True)
+    expected = reference.matmul(a.dense, x, features_last=features_last)
+    magnitude = reference.matmul(np.abs(a.dense), np.abs(x), features_last=features_last)
+    bound = (2.0**-20 + 3 * 1030 / 8 * 2.0**-23) * magnitude
+    assert (np.abs(y - expected) <= bound).all()
+    assert np.abs(y - expected).max() > 0, "float32 would not be tested"
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", [
+    ((304, 136), 64, 0.1, 200), ((64, 64), 64, 1.0, 8), ((256, 520), 256, 0.3, 1000), ((8, 1032), 64, 0.5, 64),
+    ((600, 2048), 128, 0.1, 5000),
+])  # fmt: skip
+def test_sampled_products_of_16_bit_types_are_exact_on_whole_numbers(
+    cuda_ops, rng, shape, side, density, samples, features_last
+):
+    a = Matrix(cuda_ops, rng, shape, side, density, bfloat16)
+    dy, x = (draw_integers(rng, (f, samples), float32).astype(bfloat16) for f in shape)
+    if features_last:
+        dy, x = (np.ascontiguousarray(v.T) for v in (dy, x))
+    out = cuda_ops.from_host(np.ones(a.values.size, float32))
+    given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
+    cuda_ops.csb_sampled(*a.pattern, *given, *a.place, features_last=features_last, out=out, accumulate=True)
+    wide = dy.astype(float), x.astype(float)
+    expected = 1 + reference.sampled(a.mask, *wide, side, features_last=features_last)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
+
+
+# -- which route ------------------------------------------------------------------------------------------------------
+
+
+def _product(dtype=float32, samples=4096, density=0.1, features_last=True, tf32x3=False, side=64, shape=(2048, 1024)):
+    nnz = round(density * shape[0] * shape[1])
+    return Product(shape, side, nnz, np.dtype(dtype), samples, False, features_last, tf32x3)
+
+
+def test_a_route_is_chosen_for_every_product_and_can_do_it():
+    for device, dtype, samples, density, last, split, side in itertools.product(
+        (H200, A100), (float32, bfloat16), (1, 64, 65, 4096), (0.01, 0.5), (False, True), (False, True), (8, 64, 256)
+    ):
+        product = _product(dtype, samples, density, last, split, side)
+        assert choose_route(product, device) in UNASKED
+        with route("fastest"):
+            assert product.fits(device)[choose_route(product, device)], product
+
+
+def test_float32_is_multiplied_strictly_unless_allowed_otherwise():
+    with route("fastest"):
+        for density in (0.01, 0.2, 0.9):
+            assert choose_route(_product(density=density), H200) == "rows"
+        assert choose_route(_product(density=0.2, tf32x3=True), H200) == "split"
+        assert choose_route(_product(density=0.02, tf32x3=True), H200) == "rows"
+        assert choose_route(_product(density=0.2, tf32x3=True), A100) == "generic"
+
+
+def test_three_tf32_products_of_16_bit_arrays_are_refused():
+    with dry_run(), pytest.raises(ValueError, match="csb_matmul: tf32x3"):
+        pattern = ops.empty(2, np.int32), ops.empty(9, np.uint16)
+        ops.csb_matmul(*pattern, ops.empty(9, bfloat16), ops.empty((8, 8), bfloat16), (8, 8), 64, tf32x3=True)
+
+
+def test_a_route_that_cannot_be_taken_is_refused():
+    with route("skinny"), pytest.raises(ValueError, match="csb_matmul: route"):
+        choose_route(_product(), H200)
+    with pytest.raises(ValueError, match="route: name must be"), route("quickest"):
+        pass
+
+
+def test_tiles_fit_the_device():
+    for features, samples, density, last in itertools.product(
+        (1, 64, 100, 2048), (1, 33, 100, 4096, 10**6), (0.0, 0.02, 0.2, 1.0), (False, True)
+    ):
+        tile = csb_rows.choose_tile(features, samples, density, last, H200)
+        used = tile.stages * tile.stage_bytes(last) + 32
+        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.unit_slots
+    for samples in (1, 16, 17, 64):
+        tile = csb_skinny.choose_tile(samples, 8192, 8192)
+        assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block
+
+
+def test_chunks_of_sampled_products_are_never_empty():
+    for shape, samples in itertools.product(((64, 64), (128, 256), (4096, 4096)), (1, 63, 64, 5000, 10**6)):
+        chunks = csb_sampled_hopper.chunks_of(shape, samples)
+        assert 1 <= chunks <= max(1, -(-samples // csb_sampled_hopper.DEPTH))
