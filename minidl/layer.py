@@ -93,6 +93,14 @@ class Layer:
         """The forward pass on arrays already checked; keeps what backward needs with `save`."""
         raise NotImplementedError
 
+    def recompute(self, saved: SimpleNamespace, *x: Any) -> Any:
+        """What `compute` gave on ``x`` in this step, bit for bit, once more: nothing is saved, no statistics move.
+
+        Args:
+            saved: what that forward pass saved.
+        """
+        return self.compute(*x)
+
     def backward_weight(self, dy: Any) -> None:
         """Write the parameter gradients into the views that `grad` names. Default: no parameters."""
 
@@ -110,6 +118,14 @@ class Layer:
         """Keep arrays and facts for the backward pass: the only road to the store."""
         if self._grad_enabled:
             self.store.save(self.name, items)
+
+    def rerun(self, saved: SimpleNamespace, *x: Any) -> Any:
+        """`recompute` with saving switched off: for stores that make tensors again."""
+        enabled, self._grad_enabled = self._grad_enabled, False
+        try:
+            return self.recompute(saved, *x)
+        finally:
+            self._grad_enabled = enabled
 
     def saved(self) -> SimpleNamespace:
         """What `save` kept in the forward pass that this backward pass belongs to."""
@@ -175,7 +191,7 @@ class Layer:
             if self.training:
                 self.random.advance()
         with self.profiler.span(self.name, "forward"):
-            y = self.compute(*arrays)
+            y = self.store.run(self, arrays)
         return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:

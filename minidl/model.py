@@ -78,7 +78,7 @@ class Model:
             raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
         self.comm = comm
         self.store = store or TensorStore()
-        self.profiler = profiler
+        self.profiler = profiler = self.store.watch(profiler)
         self.random = RandomCounter(seed)
         taken = [layer.name for layer in graph.layers if layer.ops is not None]
         if taken:
@@ -235,6 +235,7 @@ class Model:
 
     def observe(self, profiler: Profiler) -> None:
         """Let ``profiler`` see every pass and message from now on."""
+        profiler = self.store.watch(profiler)
         self.profiler = self.arena.profiler = profiler
         for layer in self.layers:
             layer.profiler = profiler

@@ -70,6 +70,14 @@ class TensorStore:
                 frame[name] = item
         self._stacks.setdefault(owner, []).append(frame)
 
+    def run(self, layer: Any, inputs: tuple[Any, ...]) -> Any:
+        """``layer``'s forward pass on ``inputs``. Subclasses that run it once more later note what it was given."""
+        return layer.compute(*inputs)
+
+    def watch(self, profiler: Any) -> Any:
+        """The profiler that layers are to call: ``profiler``, or one that tells this store where the step is, too."""
+        return profiler
+
     def take(self, owner: str) -> SimpleNamespace:
         """What ``owner`` saved last, by name; its slots are released when no other layer needs them.
 

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,16 +21,77 @@ from minidl import checks
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import dry_run
 from minidl.graph import Graph
+from minidl.layer import Layer
 from minidl.loss import SoftmaxCrossEntropy
+from minidl.memory.nested import mapped, parts
 from minidl.memory.trace import Step, Tensor, Trace
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.precision import Precision
 from minidl.profile import PassCost
 from minidl.store import Slot, TensorStore
 
-__all__ = ["record"]
+__all__ = ["Allocation", "Place", "Recording", "Run", "record", "record_step"]
 
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """An array seen as a part of a tensor of the trace: ``offset`` bytes from where that begins."""
+
+    tensor: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """One array that the step makes.
+
+    Attributes:
+        step: the pass that makes it.
+        tensor: of the trace; None for what does not outlive the pass.
+        begin, end: when it is made and dropped, counted in allocations and frees; see `Recording.ticks`.
+        handed_out: the caller gets it, or it stays when the step is over: it must not lie where the next step writes.
+    """
+
+    nbytes: int
+    step: int
+    tensor: int | None
+    begin: int
+    end: int
+    handed_out: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One forward pass of a layer: what it was given, saved and gave, arrays as `Place`s; parameters as they are."""
+
+    layer: Layer
+    given: tuple[Any, ...]
+    saved: Mapping[str, Any]
+    result: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A step as it was walked: its trace, and what an executor must know to hand out the same memory again.
+
+    Attributes:
+        allocations: in order.
+        ticks: for each step its first and last tick.
+        runs: by forward step.
+        device: the GPU that was imagined.
+    """
+
+    trace: Trace
+    allocations: tuple[Allocation, ...]
+    ticks: tuple[tuple[int, int], ...]
+    runs: Mapping[int, Run]
+    device: DeviceRecord
 
 
 @dataclasses.dataclass
@@ -51,6 +112,8 @@ class _Watcher:
     def __init__(self) -> None:
         self.all: list[_Memory] = []
         self.passes: list[tuple[str, str]] = []
+        self.ticks: list[tuple[int, int]] = []
+        self.runs: dict[int, tuple[Layer, Any, dict[str, Any], Any]] = {}
         self.parts: dict[int, list[tuple[int, int, Tensor, set[int]]]] = {}  # of arenas: (begin, end, what, touches)
         self._live: dict[int, tuple[weakref.ref, _Memory]] = {}
         self._order = 0
@@ -59,7 +122,7 @@ class _Watcher:
     # -- what the dry run tells -------------------------------------------------------------------------------------
 
     def allocated(self, array: np.ndarray) -> None:
-        memory = _Memory(array.nbytes, self._tick(), len(self.passes) - 1 if self._open else -1)
+        memory = _Memory(array.nbytes, self._tick(), self.step)
         self.all.append(memory)
         key = id(array)
         self._live[key] = weakref.ref(array, lambda _: self._freed(key)), memory
@@ -96,11 +159,13 @@ class _Watcher:
         if pass_name in _PASSES:
             assert not self._open, f"{layer} {pass_name} opens within another pass"
             self.passes.append((layer, pass_name))
+            begin = self._tick()
             self._open += 1
             try:
                 yield
             finally:
                 self._open -= 1
+                self.ticks.append((begin, self._tick()))
         else:
             yield
 
@@ -113,6 +178,18 @@ class _Watcher:
         found = self._live.get(id(_root(array)))
         return found[1] if found is not None else None
 
+    def seen(self, array: Any) -> Any:
+        """``array`` as (allocation, offset, shape, strides, dtype); parameters and what is no array stay themselves."""
+        memory = self.find(array)
+        if memory is None or self.is_arena(memory):
+            return array
+        return _Seen(memory, _address(array) - _address(_root(array)), array.shape, array.strides, array.dtype)
+
+    @property
+    def step(self) -> int:
+        """The pass that is open; -1 between passes."""
+        return len(self.passes) - 1 if self._open else -1
+
     def divide(self, array: np.ndarray | None, kind: str, segments: list[tuple[str, int, int]]) -> None:
         """Tell the parts of an arena apart: (name, first byte, last byte + 1)."""
         if array is not None and array.nbytes:
@@ -121,6 +198,11 @@ class _Watcher:
 
     def _tick(self) -> int:
         self._order += 1
+        return self._order
+
+    @property
+    def now(self) -> int:
+        """The latest tick."""
         return self._order
 
     def workspaces(self) -> list[int]:
@@ -152,8 +234,18 @@ class _Watcher:
         return any(self._live[key][1] is memory for key in self.parts)
 
 
+class _Seen(NamedTuple):
+    """A `Place` before the tensors of the trace have their numbers."""
+
+    memory: _Memory
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+
+
 class _NotingStore(TensorStore):
-    """Keeps everything and notes who saved what under which name."""
+    """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
 
     def __init__(self, watcher: _Watcher) -> None:
         super().__init__()
@@ -164,7 +256,15 @@ class _NotingStore(TensorStore):
             memory = self._watcher.find(item)
             if memory is not None:
                 memory.saved.append((owner, name))
+        self._saved = {name: self._watcher.seen(item) for name, item in items.items()}
         super().save(owner, items)
+
+    def run(self, layer: Layer, inputs: tuple[Any, ...]) -> Any:
+        self._saved: dict[str, Any] = {}
+        given = mapped(inputs, self._watcher.seen)
+        result = layer.compute(*inputs)
+        self._watcher.runs[self._watcher.step] = layer, given, self._saved, mapped(result, self._watcher.seen)
+        return result
 
     def hold(self, array: Any) -> Slot:
         return Slot(array)
@@ -174,7 +274,7 @@ def record(
     graph: Graph,
     batch: int,
     *,
-    precision: str = "fp32",
+    precision: str | Precision = "fp32",
     momentum: float = 0.9,
     device: DeviceRecord | None = None,
     **facts: Any,
@@ -195,12 +295,27 @@ def record(
         ValueError: for a batch below one or an unknown precision.
         RuntimeError: when the graph's layers belong to a model already.
     """
+    return record_step(graph, batch, precision=precision, momentum=momentum, device=device, facts=facts).trace
+
+
+def record_step(
+    graph: Graph,
+    batch: int,
+    *,
+    precision: str | Precision = "fp32",
+    momentum: float = 0.9,
+    device: DeviceRecord | None = None,
+    facts: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Recording:
+    """As `record`, with all that an executor needs beside the trace; ``options`` are those of `minidl.Model`."""
     batch = checks.at_least("record", "batch", batch, 1)
     for layer in graph.layers:  # starting weights are of no interest, and drawing them takes seconds
         layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
     watcher = _Watcher()
     with dry_run(device, watcher) as log:
-        model = Model(graph, device="cuda", precision=precision, store=_NotingStore(watcher), profiler=watcher)
+        store = _NotingStore(watcher)
+        model = Model(graph, device="cuda", precision=precision, store=store, profiler=watcher, **options)
         optimizer = SGD(model, 0.1, momentum)
         loss = SoftmaxCrossEntropy()
         loss.profiler = watcher
@@ -208,14 +323,49 @@ def record(
         x = ops.empty((batch, *graph.nodes[0].shape), storage)
         labels = ops.empty((batch, *graph.output_node.shape[:-1]), np.int32)
         _name_arenas(watcher, model, optimizer)
-        loss.forward(model.forward(x), labels)
+        before = len(watcher.all)
+        logits = model.forward(x)
+        totals = loss.forward(logits, labels)
         model.backward(loss.backward(optimizer.loss_scale))
         optimizer.step()
         steps = _steps(watcher, model, loss, optimizer, batch)
-        tensors = _tensors(watcher, watcher.find(x))
+        tensors, numbers = _tensors(watcher, watcher.find(x))
+        allocations = _allocations(watcher, watcher.all[before:], numbers)
+        del logits, totals
     first_gradient = watcher.passes.index(("loss", "backward_data"))
-    known = {"batch": batch, "precision": model.precision.name, "device": log.device.name, **facts}
-    return Trace(tuple(steps), tuple(tensors), first_gradient, known)
+    known = {"batch": batch, "precision": model.precision.name, "device": log.device.name, **(facts or {})}
+    trace = Trace(tuple(steps), tuple(tensors), first_gradient, known)
+    return Recording(trace, allocations, tuple(watcher.ticks), _runs(watcher, numbers), log.device)
+
+
+def _allocations(watcher: _Watcher, made: list[_Memory], numbers: Mapping[int, int]) -> tuple[Allocation, ...]:
+    """What the step makes; nobody asks for memory for empty arrays."""
+    found = []
+    for memory in made:
+        end = memory.freed if memory.freed is not None else watcher.now
+        stays = memory.freed is None or memory.step < 0
+        number = numbers.get(id(memory))
+        if memory.nbytes:
+            found.append(Allocation(memory.nbytes, memory.step, number, memory.order, end, stays))
+    return tuple(found)
+
+
+def _runs(watcher: _Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
+    """The forward passes, with the numbers of the tensors; what lives within one pass only has none."""
+
+    def place(item: Any) -> Any:
+        if not isinstance(item, _Seen):
+            return item
+        memory, *rest = item
+        return Place(numbers[id(memory)], *rest) if id(memory) in numbers else None
+
+    def told(what: Any) -> Any:
+        return mapped(what, place, _Seen)
+
+    return {
+        t: Run(layer, told(given), told(saved), told(result))
+        for t, (layer, given, saved, result) in watcher.runs.items()
+    }
 
 
 def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -249,20 +399,24 @@ def _name_arenas(watcher: _Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(optimizer.velocity, "momentum", parts(4, True))
 
 
-def _tensors(watcher: _Watcher, batch: _Memory) -> list[Tensor]:
-    """Everything that lives beyond one step; what is made before the first step and never moves comes last."""
-    tensors, company = [], 0
+def _tensors(watcher: _Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
+    """Everything that lives beyond one step, and the numbers of those that the step makes.
+
+    What is made before the first step and never moves comes last.
+    """
+    tensors, numbers, company = [], {}, 0
     made = Counter()
+    handed_on = {id(seen.memory): t for t, run in watcher.runs.items() for seen in parts(run[3], _Seen)}
     for memory in watcher.all:
         if watcher.is_arena(memory) or _is_local(memory):
             continue
         if memory.step < 0 and memory is not batch and not memory.saved:
             company += memory.nbytes
             continue
-        touches = tuple(sorted(memory.touches))
-        if not touches:
+        if not memory.touches:
             continue  # nobody reads it on the device
         given = memory.step < 0
+        touches = tuple(sorted(memory.touches if given else memory.touches | {memory.step}))
         owner = "input" if given else watcher.passes[memory.step][0]
         what = _what(memory, owner, given, watcher)
         name = f"{owner}:{what}"
@@ -271,10 +425,12 @@ def _tensors(watcher: _Watcher, batch: _Memory) -> list[Tensor]:
             name = f"{name}.{made[name]}"
         kind = "input" if given else _kind(watcher.passes[memory.step][1])
         savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
-        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers))
+        again = handed_on.get(id(memory)) == memory.step
+        numbers[id(memory)] = len(tensors)
+        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, again))
     tensors += watcher.arena_tensors()
     rest = watcher.arena_bytes - sum(t.bytes for t in tensors if t.resident)
-    return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)]
+    return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)], numbers
 
 
 def _what(memory: _Memory, owner: str, given: bool, watcher: _Watcher) -> str:

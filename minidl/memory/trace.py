@@ -64,6 +64,8 @@ class Tensor:
         saved: kept for the backward pass by a layer, so that a store may move it.
         given: there before the first step (the batch, parameters).
         savers: who keeps it, as ``<layer>.<name given to save>``.
+        again: the layer that makes it hands it on, so that running its forward pass once more gives it again; what a
+            layer only keeps for itself (the moments of a batch norm) is read then, not made.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Tensor:
     saved: bool = False
     given: bool = False
     savers: tuple[str, ...] = ()
+    again: bool = True
 
     @property
     def resident(self) -> bool:
