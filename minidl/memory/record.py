@@ -31,7 +31,7 @@ from minidl.precision import Precision
 from minidl.profile import PassCost
 from minidl.store import Slot, TensorStore
 
-__all__ = ["Allocation", "Place", "Recording", "Run", "record", "record_step"]
+__all__ = ["Allocation", "Place", "Recording", "Run", "Watcher", "record", "record_step", "root"]
 
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
 
@@ -106,7 +106,7 @@ class _Memory:
     saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
 
 
-class _Watcher:
+class Watcher:
     """Notes allocations, frees, kernel arguments and spans of one dry run."""
 
     def __init__(self) -> None:
@@ -142,11 +142,11 @@ class _Watcher:
                 self._touch_parts(argument)
 
     def _touch_parts(self, array: np.ndarray) -> None:
-        root = _root(array)
-        parts = self.parts.get(id(root))
+        whole = root(array)
+        parts = self.parts.get(id(whole))
         if parts is None:
             return
-        offset = _address(array) - _address(root)
+        offset = _address(array) - _address(whole)
         at = max(bisect.bisect_right(parts, offset, key=lambda part: part[0]) - 1, 0)
         while at < len(parts) and parts[at][0] < offset + array.nbytes:
             if offset < parts[at][1]:
@@ -175,7 +175,7 @@ class _Watcher:
         """The allocation that ``array`` is a view of; None for anything else, such as a kernel's plain arguments."""
         if not isinstance(array, np.ndarray):
             return None
-        found = self._live.get(id(_root(array)))
+        found = self._live.get(id(root(array)))
         return found[1] if found is not None else None
 
     def seen(self, array: Any) -> Any:
@@ -183,7 +183,7 @@ class _Watcher:
         memory = self.find(array)
         if memory is None or self.is_arena(memory):
             return array
-        return _Seen(memory, _address(array) - _address(_root(array)), array.shape, array.strides, array.dtype)
+        return _Seen(memory, _address(array) - _address(root(array)), array.shape, array.strides, array.dtype)
 
     @property
     def step(self) -> int:
@@ -194,7 +194,7 @@ class _Watcher:
         """Tell the parts of an arena apart: (name, first byte, last byte + 1)."""
         if array is not None and array.nbytes:
             parts = [(a, b, Tensor(f"{name}:{kind}", kind, b - a, (), given=True), set()) for name, a, b in segments]
-            self.parts[id(_root(array))] = parts
+            self.parts[id(root(array))] = parts
 
     def _tick(self) -> int:
         self._order += 1
@@ -247,7 +247,7 @@ class _Seen(NamedTuple):
 class _NotingStore(TensorStore):
     """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
 
-    def __init__(self, watcher: _Watcher) -> None:
+    def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
 
@@ -312,7 +312,7 @@ def record_step(
     batch = checks.at_least("record", "batch", batch, 1)
     for layer in graph.layers:  # starting weights are of no interest, and drawing them takes seconds
         layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
-    watcher = _Watcher()
+    watcher = Watcher()
     with dry_run(device, watcher) as log:
         store = _NotingStore(watcher)
         model = Model(graph, device="cuda", precision=precision, store=store, profiler=watcher, **options)
@@ -338,7 +338,7 @@ def record_step(
     return Recording(trace, allocations, tuple(watcher.ticks), _runs(watcher, numbers), log.device)
 
 
-def _allocations(watcher: _Watcher, made: list[_Memory], numbers: Mapping[int, int]) -> tuple[Allocation, ...]:
+def _allocations(watcher: Watcher, made: list[_Memory], numbers: Mapping[int, int]) -> tuple[Allocation, ...]:
     """What the step makes; nobody asks for memory for empty arrays."""
     found = []
     for memory in made:
@@ -350,7 +350,7 @@ def _allocations(watcher: _Watcher, made: list[_Memory], numbers: Mapping[int, i
     return tuple(found)
 
 
-def _runs(watcher: _Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
+def _runs(watcher: Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
     """The forward passes, with the numbers of the tensors; what lives within one pass only has none."""
 
     def place(item: Any) -> Any:
@@ -372,7 +372,8 @@ def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def _root(array: np.ndarray) -> np.ndarray:
+def root(array: np.ndarray) -> np.ndarray:
+    """The array that ``array`` is a view of."""
     return array if array.base is None else array.base
 
 
@@ -385,7 +386,7 @@ def _is_local(memory: _Memory) -> bool:
     return memory.step >= 0 and memory.touches <= {memory.step} and not memory.saved
 
 
-def _name_arenas(watcher: _Watcher, model: Model, optimizer: SGD) -> None:
+def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
     arena = model.arena
     own = [(s.full_name, s) for s in arena.segments]
 
@@ -399,7 +400,7 @@ def _name_arenas(watcher: _Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(optimizer.velocity, "momentum", parts(4, True))
 
 
-def _tensors(watcher: _Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
+def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
     """Everything that lives beyond one step, and the numbers of those that the step makes.
 
     What is made before the first step and never moves comes last.
@@ -433,7 +434,7 @@ def _tensors(watcher: _Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int,
     return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)], numbers
 
 
-def _what(memory: _Memory, owner: str, given: bool, watcher: _Watcher) -> str:
+def _what(memory: _Memory, owner: str, given: bool, watcher: Watcher) -> str:
     if given:
         return "x"
     if watcher.passes[memory.step][1] != "forward":
@@ -446,7 +447,7 @@ def _kind(pass_name: str) -> str:
     return "activation" if pass_name == "forward" else "gradient_of_activation"
 
 
-def _steps(watcher: _Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
+def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
     """The passes with their workspaces and model work; a second span of one pass gets what its operands weigh."""
     itemsize = model.precision.storage.itemsize
     shapes = model.graph.shapes((batch, *model.graph.nodes[0].shape))
