@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 __all__ = ["mapped", "parts"]
 
 
 def _is_array(item: Any) -> bool:
-    return hasattr(item, "strides") and hasattr(item, "dtype")
+    return hasattr(item, "strides") and not isinstance(item, np.generic)
 
 
 def mapped(item: Any, change: Callable[[Any], Any], kind: type | None = None) -> Any:

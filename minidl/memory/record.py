@@ -13,12 +13,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import DeviceRecord, active_dry_run
 from minidl.cuda.launch import dry_run
 from minidl.graph import Graph
 from minidl.layer import Layer
@@ -104,6 +105,7 @@ class _Memory:
     freed: int | None = None  # order of the event that freed it
     touches: set[int] = dataclasses.field(default_factory=set)
     saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
+    again: bool = False  # running the pass that made it makes it again
 
 
 class Watcher:
@@ -256,15 +258,27 @@ class _NotingStore(TensorStore):
             memory = self._watcher.find(item)
             if memory is not None:
                 memory.saved.append((owner, name))
-        self._saved = {name: self._watcher.seen(item) for name, item in items.items()}
+        self._items = items
         super().save(owner, items)
 
     def run(self, layer: Layer, inputs: tuple[Any, ...]) -> Any:
-        self._saved: dict[str, Any] = {}
+        self._items: Mapping[str, Any] = {}
         given = mapped(inputs, self._watcher.seen)
         result = layer.compute(*inputs)
-        self._watcher.runs[self._watcher.step] = layer, given, self._saved, mapped(result, self._watcher.seen)
+        saved = mapped(dict(self._items), self._watcher.seen)
+        self._watcher.runs[self._watcher.step] = layer, given, saved, mapped(result, self._watcher.seen)
+        self._note_remade(layer, inputs, result)
         return result
+
+    def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
+        """Which arrays of the result another run would make anew, instead of handing on what was saved."""
+        aside = Watcher()
+        with dry_run(active_dry_run().device, aside):
+            once_more = layer.rerun(SimpleNamespace(**self._items), *inputs)
+            for array, other in zip(parts(result), parts(once_more), strict=True):
+                memory = self._watcher.find(array)
+                if memory is not None and aside.find(other) is not None:
+                    memory.again = True
 
     def hold(self, array: Any) -> Slot:
         return Slot(array)
@@ -407,7 +421,6 @@ def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, 
     """
     tensors, numbers, company = [], {}, 0
     made = Counter()
-    handed_on = {id(seen.memory): t for t, run in watcher.runs.items() for seen in parts(run[3], _Seen)}
     for memory in watcher.all:
         if watcher.is_arena(memory) or _is_local(memory):
             continue
@@ -426,9 +439,8 @@ def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, 
             name = f"{name}.{made[name]}"
         kind = "input" if given else _kind(watcher.passes[memory.step][1])
         savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
-        again = handed_on.get(id(memory)) == memory.step
         numbers[id(memory)] = len(tensors)
-        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, again))
+        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, memory.again))
     tensors += watcher.arena_tensors()
     rest = watcher.arena_bytes - sum(t.bytes for t in tensors if t.resident)
     return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)], numbers

@@ -15,13 +15,13 @@ import numpy as np
 from minidl.cuda.launch import dry_run
 from minidl.memory.arena import Piece, pack
 from minidl.memory.nested import mapped, parts
-from minidl.memory.plan import Decision, Plan
+from minidl.memory.plan import Decision, Infeasible, Plan, human
 from minidl.memory.program import Operation, program
 from minidl.memory.record import Place, Recording, Run, Watcher, root
 from minidl.memory.trace import Trace
 from minidl.shapes import round_up
 
-__all__ = ["Request", "Script", "rebuild", "write"]
+__all__ = ["Request", "Script", "fitted", "rebuild", "write"]
 
 _HOST_ALIGN = 4096
 
@@ -258,7 +258,14 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
     """
     target = capacity
     for _ in range(attempts):
-        plan = plan_for(target)
+        try:
+            plan = plan_for(target)
+        except Infeasible as error:
+            if target == capacity or error.needed is None:
+                raise
+            needed = error.needed + capacity - target
+            text = f"memory limit {human(capacity)} is too small by what alignment takes: take {needed} bytes"
+            raise Infeasible(text, error.step, needed) from error
         script = write(recording, dataclasses.replace(plan, capacity=capacity))
         over = script.arena_bytes + script.beside - capacity
         if over <= 0:

@@ -64,8 +64,8 @@ class Tensor:
         saved: kept for the backward pass by a layer, so that a store may move it.
         given: there before the first step (the batch, parameters).
         savers: who keeps it, as ``<layer>.<name given to save>``.
-        again: the layer that makes it hands it on, so that running its forward pass once more gives it again; what a
-            layer only keeps for itself (the moments of a batch norm) is read then, not made.
+        again: running the forward pass that makes it once more gives it again; False for what is then read instead (the
+            moments of a batch norm).
     """
 
     name: str
