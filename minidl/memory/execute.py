@@ -53,8 +53,6 @@ class Engine(Protocol):
         """Wait until all streams are idle: after an error."""
 
 
-
-
 class ScriptedStore(TensorStore):
     """Runs the steps of a model by scripts, each within `running`; outside it keeps everything, as any store.
 
@@ -191,8 +189,8 @@ class ScriptedStore(TensorStore):
 
     def _place(self, count: int) -> int | None:
         """Where the next array lies."""
-        if count == 0 or self._outside or self._script is None:
-            return None
+        if count == 0 or self._outside or self._at < 0:
+            return None  # the batch, say, if it is made within the step
         requests = self._rebuilding or self._requests
         for request in requests:
             if request.bytes == count:
@@ -205,7 +203,9 @@ class ScriptedStore(TensorStore):
             if request.step == self._at + 1 and not self._watched:
                 self._enter(request.step)
             elif request.step != self._at:
-                raise self._other(f"asks in {self._title} for what {self._script.trace.steps[request.step].title} makes")
+                raise self._other(
+                    f"asks in {self._title} for what {self._script.trace.steps[request.step].title} makes"
+                )
         return request.offset
 
     def run(self, layer: Any, inputs: tuple[Any, ...]) -> Any:

@@ -22,7 +22,7 @@ from minidl import checks
 from minidl.memory.plan import Decision, Plan, infeasible
 from minidl.memory.trace import Trace
 
-__all__ = ["WINDOW", "Gap", "Problem", "blocks", "occupied", "problem"]
+__all__ = ["LEAST", "WINDOW", "Gap", "Problem", "blocks", "occupied", "problem"]
 
 WINDOW = (1, 1)
 LEAST = 1 << 20

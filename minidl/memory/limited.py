@@ -11,13 +11,13 @@ from minidl import checks
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
-from minidl.memory.gaps import Problem, problem
+from minidl.memory.gaps import LEAST, Problem, problem
 from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Plan, human
 from minidl.memory.record import Recording, record_step
 from minidl.memory.script import Script, fitted
-from minidl.memory.simulate import Timeline, check, timeline
+from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.times import CEILINGS, link_of, modelled
 from minidl.memory.trace import Trace
 from minidl.model import Model
@@ -81,14 +81,14 @@ class LimitedMemory:
             _bare(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
         )  # fmt: skip
-        return recording, problem(recording.trace)
+        return recording, problem(recording.trace, least=self._options["least"])
 
     def _script(self, recording: Recording, limit: int) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
 
         def plan(capacity: int) -> Plan:
             for window in _WINDOWS:
-                p = problem(trace, window)
+                p = problem(trace, window, self._options["least"])
                 if capacity >= p.floor or window == _WINDOWS[-1]:
                     return best(p, capacity, times, self._link, rebuild=self._options["rebuild"])[0]
             raise AssertionError("the last window is always tried")
@@ -116,7 +116,7 @@ class LimitedMemory:
         return times(trace) if times is not None else modelled(trace, _RATES)
 
     @property
-    def _link(self) -> Any:
+    def _link(self) -> Link:
         return self._options.get("link") or link_of(_RATES)
 
     def _require_host(self) -> None:
@@ -147,7 +147,8 @@ def limit_memory(
     rebuild: bool = True,
     host_limit: int | None = None,
     times: Callable[[Trace], list[float]] | None = None,
-    link: Any = None,
+    link: Link | None = None,
+    least: int = LEAST,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
@@ -169,7 +170,8 @@ def limit_memory(
         rebuild: False only moves tensors.
         host_limit: bytes that may lie on the host; default: what the system leaves.
         times: milliseconds of each step of a trace; default: FLOP and bytes at a share of an H200's roofline.
-        link: `minidl.memory.Link` to the host; default: an H200's.
+        link: to the host; default: an H200's.
+        least: bytes; smaller tensors stay.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
 
     Raises:
@@ -181,7 +183,7 @@ def limit_memory(
     batch = checks.at_least("memory", "batch", batch, 1)
     return LimitedMemory(
         model, batch, limit, momentum=momentum, rebuild=rebuild, host_limit=host_limit, times=times, link=link,
-        engine=engine,
+        least=least, engine=engine,
     )  # fmt: skip
 
 

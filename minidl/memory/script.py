@@ -15,7 +15,7 @@ import numpy as np
 from minidl.cuda.launch import dry_run
 from minidl.memory.arena import Piece, pack
 from minidl.memory.nested import mapped, parts
-from minidl.memory.plan import Decision, Infeasible, Plan, human
+from minidl.memory.plan import Decision, Infeasible, Plan, human, too_small
 from minidl.memory.program import Operation, program
 from minidl.memory.record import Place, Recording, Run, Watcher, root
 from minidl.memory.trace import Trace
@@ -256,19 +256,20 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
     Raises:
         Infeasible: from the planner, when one step alone exceeds what is left.
     """
-    target = capacity
+    target, floor = capacity, None
     for _ in range(attempts):
         try:
             plan = plan_for(target)
         except Infeasible as error:
-            if target == capacity or error.needed is None:
+            if error.needed is None:
                 raise
-            needed = error.needed + capacity - target
-            text = f"memory limit {human(capacity)} is too small by what alignment takes: take {needed} bytes"
-            raise Infeasible(text, error.step, needed) from error
+            floor = error
+            plan = plan_for(error.needed)  # the least there is
         script = write(recording, dataclasses.replace(plan, capacity=capacity))
         over = script.arena_bytes + script.beside - capacity
         if over <= 0:
             return script
+        if floor is not None:
+            raise too_small(recording.trace, capacity, floor.step, capacity + over) from floor
         target = min(target, plan.peak) - over
-    return script
+    raise Infeasible(f"memory limit {human(capacity)}: no placement of a plan fits; take {capacity + over} bytes")
