@@ -29,7 +29,7 @@ class Engine(Protocol):
     """Memory and streams of a device; `minidl.cuda.copies.CopyEngine` is a GPU's."""
 
     def allocating(self, place: Callable[[int], int | None]) -> AbstractContextManager[None]:
-        """Within, an array of n bytes lies at offset ``place(n)`` of the arena; at None, wherever arrays usually lie."""
+        """Within, an array of n bytes lies at offset ``place(n)`` of the arena; at None, where arrays usually lie."""
 
     def view(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         """An array at ``offset`` of the arena."""
