@@ -20,6 +20,7 @@ from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
 from minidl.fusion import command as fusing
 from minidl.loss import SoftmaxCrossEntropy
+from minidl.memory import limit_memory
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import precision
@@ -65,6 +66,9 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    p.add_argument(
+        "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument(
@@ -161,13 +165,17 @@ def train(a: argparse.Namespace) -> dict[str, float]:
             workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
         )  # fmt: skip
 
+    memory = None
+    if a.memory_limit is not None:
+        memory = limit_memory(model, -(-a.batch // comm.size), a.memory_limit, momentum=a.momentum)
+
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
     trainer = Trainer(
         model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
-        epochs=a.epochs, output=a.output, profile=profile,
+        epochs=a.epochs, output=a.output, profile=profile, memory=memory,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},
     )  # fmt: skip
     if a.resume is not None:
@@ -176,6 +184,8 @@ def train(a: argparse.Namespace) -> dict[str, float]:
         ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
         network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
         print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
+        if memory is not None:
+            print(f"memory: {memory.describe()}", flush=True)
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer, profile)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import models
+from minidl import checkpoint, cli, models
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, Joint, limit_memory, pin, problem, validate, widen
@@ -252,6 +252,20 @@ def test_a_captured_step_by_plan_gives_the_same_bits(device):
     assert trained("plain") == trained("eager") == trained("captured")
 
 
+@pytest.mark.parametrize("device", [CUDA])
+def test_training_within_a_limit_writes_the_same_checkpoint(device, tmp_path, capsys):
+    """The command, with evaluation between epochs and a last batch that is smaller."""
+    files = []
+    for name, more in (("free", []), ("limited", ["--memory-limit", "60%"])):
+        options = ["--model", "resnet20", "--data", "synthetic", "--samples", "100", "--batch", "32", "--epochs", "2"]
+        cli.main(["train", *options, "--device", "cuda", "--output", str(tmp_path / name), *more])
+        files.append(checkpoint.load(checkpoint.latest(tmp_path / name)))
+    assert "made again" in capsys.readouterr().out
+    (free, _), (limited, _) = files
+    assert free.keys() == limited.keys()
+    assert all(np.array_equal(free[key], limited[key]) for key in free)
+
+
 @pytest.fixture(params=["shapes", CUDA])
 def bench(request):
     """(a context to work in, what makes an engine): on shapes, or on a GPU."""
@@ -298,7 +312,7 @@ def test_a_smaller_batch_runs_in_the_same_memory_and_a_larger_is_refused(bench):
         for samples in (8, 3, 8, 1):
             _train(model, memory, samples)
         assert all(s.arena_bytes <= memory.script.arena_bytes for s in memory._scripts.values())
-        with pytest.raises(ValueError, match="samples must be in 1..8, got 9"):
+        with pytest.raises(ValueError, match="samples must be in 0..8, got 9"):
             _train(model, memory, 9)
         with pytest.raises(RuntimeError, match="plan again"), memory.step(8):
             model.forward(model.ops.zeros((4, 32, 32, 3), np.dtype(np.float32)))

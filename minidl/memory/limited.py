@@ -64,10 +64,13 @@ class LimitedMemory:
             ValueError: for more samples than were planned for.
         """
         samples = self._batch if samples is None else samples
+        if samples == 0:  # a rank that got none of a last batch
+            yield
+            return
         if samples not in self._scripts:
             if not 1 <= samples <= self._batch:
                 remedy = "limit_memory with the largest batch"
-                raise checks.bad_value("memory", "samples", f"in 1..{self._batch}", samples, remedy)
+                raise checks.bad_value("memory", "samples", f"in 0..{self._batch}", samples, remedy)
             self._scripts[samples] = self._smaller(samples)
         with self.store.running(self._scripts[samples]):
             yield
@@ -121,7 +124,8 @@ class LimitedMemory:
 
     def _require_host(self) -> None:
         needed, budget = self.script.host_bytes, self._options.get("host_limit")
-        budget = host_budget() if budget is None else budget
+        if budget is None and (whole := host_budget()) is not None:
+            budget = whole // self._model.comm.local_size
         if budget is not None and needed > budget:
             remedy = "take a higher memory limit, or a smaller batch"
             raise checks.bad_value("memory", "host memory", f"at least {human(needed)}", human(budget), remedy)
@@ -168,7 +172,7 @@ def limit_memory(
         limit: ``"8GB"``, ``"7.5GiB"``, bytes; ``"25%"`` or 0.25 of what a step needs without a limit.
         momentum: 0 if the optimizer keeps no state.
         rebuild: False only moves tensors.
-        host_limit: bytes that may lie on the host; default: what the system leaves.
+        host_limit: bytes that may lie on the host; default: what the system leaves, shared by the host's ranks.
         times: milliseconds of each step of a trace; default: FLOP and bytes at a share of an H200's roofline.
         link: to the host; default: an H200's.
         least: bytes; smaller tensors stay.
