@@ -90,7 +90,7 @@ class Trainer:
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
         profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
-        memory: `minidl.memory.limit_memory` of the model: steps stay within a limit of GPU memory, bit for bit the same.
+        memory: `minidl.memory.limit_memory` of the model: steps stay within a limit of GPU memory, with the same bits.
 
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
