@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 
 import minidl as m
 from minidl import checkpoint, cli, models
-from minidl.cuda.launch import dry_run
+from minidl.cuda.launch import dry_run, observed
 from minidl.fusion import fuse
-from minidl.memory import Infeasible, Joint, limit_memory, pin, problem, validate, widen
+from minidl.memory import Infeasible, Joint, Race, limit_memory, pin, problem, validate, widen
 from minidl.memory.arena import Piece, pack, require_apart
 from minidl.memory.execute import ScriptedStore
+from minidl.memory.program import prove
 from minidl.memory.record import record_step
 from minidl.memory.script import write
 from tests.conftest import CUDA
+from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
 from tests.memory_engine import DryEngine, Hazard, Judge
 
 CASES = [("resnet20", 32, 8, "bf16"), ("resnet50", 64, 2, "tf32"), ("unet", 64, 2, "bf16"), ("mixed", 16, 3, "fp32")]
@@ -72,7 +74,7 @@ def _steps(model, case, engine, script, judge, count: int = 2) -> None:
     around = nullcontext
     if script is not None:
         around = _by_script(model, script, lambda *_: engine)
-        judge.again = lambda: model.store._rebuilding is not None
+        judge.again = lambda: model.store.rebuilding is not None
     optimizer, loss = m.SGD(model, 0.1, 0.9), m.SoftmaxCrossEntropy()
     x = model.ops.empty((batch, image, image, 3), model.precision.storage)
     labels = model.ops.empty(_labels(name, image, batch), np.int32)
@@ -250,6 +252,82 @@ def test_a_captured_step_by_plan_gives_the_same_bits(device):
         return [model.ops.to_host(totals.array).tobytes(), *(a.tobytes() for a in model.state_dict().values())]
 
     assert trained("plain") == trained("eager") == trained("captured")
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_the_captured_graph_has_every_order_that_the_plan_needs(device):
+    """Read back from the driver; and no edge between streams is there in vain."""
+    import cupy
+
+    from minidl.cuda.copies import CopyEngine
+
+    name, image, batch, precision = case = CASES[2]
+    recording, plans = _planned(case)
+    plan = max(plans, key=lambda plan: len(plan.chosen("offload")) * len(plan.chosen("recompute")))
+    script = write(recording, plan)
+    model = _model(case, "none")
+    engine = CopyEngine(script.arena_bytes, script.host_bytes)
+    around, store = _by_script(model, script, lambda *_: engine), model.store
+    loss, x = m.SoftmaxCrossEntropy(), model.ops.zeros((batch, image, image, 3), model.precision.storage)
+    labels = model.ops.zeros((batch, image, image), np.dtype(np.int32))
+    kernels: list[tuple[str, int]] = []
+
+    @contextmanager
+    def note(stem, kernel, defines):
+        kernels.append(("rebuild", store.rebuilding) if store.rebuilding is not None else ("step", store.at))
+        yield
+
+    def step():
+        with around():
+            loss.forward(model.forward(x), labels)
+            model.backward(loss.backward())
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        step()
+        with observed(note):
+            stream.begin_capture()
+            step()
+            graph = stream.end_capture()
+    nodes, edges = read(graph.graph)
+    assert sum(node.kind == KERNEL for node in nodes) == len(kernels)
+    order = iter(kernels)
+    by_host = {engine.host_address + offset: i for i, offset in script.host.items()}
+    owner = []
+    for node in nodes:
+        if node.kind == KERNEL:
+            owner.append(next(order))
+        elif node.kind == MEMCPY:
+            out = node.target in by_host
+            owner.append(("copy_out", by_host[node.target]) if out else ("copy_in", by_host[node.source]))
+        else:
+            owner.append(None)
+
+    def proven(edges):
+        before = ancestors(len(nodes), edges)
+        place = {(op.kind, op.index): p for p, op in enumerate(op for op in script.operations if op.kind != "wait")}
+        for t, what in enumerate(recording.trace.steps):
+            if what.pass_name == "update":
+                place.setdefault(("step", t), len(place))
+        own: dict[tuple, list[int]] = {key: [] for key in place}
+        for n, key in enumerate(owner):
+            if key is not None:
+                own[key].append(n)
+        relation = [0] * len(place)
+        for key, mine in own.items():
+            for other, theirs in own.items():
+                if mine and theirs and before[mine[0]] >> theirs[-1] & 1:
+                    relation[place[key]] |= 1 << place[other]
+        prove(recording.trace, plan, place, relation)
+
+    proven(edges)
+    kinds = [key and ("compute" if key[0] in ("step", "rebuild") else key[0]) for key in owner]
+    crossing = [(a, b) for a, b in edges if kinds[a] != kinds[b]]
+    assert len(crossing) > 5
+    for edge in crossing:
+        with pytest.raises(Race):
+            proven([e for e in edges if e != edge])
 
 
 @pytest.mark.parametrize("device", [CUDA])

@@ -28,6 +28,9 @@ class CopyEngine:
         arena_bytes: on the device.
         host_bytes: on the host.
 
+    Attributes:
+        host_address: where the host's arena begins; 0 if there is none.
+
     Raises:
         RuntimeError: when the device or the host has not so much memory.
     """
@@ -46,6 +49,7 @@ class CopyEngine:
         except cupy.cuda.runtime.CUDARuntimeError as error:
             remedy = "take a higher memory limit, or a smaller batch"
             raise checks.order("memory", f"the host has no {host_bytes} bytes to pin ({error})", remedy) from error
+        self.host_address = self._host.ptr if host_bytes else 0
         self._streams = {name: cupy.cuda.Stream(non_blocking=True) for name in ("out", "in")}
         self._events: dict[int, Any] = {}
 
@@ -74,12 +78,12 @@ class CopyEngine:
     def copy_out(self, offset: int, host: int, count: int) -> None:
         """Start a copy of ``count`` bytes of the arena to the host, on the stream ``out``."""
         runtime, stream = self._cupy.cuda.runtime, self._streams["out"].ptr
-        runtime.memcpyAsync(self._host.ptr + host, self._arena.ptr + offset, count, _TO_HOST, stream)
+        runtime.memcpyAsync(self.host_address + host, self._arena.ptr + offset, count, _TO_HOST, stream)
 
     def copy_in(self, offset: int, host: int, count: int) -> None:
         """Start a copy back, on the stream ``in``."""
         runtime, stream = self._cupy.cuda.runtime, self._streams["in"].ptr
-        runtime.memcpyAsync(self._arena.ptr + offset, self._host.ptr + host, count, _TO_DEVICE, stream)
+        runtime.memcpyAsync(self._arena.ptr + offset, self.host_address + host, count, _TO_DEVICE, stream)
 
     def record(self, stream: str, event: int) -> None:
         """Event number ``event`` is over when what was issued to ``stream`` so far is."""

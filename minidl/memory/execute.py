@@ -58,6 +58,10 @@ class ScriptedStore(TensorStore):
 
     Args:
         engine: memory and streams, large enough for every script.
+
+    Attributes:
+        at: the step that runs, or ran last; -1 before the first.
+        rebuilding: the tensor that is being made again; None else.
     """
 
     def __init__(self, engine: Engine):
@@ -68,13 +72,14 @@ class ScriptedStore(TensorStore):
 
     def _reset(self) -> None:
         self._script = None
-        self._at = -1  # the step that runs, or ran last
+        self.at = -1
+        self.rebuilding: int | None = None
         self._open = False  # whether its work is still being issued
         self._watched = False  # by the profiler; an unwatched loss is known by what it asks for
         self._cursor = 0  # in the program
         self._requests: Iterator[Request] = iter(())
         self._outside = False  # an update runs: its arrays are not the script's business
-        self._rebuilding: Iterator[Request] | None = None
+        self._again: Iterator[Request] = iter(())
         self._frames: dict[str, dict[str, Any]] = {}
         self._runs: dict[int, Run] = {}
 
@@ -99,7 +104,7 @@ class ScriptedStore(TensorStore):
         try:
             with self.engine.allocating(self._place):
                 yield
-                done = self._at == script.last
+                done = self.at == script.last
                 if done:
                     self._leave()
         finally:
@@ -128,7 +133,7 @@ class ScriptedStore(TensorStore):
 
     @contextmanager
     def _pass(self, title: str, span: AbstractContextManager[None]) -> Iterator[None]:
-        self._enter(self._at + 1)
+        self._enter(self.at + 1)
         if self._title != title:
             raise self._other(f"runs {title} where {self._title} was planned")
         self._watched = True
@@ -139,7 +144,7 @@ class ScriptedStore(TensorStore):
 
     @property
     def _title(self) -> str:
-        return self._script.trace.steps[self._at].title
+        return self._script.trace.steps[self.at].title
 
     def _other(self, text: str) -> Exception:
         return checks.order("memory", f"the step {text}", "plan again: limit_memory(...) with this model and batch")
@@ -154,7 +159,7 @@ class ScriptedStore(TensorStore):
         while (op := script.operations[self._cursor]).kind != "step":
             self._issue(op.stream, op.kind, op.index)
         assert op.index == t, "a program has all steps in order"
-        self._at, self._open = t, True
+        self.at, self._open = t, True
 
     def _leave(self) -> None:
         """The step's work is issued: so may be what waits for it on other streams."""
@@ -189,9 +194,9 @@ class ScriptedStore(TensorStore):
 
     def _place(self, count: int) -> int | None:
         """Where the next array lies."""
-        if count == 0 or self._outside or self._at < 0:
+        if count == 0 or self._outside or self.at < 0:
             return None  # the batch, say, if it is made within the step
-        requests = self._rebuilding or self._requests
+        requests = self._requests if self.rebuilding is None else self._again
         for request in requests:
             if request.bytes == count:
                 break
@@ -199,10 +204,10 @@ class ScriptedStore(TensorStore):
                 raise self._other(f"asks for {human(count)} in {self._title}, planned were {human(request.bytes)}")
         else:
             raise self._other(f"asks for {human(count)} more than planned in {self._title}")
-        if self._rebuilding is None and request.step >= 0:
-            if request.step == self._at + 1 and not self._watched:
+        if self.rebuilding is None and request.step >= 0:
+            if request.step == self.at + 1 and not self._watched:
                 self._enter(request.step)
-            elif request.step != self._at:
+            elif request.step != self.at:
                 raise self._other(
                     f"asks in {self._title} for what {self._script.trace.steps[request.step].title} makes"
                 )
@@ -210,16 +215,16 @@ class ScriptedStore(TensorStore):
 
     def run(self, layer: Any, inputs: tuple[Any, ...]) -> Any:
         script = self._script
-        if script is None or self._at not in script.touched or self._rebuilding is not None:
+        if script is None or self.at not in script.touched or self.rebuilding is not None:
             return layer.compute(*inputs)
-        here = sorted((script.here[i], i) for i in script.touched[self._at])
+        here = sorted((script.here[i], i) for i in script.touched[self.at])
 
         def seen(item: Any) -> Any:
             return mapped(item, lambda array: self._seen(array, here))
 
         given = seen(inputs)
         result = layer.compute(*inputs)
-        self._runs[self._at] = Run(layer, given, seen(self._frames.get(layer.name, {})), seen(result))
+        self._runs[self.at] = Run(layer, given, seen(self._frames.get(layer.name, {})), seen(result))
         return result
 
     def _seen(self, array: Any, here: list[tuple[int, int]]) -> Any:
@@ -244,11 +249,11 @@ class ScriptedStore(TensorStore):
             begin = offset(array) - behind
             return view(begin + place.offset, place.shape, place.strides, place.dtype)
 
-        self._rebuilding = iter(script.rebuilds[tensor])
+        self.rebuilding, self._again = tensor, iter(script.rebuilds[tensor])
         try:
             rebuild(script.decisions[tensor].recipe, self._runs, locate, within)
         finally:
-            self._rebuilding = None
+            self.rebuilding = None
 
     # -- what layers see --------------------------------------------------------------------------------------------
 
