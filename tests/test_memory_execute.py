@@ -268,19 +268,24 @@ def test_the_captured_graph_has_every_order_that_the_plan_needs(device):
     model = _model(case, "none")
     engine = CopyEngine(script.arena_bytes, script.host_bytes)
     around, store = _by_script(model, script, lambda *_: engine), model.store
-    loss, x = m.SoftmaxCrossEntropy(), model.ops.zeros((batch, image, image, 3), model.precision.storage)
+    optimizer, loss = m.SGD(model, 0.1), m.SoftmaxCrossEntropy()
+    x = model.ops.zeros((batch, image, image, 3), model.precision.storage)
     labels = model.ops.zeros((batch, image, image), np.dtype(np.int32))
     kernels: list[tuple[str, int]] = []
 
     @contextmanager
     def note(stem, kernel, defines):
-        kernels.append(("rebuild", store.rebuilding) if store.rebuilding is not None else ("step", store.at))
+        updating = store.at < 0  # behind the store's part of the step
+        kernels.append(None if updating else ("step", store.at))
+        if store.rebuilding is not None:
+            kernels[-1] = "rebuild", store.rebuilding
         yield
 
     def step():
         with around():
             loss.forward(model.forward(x), labels)
             model.backward(loss.backward())
+        optimizer.step()
 
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
