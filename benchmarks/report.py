@@ -188,6 +188,30 @@ def all_reduces() -> str:
     return markdown(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
 
 
+def limited_steps() -> str:
+    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them."""
+    found = [row for file in load("h200", "bench_memory_step") for row in file["rows"]]
+    limited = sorted((row for row in found if "limit_bytes" in row), key=lambda row: -row["ratio"])
+    gib = lambda count: f"{count / (1 << 30):.2f}"  # noqa: E731
+    rows = [
+        [
+            row["case"], row["arm"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", f"{row['ratio_to_bound']:.2f}",
+            f"{row['predicted_ratio']:.2f}", f"{gib(row['peak_bytes'])} of {gib(row['unlimited_peak_bytes'])}",
+            gib(row["moved_bytes"]), gib(row["made_again_bytes"]),
+        ]
+        for row in limited
+    ]  # fmt: skip
+    head = ["network, images, batch", "plan, limit", "ms", "times unlimited", "times bound", "predicted", "peak GiB"]
+    parts = [markdown([*head, "moved GiB", "made again GiB"], rows)]
+    rows = []
+    for case, row in {row["case"]: row for row in found}.items():
+        rows.append([case, "minidl, no limit", f"{row['unlimited_ms']:.1f}", gib(row["unlimited_peak_bytes"])])
+        for name, ms in sorted(row["peers"].items(), key=lambda item: item[1]):
+            rows.append([case, name, f"{ms:.1f}", gib(row["peer_peak_bytes"][name])])
+    parts.append(markdown(["network, images, batch", "without a plan", "ms", "peak GiB"], rows))
+    return "\n\n".join(parts) if limited else ""
+
+
 def _median_and_least(median: float, least: float) -> str:
     return f"{median:.3g} ({least:.3g})"
 
@@ -217,6 +241,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": results},
     "docs/benchmarks.md": {"commands": commands, "options": options},
     "docs/distributed.md": {"all-reduces": all_reduces},
+    "docs/memory.md": {"limited-steps": limited_steps},
     "docs/sparse.md": {"products": sparse},
     "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
 }
