@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from minidl.cuda.device import active_dry_run
-from minidl.memory.arena import ALIGN
+from minidl.memory.placement import ALIGN
 
 STREAMS = ("compute", "out", "in")
 
