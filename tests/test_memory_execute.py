@@ -13,8 +13,8 @@ from minidl import checkpoint, cli, models
 from minidl.cuda.launch import dry_run, observed
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, Joint, Race, limit_memory, pin, problem, validate, widen
-from minidl.memory.placement import Piece, pack, require_apart
 from minidl.memory.execute import ScriptedStore
+from minidl.memory.placement import Piece, pack, require_apart
 from minidl.memory.program import prove
 from minidl.memory.record import record_step
 from minidl.memory.script import write

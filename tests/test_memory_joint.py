@@ -50,11 +50,11 @@ def _fits(joint: Joint, choices, own, capacity: int) -> bool:
     usage = p.usage.copy()
     for run in joint.runs:
         picked = [choices[i] for i in run]
-        needs = joint._needs(run, picked, [own[i] for i in run])
+        needs = joint._needs(run, np.array([picked]), [own[i] for i in run])[0]
         for i, choice, need in zip(run, picked, needs, strict=True):
             gap = p.gaps[i]
             if choice == OFFLOAD:
-                usage[gap.start : joint._fetch(run, i, need)] -= gap.bytes
+                usage[gap.start : joint._fetch(i, need, joint.begin[run[0]])] -= gap.bytes
             elif choice == REBUILD:
                 usage[gap.start : min(need, gap.stop + 1)] -= gap.bytes
                 usage[need] += own[i].beside

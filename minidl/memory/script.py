@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from minidl.cuda.launch import dry_run
-from minidl.memory.placement import Piece, pack
 from minidl.memory.nested import mapped, parts
+from minidl.memory.placement import Piece, pack
 from minidl.memory.plan import Decision, Infeasible, Plan, human, too_small
 from minidl.memory.program import Operation, program
 from minidl.memory.record import Place, Recording, Run, Watcher, root
