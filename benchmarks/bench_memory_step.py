@@ -16,10 +16,13 @@ the step without a limit and the rate of the link measured in this run, both dir
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import itertools
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,8 @@ from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.memory import Infeasible, LimitedMemory, limit_memory
-from minidl.memory.plan import human
+from minidl.memory.plan import Plan, human
+from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Timing
@@ -49,6 +53,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--precision", default="bf16")
     p.add_argument("--limit", nargs="+", default=["25%"], help="of GPU memory, or of what a step needs")
+    p.add_argument("--arms", nargs="+", default=["joint", "moved"], choices=["joint", "moved"])
+    p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
+    p.add_argument("--share", type=float, default=SHARE, help="of the roofline that the planner takes a pass to reach")
     p.add_argument("--blocks", type=int, default=7, help="timed blocks of steps")
     p.add_argument("--steps", type=int, default=4, help="steps in a block")
     p.add_argument("--checkpoints", type=int, nargs="*", default=[16], help="runs of layers for torch.utils.checkpoint")
@@ -149,15 +156,18 @@ def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict
     found: dict[str, Any] = {"limit": limit}
     if limit is not None:
         begun = time.perf_counter()
-        step.memory = limit_memory(step.model, a.batch, limit, rebuild=rebuild)
+        plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
+        times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
+        step.memory = limit_memory(step.model, a.batch, limit, rebuild=rebuild, plan=plan, times=times)
         found["plan_s"] = time.perf_counter() - begun
         found |= {"script": step.memory.script, "predicted": step.memory.predicted}
         found |= {"limit_bytes": step.memory.limit, "need_bytes": step.memory.need}
     found["bits"] = bits(step)
     eager = used_bytes() - before
+    empty()  # the graph is captured on another stream, with a pool of its own
     replay = step.capture()
     found["timing"] = timed(replay, a, _synchronize)
-    found["peak_bytes"], found["eager_peak_bytes"] = used_bytes() - before, eager
+    found["peak_bytes"] = max(used_bytes() - before, eager)
     if limit is None:
         found["forward_ms"] = forward_ms(a, step)
         found["state"] = step.model.state_dict()
@@ -218,9 +228,8 @@ def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: 
         optimizer.step()
         return loss.detach()
 
-    short = argparse.Namespace(blocks=3, steps=1) if arm == "torch-save-on-cpu" else a
-    for _ in range(2):
-        step()
+    short = argparse.Namespace(blocks=2, steps=1) if arm == "torch-save-on-cpu" else a
+    step()
     timing = timed(step, short, torch.cuda.synchronize)
     allocated = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -263,17 +272,29 @@ class Checkpointed:
 def compile_ahead(a: argparse.Namespace) -> None:
     """All kernels of the step at once, on all cores."""
     device = current_device()
+    network = graph(a)
+    for layer in network.layers:  # starting weights are of no interest, and drawing them takes seconds
+        layer.specs = [dataclasses.replace(spec, init=lambda rng, shape: np.zeros(shape)) for spec in layer.specs]
     with dry_run(device) as log:
-        TrainingStep(graph(a), batch=a.batch, device="cuda", precision=a.precision)()
+        TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision)()
     nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
 
 
 def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """All arms of one network; what is known so far is written after each."""
     compile_ahead(a)
     rate = link_rate()
     plain = ours(a, None)
-    forward, whole = plain["forward_ms"], plain["timing"].ms
-    print(f"link {rate / 1e9:.1f} GB/s each way; without a limit {whole:.2f} ms, forward {forward:.2f}", flush=True)
+    found = {"without a limit": plain}
+    print(
+        f"link {rate / 1e9:.1f} GB/s each way; no limit {plain['timing'].ms:.2f} ms, {plain['peak_bytes']}", flush=True
+    )
+    for limit, arm in itertools.product(a.limit, a.arms):
+        try:
+            found[f"{arm} {limit}"] = ours(a, limit, arm == "joint")
+        except Infeasible as error:
+            print(f"{arm} {limit}: {error}", flush=True)
+        report(a, found, {}, rate)
     peers: dict[str, dict[str, Any]] = {}
     for arm in a.peers:
         for runs in a.checkpoints if arm == "torch-checkpoint" else [0]:
@@ -284,17 +305,15 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 continue
             print(f"{name}: {peers[name]['timing'].ms:.2f} ms, {human(peers[name]['peak_bytes'])}", flush=True)
-    rows = [row(a, plain, plain, peers, rate, "without a limit")]
-    for limit in a.limit:
-        for rebuild in (True, False):
-            arm = f"{'joint' if rebuild else 'moved'} {limit}"
-            try:
-                found = ours(a, limit, rebuild)
-            except Infeasible as error:
-                print(f"{arm}: {error}", flush=True)
-                continue
-            rows.append(row(a, found, plain, peers, rate, arm))
-            print({k: v for k, v in rows[-1].items() if "peer" not in k}, flush=True)
+            rows = report(a, found, peers, rate)
+    return rows if peers else report(a, found, peers, rate)
+
+
+def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float) -> list[dict[str, Any]]:
+    plain = found["without a limit"]
+    rows = [row(a, one, plain, peers, rate, arm) for arm, one in found.items()]
+    if a.json:
+        write(a.json, result("bench_memory_step", rows))
     return rows
 
 
@@ -334,8 +353,6 @@ def main() -> None:
         for r in [*limited, rows[0]]
     ]  # fmt: skip
     show("steps under a limit", ["case", "arm", "ms", "spread", "× free", "× bound", "peak", "same bits"], table)
-    if a.json:
-        write(a.json, result("bench_memory_step", rows))
     if not all(row["identical"] for row in rows):
         raise SystemExit("a limited step gave other bits")
 

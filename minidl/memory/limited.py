@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Plan, human
 from minidl.memory.record import Recording, record_step
-from minidl.memory.script import Script, fitted
+from minidl.memory.script import Script, fitted, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.times import CEILINGS, link_of, modelled
 from minidl.memory.trace import Trace
@@ -43,6 +44,7 @@ class LimitedMemory:
         recording, self._problem = self._recorded(batch)
         self.need = self._problem.peak
         self.limit = parse_limit(limit, self.need)
+        self._require_plan(recording.trace)
         self.script = self._script(recording, self.limit)
         self._require_host()
         times = self._times(recording.trace)
@@ -88,6 +90,9 @@ class LimitedMemory:
 
     def _script(self, recording: Recording, limit: int) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
+        ready = self._options["plan"]
+        if ready is not None and ready.trace == trace.digest:
+            return self._ready(recording, dataclasses.replace(ready, capacity=limit))
 
         def plan(capacity: int) -> Plan:
             for window in _WINDOWS:
@@ -98,6 +103,16 @@ class LimitedMemory:
 
         script = fitted(recording, limit, plan)
         check(trace, script.plan)
+        return script
+
+    def _ready(self, recording: Recording, plan: Plan) -> Script:
+        """The script of a plan that somebody made before."""
+        check(recording.trace, plan)
+        script = write(recording, plan)
+        held = script.arena_bytes + script.beside
+        if held > plan.capacity:
+            remedy = "plan for a lower limit, or leave plan= out"
+            raise checks.bad_value("memory", "plan", f"within {human(plan.capacity)}", human(held), remedy)
         return script
 
     def _smaller(self, samples: int) -> Script:
@@ -121,6 +136,12 @@ class LimitedMemory:
     @property
     def _link(self) -> Link:
         return self._options.get("link") or link_of(_RATES)
+
+    def _require_plan(self, trace: Trace) -> None:
+        plan = self._options["plan"]
+        if plan is not None and plan.trace != trace.digest:
+            expected = "one for this model, batch and GPU"
+            raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
 
     def _require_host(self) -> None:
         needed, budget = self.script.host_bytes, self._options.get("host_limit")
@@ -153,6 +174,7 @@ def limit_memory(
     times: Callable[[Trace], list[float]] | None = None,
     link: Link | None = None,
     least: int = LEAST,
+    plan: Plan | None = None,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
@@ -176,6 +198,8 @@ def limit_memory(
         times: milliseconds of each step of a trace; default: FLOP and bytes at a share of an H200's roofline.
         link: to the host; default: an H200's.
         least: bytes; smaller tensors stay.
+        plan: made before for this model, batch and limit (``memory.script.plan``): planning large networks takes
+            seconds.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
 
     Raises:
@@ -187,7 +211,7 @@ def limit_memory(
     batch = checks.at_least("memory", "batch", batch, 1)
     return LimitedMemory(
         model, batch, limit, momentum=momentum, rebuild=rebuild, host_limit=host_limit, times=times, link=link,
-        least=least, engine=engine,
+        least=least, plan=plan, engine=engine,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Offsets for everything that takes memory during a step, decided before the step runs.
 
-Finding the smallest arena is NP-hard; placing the largest pieces first, each into the tightest hole that is free for
-all its time, comes within a per cent of the most bytes ever held at once.
+Finding the smallest arena is NP-hard. Placing the largest pieces first, each into the tightest hole that is free for
+all its time, and repairing the order comes within a few per cent of the most bytes ever held at once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from minidl.shapes import round_up
 __all__ = ["ALIGN", "Piece", "pack", "require_apart"]
 
 ALIGN = 512  # bytes, as of the GPU's own allocations
+_SMALL = 256  # pieces below this part of the largest are placed when all others lie
+_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,36 @@ class Piece:
 def pack(pieces: Sequence[Piece]) -> tuple[list[int], int]:
     """An offset for each piece, multiples of `ALIGN`, such that no two of one time overlap; bytes of the arena.
 
-    Tries three orders (by size; by size and time together; by time) and takes the smallest arena.
+    Large pieces first, each into the tightest hole. Those that end above the most bytes ever held at once are then
+    moved forward in the order, some times over (after the "squeaky wheel" of Joslin and Clements, 1999), and the best
+    order is taken; small pieces come last.
     """
     sizes = np.array([round_up(piece.bytes, ALIGN) for piece in pieces], np.int64)
     begin = np.array([piece.begin for piece in pieces], np.int64)
     end = np.array([piece.end for piece in pieces], np.int64)
+    large = np.flatnonzero(sizes * _SMALL > sizes.max(initial=0))
+    order = large[_best_order(sizes[large], begin[large], end[large])]
+    small = np.setdiff1d(np.arange(len(pieces)), large)
+    offsets = _best_fit(np.concatenate((order, small[np.argsort(-sizes[small], kind="stable")])), sizes, begin, end)
+    return offsets.tolist(), int((offsets + sizes).max(initial=0))
+
+
+def _best_order(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The order, of all that are tried, whose placement is smallest."""
     least = _most_held(sizes, begin, end)
-    found: tuple[np.ndarray, int] | None = None
-    for first in (sizes, sizes * (end - begin + 1), end - begin):
+    best, found = None, np.arange(len(sizes))
+    for first in (sizes, sizes * (end - begin + 1)):
         order = np.lexsort((begin, -sizes, -first))
-        offsets = _best_fit(order, sizes, begin, end)
-        total = int((offsets + sizes).max(initial=0))
-        if found is None or total < found[1]:
-            found = offsets, total
-        if total == least:
-            break
-    assert found is not None
-    return found[0].tolist(), found[1]
+        for _ in range(_ROUNDS):
+            top = (_best_fit(order, sizes, begin, end) + sizes)[order]
+            if best is None or top.max(initial=0) < best:
+                best, found = top.max(initial=0), order
+            if best <= least:
+                return found
+            place = np.arange(len(order), dtype=np.float64)
+            place[top > least] /= 2
+            order = order[np.argsort(place, kind="stable")]
+    return found
 
 
 def _best_fit(order: np.ndarray, sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
