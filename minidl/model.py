@@ -181,6 +181,7 @@ class Model:
             layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
             single = node.inputs[0] if len(node.inputs) == 1 else None
             dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
+            self.arena.make_room()
             if not layer.needs_input_grad:
                 continue
             if single is not None:

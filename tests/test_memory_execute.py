@@ -364,13 +364,17 @@ def bench(request):
     return nullcontext, CopyEngine
 
 
-def _limited(limit, make, batch: int = 8, **options):
-    model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda")
+def _limited(limit, make, batch: int = 8, ring: bool = False, **options):
+    model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda", group_bytes=50_000)
+    if ring:
+        m.SGD(model, 0.1, 0.9).update_in_backward()
     return model, limit_memory(model, batch, limit, engine=make, least=2048, **options)
 
 
 def _train(model, memory, samples: int, count: int = 1) -> None:
     optimizer, loss = m.SGD(model, 0.1, 0.9), m.SoftmaxCrossEntropy()
+    if model.arena.slots:
+        optimizer.update_in_backward()
     for _ in range(count):
         x = model.ops.zeros((samples, 32, 32, 3), np.dtype(np.float32))
         labels = model.ops.zeros((samples,), np.dtype(np.int32))
@@ -391,6 +395,15 @@ def test_a_limit_is_kept_and_told(bench):
             _train(model, memory, 8, 2)
             assert "made again" in memory.describe()
         assert not script.rebuilds and not script.host_bytes, "without a need nothing travels"
+
+
+def test_a_limit_and_a_ring_of_gradients_go_together(bench):
+    context, make = bench
+    with context():
+        model, memory = _limited("60%", make)
+        other, with_ring = _limited("60%", make, ring=True)
+        assert with_ring.need < memory.need - 0.7 * 4 * model.num_parameters
+        _train(other, with_ring, 8, 2)
 
 
 def test_a_smaller_batch_runs_in_the_same_memory_and_a_larger_is_refused(bench):

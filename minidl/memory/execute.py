@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from minidl import checks
 from minidl.memory.nested import mapped
 from minidl.memory.plan import human
+from minidl.memory.program import Operation
 from minidl.memory.record import Place, Run
 from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
@@ -133,7 +134,7 @@ class ScriptedStore(TensorStore):
 
     @contextmanager
     def _pass(self, title: str, span: AbstractContextManager[None]) -> Iterator[None]:
-        self._enter(self.at + 1)
+        self._enter(self._script.following[self.at + 1])
         if self._title != title:
             raise self._other(f"runs {title} where {self._title} was planned")
         self._watched = True
@@ -154,11 +155,13 @@ class ScriptedStore(TensorStore):
         if self._open:
             self._leave()
         script = self._script
-        if t > script.last:
+        if t < 0:
             raise self._other("goes on where the planned one ends")
-        while (op := script.operations[self._cursor]).kind != "step":
-            self._issue(op.stream, op.kind, op.index)
-        assert op.index == t, "a program has all steps in order"
+        while (op := script.operations[self._cursor]) != Operation("compute", "step", t):
+            if op.kind == "step":  # an update, which touches nothing of the arena
+                self._done("compute")
+            else:
+                self._issue(op.stream, op.kind, op.index)
         self.at, self._open = t, True
 
     def _leave(self) -> None:
@@ -205,7 +208,7 @@ class ScriptedStore(TensorStore):
         else:
             raise self._other(f"asks for {human(count)} more than planned in {self._title}")
         if self.rebuilding is None and request.step >= 0:
-            if request.step == self.at + 1 and not self._watched:
+            if request.step == self._script.following[self.at + 1] and not self._watched:
                 self._enter(request.step)
             elif request.step != self.at:
                 raise self._other(

@@ -85,6 +85,7 @@ class LimitedMemory:
         recording = record_step(
             _bare(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
+            slots=model.arena.slots,
         )  # fmt: skip
         return recording, problem(recording.trace, least=self._options["least"])
 

@@ -320,9 +320,15 @@ def record_step(
     momentum: float = 0.9,
     device: DeviceRecord | None = None,
     facts: Mapping[str, Any] | None = None,
+    slots: int = 0,
     **options: Any,
 ) -> Recording:
-    """As `record`, with all that an executor needs beside the trace; ``options`` are those of `minidl.Model`."""
+    """As `record`, with all that an executor needs beside the trace.
+
+    Args:
+        slots: of a ring of gradients (`minidl.SGD.update_in_backward`); 0: all are kept.
+        options: those of `minidl.Model`.
+    """
     batch = checks.at_least("record", "batch", batch, 1)
     for layer in graph.layers:  # starting weights are of no interest, and drawing them takes seconds
         layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
@@ -331,6 +337,8 @@ def record_step(
         store = _NotingStore(watcher)
         model = Model(graph, device="cuda", precision=precision, store=store, profiler=watcher, **options)
         optimizer = SGD(model, 0.1, momentum)
+        if slots:
+            optimizer.update_in_backward(slots)
         loss = SoftmaxCrossEntropy()
         loss.profiler = watcher
         ops, storage = model.ops, model.precision.storage
@@ -410,7 +418,7 @@ def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(arena.master, "weight", parts(4, False))
     if arena.working is not arena.master:
         watcher.divide(arena.working, "working", parts(arena.working.itemsize, False))
-    watcher.divide(arena.grad, "gradient", parts(4, True))
+    watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
     watcher.divide(optimizer.velocity, "momentum", parts(4, True))
 
 

@@ -82,6 +82,14 @@ class Script:
         return max(t for t, step in enumerate(self.trace.steps) if step.pass_name != "update")
 
     @cached_property
+    def following(self) -> list[int]:
+        """By step + 1 the next one that is no update; -1 behind the last."""
+        found = [-1]
+        for t in reversed(range(len(self.trace))):
+            found.append(found[-1] if self.trace.steps[t].pass_name == "update" else t)
+        return found[::-1]
+
+    @cached_property
     def touched(self) -> dict[int, list[int]]:
         """For each step that is run again the tensors that it touches."""
         steps = {r for d in self.plan.decisions for r in d.recipe}
