@@ -432,6 +432,8 @@ def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, 
     for memory in watcher.all:
         if watcher.is_arena(memory) or _is_local(memory):
             continue
+        if memory.freed is not None and memory.freed < watcher.ticks[0][0]:
+            continue  # gone before the step
         if memory.step < 0 and memory is not batch and not memory.saved:
             company += memory.nbytes
             continue
