@@ -158,7 +158,14 @@ def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict
         begun = time.perf_counter()
         plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
         times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
-        step.memory = limit_memory(step.model, a.batch, limit, rebuild=rebuild, plan=plan, times=times)
+        options = {"rebuild": rebuild, "times": times}
+        try:
+            step.memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
+        except ValueError as error:
+            if plan is None:
+                raise
+            print(f"planning anew: {error}", flush=True)
+            step.memory = limit_memory(step.model, a.batch, limit, **options)
         found["plan_s"] = time.perf_counter() - begun
         found |= {"script": step.memory.script, "predicted": step.memory.predicted}
         found |= {"limit_bytes": step.memory.limit, "need_bytes": step.memory.need}

@@ -69,6 +69,10 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
     )
+    p.add_argument(
+        "--gradients", default="keep", choices=["keep", "ring"],
+        help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
+    )  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument(
@@ -165,6 +169,8 @@ def train(a: argparse.Namespace) -> dict[str, float]:
             workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
         )  # fmt: skip
 
+    if a.gradients == "ring":
+        optimizer.update_in_backward()
     memory = None
     if a.memory_limit is not None:
         memory = limit_memory(model, -(-a.batch // comm.size), a.memory_limit, momentum=a.momentum)
