@@ -196,19 +196,19 @@ def limited_steps() -> str:
     rows = [
         [
             row["case"], row["arm"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", f"{row['ratio_to_bound']:.2f}",
-            f"{row['predicted_ratio']:.2f}", f"{gib(row['peak_bytes'])} of {gib(row['unlimited_peak_bytes'])}",
+            f"{row['predicted_ratio']:.2f}", f"{gib(row['peak_bytes'])} of {gib(row['need_bytes'])}",
             gib(row["moved_bytes"]), gib(row["made_again_bytes"]),
         ]
         for row in limited
     ]  # fmt: skip
-    head = ["network, images, batch", "plan, limit", "ms", "times unlimited", "times bound", "predicted", "peak GiB"]
-    parts = [markdown([*head, "moved GiB", "made again GiB"], rows)]
+    head = ["network, images, batch", "plan, limit", "ms", "times unlimited", "times bound", "predicted"]
+    parts = [markdown([*head, "peak GiB of need", "moved GiB", "made again GiB"], rows)]
     rows = []
-    for case, row in {row["case"]: row for row in found}.items():
-        rows.append([case, "minidl, no limit", f"{row['unlimited_ms']:.1f}", gib(row["unlimited_peak_bytes"])])
+    for case, row in {row["case"]: row for row in limited}.items():
+        rows.append([case, "minidl", f"{row['unlimited_ms']:.1f}", gib(row["need_bytes"])])
         for name, ms in sorted(row["peers"].items(), key=lambda item: item[1]):
             rows.append([case, name, f"{ms:.1f}", gib(row["peer_peak_bytes"][name])])
-    parts.append(markdown(["network, images, batch", "without a plan", "ms", "peak GiB"], rows))
+    parts.append(markdown(["network, images, batch", "without a plan", "ms", "GiB"], rows))
     return "\n\n".join(parts) if limited else ""
 
 
