@@ -14,6 +14,7 @@ from minidl.cuda.launch import dry_run, observed
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, Joint, Race, limit_memory, pin, problem, validate, widen
 from minidl.memory.execute import ScriptedStore
+from minidl.memory.joint import PAIRED_GROUP
 from minidl.memory.placement import Piece, pack, require_apart
 from minidl.memory.program import prove
 from minidl.memory.record import record_step
@@ -46,7 +47,7 @@ def _labels(name: str, image: int, batch: int) -> tuple[int, ...]:
 
 @functools.cache
 def _planned(case, fusion: str = "none"):
-    """A recording, and plans for it: all moved, much made again, both, nothing."""
+    """A recording, and plans for it: all moved, much made again, both, pairs of blocks, nothing."""
     name, image, batch, precision = case
     graph = _graph(name, image)
     with dry_run():
@@ -57,14 +58,14 @@ def _planned(case, fusion: str = "none"):
         layer.deferred = deferred.get(layer.name, False)
     recording = record_step(graph, batch, precision=precision)
     trace = recording.trace
-    plans = []
-    for window in ((1, 1), (0, 0)):
-        p = problem(trace, window, least=2048)
-        middle = (p.floor + p.peak) // 2
-        plans += [pin(p, p.floor), pin(p, middle), pin(p, p.peak)]
-        joint = Joint(p, [1e-3 + (step.bytes + step.flop / 10) * 1e-9 for step in trace.steps])
-        for limit in (p.floor, middle):
-            plans += [joint.solve(limit, price) for price in (1e-9, 2e-8, 1e3)]
+    times = [1e-3 + (step.bytes + step.flop / 10) * 1e-9 for step in trace.steps]
+    p, tight = problem(trace, least=2048), problem(trace, (0, 0), least=2048)
+    middle = (p.floor + p.peak) // 2
+    plans = [pin(p, p.floor), pin(p, middle), pin(p, p.peak), pin(tight, tight.floor)]
+    joint = Joint(p, times)
+    plans += [joint.solve(p.floor, 2e-8), joint.solve(middle, 2e-8), Joint(tight, times).solve(tight.floor, 1e3)]
+    coarse = problem(trace, least=1 << 15)
+    plans.append(Joint(coarse, times, largest=PAIRED_GROUP).solve(coarse.floor, 1e3))
     return recording, [widen(trace, plan) for plan in plans]
 
 
