@@ -223,7 +223,7 @@ class Arena:
             self.grad = self.wire
 
     def ring(self, slots: int, update: Callable[[int, int], None]) -> None:
-        """Hold the gradients of ``slots`` messages only: each message is updated within the backward pass.
+        """Hold the gradients of ``slots`` neighbouring messages: each message is updated within the backward pass.
 
         ``update(begin, end)`` is called between two layers, when all layers of the message have run backward and its
         all-reduce is over, before another message takes its slot. Weights, momentum and their bits are those of updates
@@ -231,22 +231,22 @@ class Arena:
         """
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         rounded = self.wire is not self.grad
-        size = (self.slots * self._slot_size,)
-        self.grad = self.ops.zeros(size, np.dtype(np.float32))
-        self.wire = self.ops.empty(size, self.wire.dtype) if rounded else self.grad
+        sizes = [m.end - m.begin for m in self.messages]
+        self._places = _ring_places(sizes, self.slots)
+        size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
+        if size >= self.trainable_size:
+            self._places, size = self._begins, self.trainable_size
+        self.grad = self.ops.zeros((size,), np.dtype(np.float32))
+        self.wire = self.ops.empty((size,), self.wire.dtype) if rounded else self.grad
         self.settle()
         self.begin_step()
-
-    @property
-    def _slot_size(self) -> int:
-        return max((m.end - m.begin for m in self.messages), default=0)
 
     def _at(self, begin: int) -> int:
         """Where in ``grad`` the element lies that would be number ``begin`` if it held all."""
         if not self.slots:
             return begin
         number = bisect.bisect_right(self._begins, begin) - 1
-        return number % self.slots * self._slot_size + begin - self._begins[number]
+        return self._places[number] + begin - self._begins[number]
 
     def gradient(self, begin: int, end: int) -> Any:
         """The gradients of elements ``begin`` to ``end``, which belong to one message."""
@@ -387,6 +387,19 @@ class Arena:
             self.ops.copy_into(
                 self.gradient(message.begin, message.end), self.wire[at : at + message.end - message.begin]
             )
+
+
+def _ring_places(sizes: Sequence[int], slots: int) -> list[int]:
+    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
+    places: dict[int, int] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lowest = 0
+        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
+            if places[j] - lowest >= sizes[i]:
+                break
+            lowest = max(lowest, places[j] + sizes[j])
+        places[i] = lowest
+    return [places[i] for i in range(len(sizes))]
 
 
 def _drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:
