@@ -1,4 +1,4 @@
-"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES``; losses and weights go to OUT.
+"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [SLOTS]``; the answer goes to OUT.
 
 The network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of
 7 samples does not divide by any number of ranks but one.
@@ -28,7 +28,7 @@ def network():
     return graph.output(m.Linear(96, 4, name="fc")(x))
 
 
-def main(out: Path, device: str, group_bytes: int) -> None:
+def main(out: Path, device: str, group_bytes: int, slots: int = 0) -> None:
     comm = dist.init(device)
     model = m.Model(network(), device=device, comm=comm, seed=3, group_bytes=group_bytes)
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
@@ -40,6 +40,8 @@ def main(out: Path, device: str, group_bytes: int) -> None:
         for split in ("train", "test")
     ]  # fmt: skip
     optimizer = m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3)
+    if slots:
+        optimizer.update_in_backward(slots)
     loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm)
     run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3)
     losses, train = [], run._train
@@ -61,4 +63,4 @@ def main(out: Path, device: str, group_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
