@@ -12,13 +12,15 @@ import minidl as m
 from minidl import checkpoint, cli, models
 from minidl.cuda.launch import dry_run, observed
 from minidl.fusion import fuse
-from minidl.memory import Infeasible, Joint, Race, limit_memory, pin, problem, validate, widen
+from minidl.memory import Infeasible, Joint, Race, Violation, limit_memory, pin, problem, validate, widen
 from minidl.memory.execute import ScriptedStore
 from minidl.memory.joint import PAIRED_GROUP
 from minidl.memory.placement import Piece, pack, require_apart
 from minidl.memory.program import prove
 from minidl.memory.record import record_step
 from minidl.memory.script import write
+from minidl.profile.spans import NULL_PROFILER
+from minidl.store import TensorStore
 from tests.conftest import CUDA
 from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
 from tests.memory_engine import DryEngine, Hazard, Judge
@@ -120,7 +122,7 @@ def test_every_kernel_meets_the_tensors_of_an_unplanned_step(case, fusion):
     for plan in plans:
         script = write(recording, plan)
         validate(recording.trace, plan, script.operations)
-        engine, judge = _walked(case, fusion, script)
+        engine, judge = _walked(model, case, script)
         half = len(judge.kernels) // 2
         _require_same_tensors(plain.kernels, judge.kernels[:half])
         assert judge.kernels[:half] != judge.kernels[half:], "each step makes its arrays anew"
@@ -129,9 +131,8 @@ def test_every_kernel_meets_the_tensors_of_an_unplanned_step(case, fusion):
     assert kinds >= {"keep", "offload"} and (case[0] == "mixed" or "recompute" in kinds)
 
 
-def _walked(case, fusion, script, count: int = 2, **options):
+def _walked(model, case, script, count: int = 2, **options):
     with dry_run() as log:
-        model = _model(case, fusion)
         engine = DryEngine(script.arena_bytes, script.host_bytes, **options)
         log.watcher = judge = Judge(engine)
         _steps(model, case, engine, script, judge, count)
@@ -146,9 +147,11 @@ def test_each_wait_that_is_left_out_is_missed():
     script = write(recording, plan)
     waits = [i for i, op in enumerate(script.operations) if op.kind == "wait"]
     missed = 0
+    with dry_run():
+        model = _model(case, "none")
     for number in range(len(waits)):
         try:
-            _walked(case, "none", script, 1, deaf=number)
+            _walked(model, case, script, 1, deaf=number)
         except Hazard:
             missed += 1
     # The proof counts memory that changed hands as the same wherever it lies; at real offsets some waits guard nothing.
@@ -442,6 +445,25 @@ def test_an_error_in_mid_step_leaves_the_store_usable(bench):
         _train(model, memory, 8)
         model.eval()
         assert model.forward(model.ops.zeros((20, 32, 32, 3), np.dtype(np.float32))).shape == (20, 10)
+
+
+def test_a_plan_made_before_is_taken_and_another_limit_replaces_it(bench):
+    context, make = bench
+    with context():
+        model, memory = _limited("60%", make)
+        plan = memory.script.plan
+        again = limit_memory(model, 8, "60%", plan=plan, least=2048, engine=make)
+        assert again.script.plan == plan and model.store is again.store
+        _train(model, again, 8)
+        with pytest.raises(ValueError, match="plan must be one for this model, batch and GPU"):
+            limit_memory(model, 7, "60%", plan=plan, least=2048, engine=make)
+        with pytest.raises(Violation, match="over the limit"):
+            limit_memory(model, 8, "40%", plan=plan, least=2048, engine=make)
+        _train(model, again, 8)
+        again.release()
+        assert type(model.store) is TensorStore and model.profiler is NULL_PROFILER
+        model.forward(model.ops.zeros((3, 32, 32, 3), np.dtype(np.float32)))
+        assert model.store.saved_bytes
 
 
 def test_a_step_that_is_not_the_planned_one_is_refused(bench):

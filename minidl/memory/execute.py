@@ -16,12 +16,12 @@ from minidl import checks
 from minidl.memory.nested import mapped
 from minidl.memory.plan import human
 from minidl.memory.program import Operation
-from minidl.memory.record import Place, Run
+from minidl.memory.recording import Place, Run
 from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
 from minidl.store import TensorStore
 
-__all__ = ["Engine", "ScriptedStore"]
+__all__ = ["Cues", "Engine", "ScriptedStore"]
 
 _PASSES = ("forward", "backward_weight", "backward_data")
 
@@ -115,7 +115,7 @@ class ScriptedStore(TensorStore):
             self.clear()
 
     def watch(self, profiler: Profiler) -> Profiler:
-        return _Cues(self, profiler.inner if isinstance(profiler, _Cues) else profiler)
+        return Cues(self, profiler.inner if isinstance(profiler, Cues) else profiler)
 
     def cue(self, layer: str, pass_name: str, span: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """A context around one pass of a layer, as the profiler sees it."""
@@ -284,7 +284,7 @@ class ScriptedStore(TensorStore):
         return self.engine.view(self.engine.offset(item) + shift, item.shape, item.strides, item.dtype)
 
 
-class _Cues:
+class Cues:
     """A profiler that tells the store of each pass, and ``inner`` of all it is told."""
 
     def __init__(self, store: ScriptedStore, inner: Profiler):

@@ -11,17 +11,19 @@ from typing import Any
 from minidl import checks
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.memory.execute import Engine, ScriptedStore
+from minidl.memory.execute import Cues, Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, Problem, problem
 from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Plan, human
-from minidl.memory.record import Recording, record_step
+from minidl.memory.record import record_step
+from minidl.memory.recording import Recording
 from minidl.memory.script import Script, fitted, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.times import CEILINGS, link_of, modelled
 from minidl.memory.trace import Trace
 from minidl.model import Model
+from minidl.store import TensorStore
 
 __all__ = ["LimitedMemory", "limit_memory"]
 
@@ -49,7 +51,8 @@ class LimitedMemory:
         self._require_host()
         times = self._times(recording.trace)
         self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
-        make = options.get("engine") or _gpu
+        _release(model)  # another limit's memory
+        make = options["engine"] or _gpu
         self.store = ScriptedStore(make(self.script.arena_bytes, self.script.host_bytes))
         self._scripts = {batch: self.script}
         _attach(model, self.store)
@@ -76,6 +79,12 @@ class LimitedMemory:
             self._scripts[samples] = self._smaller(samples)
         with self.store.running(self._scripts[samples]):
             yield
+
+    def release(self) -> None:
+        """Give the memory back: the model keeps everything again, as without a limit."""
+        _release(self._model)
+        self._scripts.clear()
+        del self.store
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -131,12 +140,12 @@ class LimitedMemory:
         raise checks.bad_value("memory", "samples", "a batch that fits into the arenas planned", samples, remedy)
 
     def _times(self, trace: Trace) -> list[float]:
-        times = self._options.get("times")
+        times = self._options["times"]
         return times(trace) if times is not None else modelled(trace, _RATES)
 
     @property
     def _link(self) -> Link:
-        return self._options.get("link") or link_of(_RATES)
+        return self._options["link"] or link_of(_RATES)
 
     def _require_plan(self, trace: Trace) -> None:
         plan = self._options["plan"]
@@ -145,7 +154,7 @@ class LimitedMemory:
             raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
 
     def _require_host(self) -> None:
-        needed, budget = self.script.host_bytes, self._options.get("host_limit")
+        needed, budget = self.script.host_bytes, self._options["host_limit"]
         if budget is None and (whole := host_budget()) is not None:
             budget = whole // self._model.comm.local_size
         if budget is not None and needed > budget:
@@ -186,9 +195,10 @@ def limit_memory(
             model.backward(loss.backward(optimizer.loss_scale))
         optimizer.step()
 
-    Every plan gives the bits of a step without a limit. All memory is allocated here: the arena of the steps on the
-    device, what travels on the host. The limit is for training steps, parameters, gradients, momentum and the batch
-    included; the CUDA context and loaded kernels come on top, and so do the activations of evaluation between steps.
+    The loss is `SoftmaxCrossEntropy`. Every plan gives the bits of a step without a limit. All memory is allocated
+    here: the arena of the steps on the device, what travels on the host. The limit is for training steps, parameters,
+    gradients, momentum and the batch included; the CUDA context and loaded kernels come on top, and so do the
+    activations of evaluation between steps.
 
     Args:
         batch: most samples of a step.
@@ -222,11 +232,16 @@ def _gpu(arena_bytes: int, host_bytes: int) -> Engine:
     return CopyEngine(arena_bytes, host_bytes)
 
 
-def _attach(model: Model, store: ScriptedStore) -> None:
+def _attach(model: Model, store: TensorStore) -> None:
     model.store = store
     for layer in model.layers:
         layer.store = store
-    model.observe(model.profiler)
+    model.observe(model.profiler.inner if isinstance(model.profiler, Cues) else model.profiler)
+
+
+def _release(model: Model) -> None:
+    if isinstance(model.store, ScriptedStore):
+        _attach(model, TensorStore())
 
 
 def _bare(graph: Graph) -> Graph:

@@ -25,6 +25,7 @@ from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.memory.nested import mapped, parts
+from minidl.memory.recording import Allocation, Place, Recording, Run
 from minidl.memory.trace import Step, Tensor, Trace
 from minidl.model import Model
 from minidl.optim import SGD
@@ -32,67 +33,9 @@ from minidl.precision import Precision
 from minidl.profile import PassCost
 from minidl.store import Slot, TensorStore
 
-__all__ = ["Allocation", "Place", "Recording", "Run", "Watcher", "record", "record_step", "root"]
+__all__ = ["Watcher", "record", "record_step", "root"]
 
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """An array seen as a part of a tensor of the trace: ``offset`` bytes from where that begins."""
-
-    tensor: int
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class Allocation:
-    """One array that the step makes.
-
-    Attributes:
-        step: the pass that makes it.
-        tensor: of the trace; None for what does not outlive the pass.
-        begin, end: when it is made and dropped, counted in allocations and frees; see `Recording.ticks`.
-        handed_out: the caller gets it, or it stays when the step is over: it must not lie where the next step writes.
-    """
-
-    nbytes: int
-    step: int
-    tensor: int | None
-    begin: int
-    end: int
-    handed_out: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One forward pass of a layer: what it was given, saved and gave, arrays as `Place`s; parameters as they are."""
-
-    layer: Layer
-    given: tuple[Any, ...]
-    saved: Mapping[str, Any]
-    result: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Recording:
-    """A step as it was walked: its trace, and what an executor must know to hand out the same memory again.
-
-    Attributes:
-        allocations: in order.
-        ticks: for each step its first and last tick.
-        runs: by forward step.
-        device: the GPU that was imagined.
-    """
-
-    trace: Trace
-    allocations: tuple[Allocation, ...]
-    ticks: tuple[tuple[int, int], ...]
-    runs: Mapping[int, Run]
-    device: DeviceRecord
 
 
 @dataclasses.dataclass

@@ -17,7 +17,8 @@ from minidl.memory.nested import mapped, parts
 from minidl.memory.placement import Piece, pack
 from minidl.memory.plan import Decision, Infeasible, Plan, human, too_small
 from minidl.memory.program import Operation, program
-from minidl.memory.record import Place, Recording, Run, Watcher, root
+from minidl.memory.record import Watcher, root
+from minidl.memory.recording import Place, Recording, Run
 from minidl.memory.trace import Trace
 from minidl.shapes import round_up
 
