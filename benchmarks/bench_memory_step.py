@@ -35,7 +35,7 @@ from minidl.bench.step import TrainingStep
 from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
-from minidl.memory import Infeasible, LimitedMemory, limit_memory
+from minidl.memory import Infeasible, limit_memory
 from minidl.memory.plan import Plan, human
 from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
@@ -68,16 +68,6 @@ def arguments() -> argparse.Namespace:
 
 def graph(a: argparse.Namespace) -> Any:
     return models.build(a.model, (a.image_size, a.image_size, 3), 2 if a.model == "unet" else 1000)
-
-
-class LimitedStep(TrainingStep):
-    """A training step by plan."""
-
-    memory: LimitedMemory
-
-    def __call__(self) -> Any:
-        with self.memory.step():
-            return super().__call__()
 
 
 # -- what the driver says ---------------------------------------------------------------------------------------------
@@ -151,8 +141,7 @@ def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict
     """One arm: bits of the first steps, times of the replayed graph, peak of the driver."""
     empty()
     before = used_bytes()
-    make = TrainingStep if limit is None else LimitedStep
-    step = make(graph(a), batch=a.batch, device="cuda", precision=a.precision)
+    step = TrainingStep(graph(a), batch=a.batch, device="cuda", precision=a.precision)
     found: dict[str, Any] = {"limit": limit}
     if limit is not None:
         begun = time.perf_counter()
@@ -160,15 +149,15 @@ def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict
         times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
         options = {"rebuild": rebuild, "times": times}
         try:
-            step.memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
+            memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
         except ValueError as error:
             if plan is None:
                 raise
             print(f"planning anew: {error}", flush=True)
-            step.memory = limit_memory(step.model, a.batch, limit, **options)
+            memory = limit_memory(step.model, a.batch, limit, **options)
         found["plan_s"] = time.perf_counter() - begun
-        found |= {"script": step.memory.script, "predicted": step.memory.predicted}
-        found |= {"limit_bytes": step.memory.limit, "need_bytes": step.memory.need}
+        found |= {"script": memory.script, "predicted": memory.predicted}
+        found |= {"limit_bytes": memory.limit, "need_bytes": memory.need}
     found["bits"] = bits(step)
     eager = used_bytes() - before
     empty()  # the graph is captured on another stream, with a pool of its own

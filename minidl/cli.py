@@ -181,7 +181,7 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     trainer = Trainer(
         model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
-        epochs=a.epochs, output=a.output, profile=profile, memory=memory,
+        epochs=a.epochs, output=a.output, profile=profile,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},
     )  # fmt: skip
     if a.resume is not None:

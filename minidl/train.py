@@ -16,7 +16,6 @@ from minidl.data import Batch, Loader
 from minidl.dist import abort
 from minidl.dist.agree import require_same, require_same_arrays
 from minidl.loss import SoftmaxCrossEntropy, Totals
-from minidl.memory import LimitedMemory
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
@@ -42,13 +41,6 @@ class _Unwatched:
 
     def finish(self, trainer: Trainer) -> None:
         pass
-
-
-class _Unlimited:
-    _nothing = nullcontext()
-
-    def step(self, samples: int) -> AbstractContextManager[None]:
-        return self._nothing
 
 
 @dataclass
@@ -90,7 +82,6 @@ class Trainer:
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
         profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
-        memory: `minidl.memory.limit_memory` of the model: steps stay within a limit of GPU memory, with the same bits.
 
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
@@ -114,7 +105,6 @@ class Trainer:
         report_every: int = 20,
         settings: dict[str, Any] | None = None,
         profile: StepWatch | None = None,
-        memory: LimitedMemory | None = None,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
@@ -127,7 +117,6 @@ class Trainer:
         self.settings = settings or {}
         checkpoint.require_json(self.settings, "settings")
         self.profile = profile or _Unwatched()
-        self.memory = memory or _Unlimited()
         self.step = 0
         self.comm = model.comm
         self.display = display or progress(self.comm.rank)
@@ -266,7 +255,7 @@ class Trainer:
         abort.context["step"] = self.step
         self.optimizer.set_lr(self.schedule(self.step))
         self.model.train()
-        with self.profile.step(self, len(batch.images)), self.memory.step(len(batch.images)):
+        with self.profile.step(self, len(batch.images)), self.model.store.step(len(batch.images)):
             logits = self.model.forward(batch.images, first_sample=batch.first_sample)
             totals = self.loss.forward(logits, batch.labels)
             self.model.backward(self.loss.backward(self.optimizer.loss_scale))

@@ -98,8 +98,10 @@ class TrainingStep:
 
     def __call__(self) -> Totals:
         """Run, or start, one step."""
-        totals = self.loss.forward(self.model.forward(self.x, first_sample=self.comm.rank * self.batch), self.labels)
-        self.model.backward(self.loss.backward(self.optimizer.loss_scale))
+        with self.model.store.step(self.batch):
+            logits = self.model.forward(self.x, first_sample=self.comm.rank * self.batch)
+            totals = self.loss.forward(logits, self.labels)
+            self.model.backward(self.loss.backward(self.optimizer.loss_scale))
         self.optimizer.step()
         return totals
 

@@ -55,19 +55,20 @@ class Engine(Protocol):
 
 
 class ScriptedStore(TensorStore):
-    """Runs the steps of a model by scripts, each within `running`; outside it keeps everything, as any store.
+    """Runs the steps of a model by scripts, each within `step`; outside it keeps everything, as any store.
 
     Args:
         engine: memory and streams, large enough for every script.
+        script_for: the script of a step of so many samples.
 
     Attributes:
         at: the step that runs, or ran last; -1 before the first.
         rebuilding: the tensor that is being made again; None else.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, script_for: Callable[[int], Script]):
         super().__init__()
-        self.engine = engine
+        self.engine, self.script_for = engine, script_for
         self._script: Script | None = None
         self._reset()
 
@@ -87,17 +88,21 @@ class ScriptedStore(TensorStore):
     # -- a step -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, script: Script) -> Iterator[None]:
+    def step(self, samples: int) -> Iterator[None]:
         """Around forward, loss and backward of one training step; the update may be within or behind it.
 
-        An error within leaves the store ready for the next step. So does a step without a backward pass, after waiting
-        for the device.
+        Without samples, on a rank that got none of a last batch, nothing is planned. An error within leaves the store
+        ready for the next step. So does a step without a backward pass, after waiting for the device.
 
         Raises:
             RuntimeError: when the step asks for other arrays, or runs other passes, than the one that was planned for.
         """
         if self._script is not None:
             raise checks.order("memory", "a step within a step", "leave the first one")
+        if samples == 0:
+            yield
+            return
+        script = self.script_for(samples)
         self.clear()
         self._script = script
         self._requests = iter(script.requests)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from minidl import checks
@@ -53,13 +53,12 @@ class LimitedMemory:
         self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
         _release(model)  # another limit's memory
         make = options["engine"] or _gpu
-        self.store = ScriptedStore(make(self.script.arena_bytes, self.script.host_bytes))
+        self.store = ScriptedStore(make(self.script.arena_bytes, self.script.host_bytes), self._script_for)
         self._scripts = {batch: self.script}
         _attach(model, self.store)
 
-    @contextmanager
-    def step(self, samples: int | None = None) -> Iterator[None]:
-        """Around forward, loss and backward of one training step.
+    def step(self, samples: int | None = None) -> AbstractContextManager[None]:
+        """A context around forward, loss and backward of one training step; the `Trainer` opens it by itself.
 
         Args:
             samples: of this step; default and at most: those of the plan. A smaller number gets a plan of its own, in
@@ -68,17 +67,15 @@ class LimitedMemory:
         Raises:
             ValueError: for more samples than were planned for.
         """
-        samples = self._batch if samples is None else samples
-        if samples == 0:  # a rank that got none of a last batch
-            yield
-            return
+        return self.store.step(self._batch if samples is None else samples)
+
+    def _script_for(self, samples: int) -> Script:
         if samples not in self._scripts:
             if not 1 <= samples <= self._batch:
                 remedy = "limit_memory with the largest batch"
                 raise checks.bad_value("memory", "samples", f"in 0..{self._batch}", samples, remedy)
             self._scripts[samples] = self._smaller(samples)
-        with self.store.running(self._scripts[samples]):
-            yield
+        return self._scripts[samples]
 
     def release(self) -> None:
         """Give the memory back: the model keeps everything again, as without a limit."""
