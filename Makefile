@@ -33,7 +33,7 @@ except (ImportError, RuntimeError) as error:
 endef
 export REQUIRE_GPU
 
-.PHONY: help env build train test test-gpu sanitize test-mpi lint format bench report clean distclean
+.PHONY: help env build train test test-gpu sanitize test-mpi lint format bench docs report clean distclean
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -64,7 +64,7 @@ test-mpi: $(BUILT) ## the tests that start several ranks
 lint: $(ENVIRONMENT) ## ruff and cython-lint
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" cython-lint minidl/cpu
+	@PATH="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" cython-lint minidl
 
 format: $(ENVIRONMENT) ## let ruff put the sources into shape
 	@$(PY) -m ruff check --fix .
@@ -72,6 +72,9 @@ format: $(ENVIRONMENT) ## let ruff put the sources into shape
 
 bench: $(BUILT) ## run the benchmarks (BENCH=benchmarks/bench_conv.py for one; docs/benchmarks.md has a command per table)
 	@for script in $(BENCH); do echo "$$script"; $(PY) "$$script" $(ARGS) || exit 1; done
+
+docs: $(BUILT) ## the documentation as a site, in build/docs
+	@$(PY) -m sphinx -W --keep-going -q -b html docs build/docs && echo build/docs/index.html
 
 report: $(BUILT) ## make the tables and pictures of README.md and docs/ from benchmarks/results/
 	@$(PY) benchmarks/report.py --pictures

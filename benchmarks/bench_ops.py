@@ -217,6 +217,25 @@ def pooling(dtype: str) -> Iterator[Case]:
                    {"torch-eager": torch_adaptive_backward})  # fmt: skip
 
 
+def images(dtype: str) -> Iterator[Case]:
+    """Bytes of a batch of images to what the network takes."""
+    shape = BATCH, 224, 224, 3
+    size, width = math.prod(shape), DTYPES[dtype].itemsize
+
+    def make() -> Call:
+        pixels, scale, shift = ops.zeros(shape, np.uint8), ops.zeros(3, float32), ops.zeros(3, float32)
+        return lambda: ops.normalise(pixels, scale, shift, DTYPES[dtype])
+
+    def torch_make() -> Call:
+        import torch
+
+        pixels = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+        scale, shift = (torch.zeros(3, device="cuda") for _ in range(2))
+        return lambda: (pixels * scale + shift).to(torch_type(dtype))
+
+    yield Case("normalise/3@224", "forward", dtype, size * (1 + width), make, {"torch-eager": torch_make})
+
+
 def loss(dtype: str) -> Iterator[Case]:
     width = DTYPES[dtype].itemsize
     row_overhead = 8 + 4  # an int64 label and a float32 log-sum
@@ -337,7 +356,7 @@ def cases(dtypes: list[str], only: str) -> list[Case]:
         for label, size in ACTIVATIONS.items():
             found += elementwise(label, (BATCH, *size), dtype)
             found += batch_norm(label, (BATCH, *size), dtype)
-        found += [*pooling(dtype), *loss(dtype), *optimizer(dtype)]
+        found += [*images(dtype), *pooling(dtype), *loss(dtype), *optimizer(dtype)]
     return [case for case in found if only in case.name]
 
 

@@ -15,6 +15,7 @@ from minidl.bench import command as bench
 from minidl.bench import plan, tuning
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
+from minidl.config import use_config
 from minidl.dist import abort
 from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
@@ -49,11 +50,17 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _verb(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    """The parser of one verb's options."""
+    (verbs,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return verbs.choices[name]
+
+
 def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
     p.add_argument("--data-path", help="folder of the data set's files")
-    p.add_argument("--image-size", type=int, help="side of the images of synthetic data")
+    p.add_argument("--image-size", type=int, help="side of the images of synthetic data and image folders")
     p.add_argument("--classes", type=int, help="classes of synthetic data")
     p.add_argument("--samples", type=int, help="samples of synthetic data")
     p.add_argument("--epochs", type=int, default=30)
@@ -82,13 +89,18 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
     p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
+    p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
-    arguments = parser().parse_args(argv)
+    top = parser()
+    arguments = top.parse_args(argv)
     try:
+        if getattr(arguments, "config", None):
+            use_config(_verb(top, arguments.verb), arguments.config)
+            arguments = top.parse_args(argv)
         status = _VERBS[arguments.verb](arguments)
         dist.world().close()
         return status
@@ -112,8 +124,8 @@ def _interrupted(arguments: argparse.Namespace) -> NoReturn:
 
 
 def _train(a: argparse.Namespace) -> int:
-    train(a)
-    return 0
+    _, trainer = _trained(a)
+    return 0 if trainer.stopped is None else 128 + trainer.stopped  # as shells report a signal
 
 
 def _info(a: argparse.Namespace) -> int:
@@ -126,19 +138,22 @@ def _info(a: argparse.Namespace) -> int:
 
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
-    """Training and test set; options of synthetic data only where they apply."""
+    """Training and test set; options only where they apply."""
+    given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
     options: dict[str, Any] = {}
     sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
     if a.data == "synthetic":
-        given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
         size, samples = given(a.image_size, 32), given(a.samples, 2048)
         sizes = {"n": samples}, {"n": max(samples // _TEST_SHARE, 1)}
         options = {"shape": (size, size, 3), "num_classes": given(a.classes, 10), "seed": a.seed}
         options["task"] = "segmentation" if a.model == "unet" else "classification"
-    else:
-        for name in ("image_size", "classes", "samples"):
-            if getattr(a, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for --data synthetic, not for {a.data}")
+    elif a.data == "folder":
+        options = {"size": given(a.image_size, 224)}
+    taken = {"synthetic": ("image_size", "classes", "samples"), "folder": ("image_size",)}
+    for name in ("image_size", "classes", "samples"):
+        if getattr(a, name) is not None and name not in taken.get(a.data, ()):
+            fits = " or ".join(data_set for data_set, names in taken.items() if name in names)
+            raise ValueError(f"--{name.replace('_', '-')} is for --data {fits}, not for {a.data}")
     return tuple(
         data.dataset(a.data, a.data_path, split, **options, **n)
         for split, n in zip(("train", "test"), sizes, strict=True)
@@ -147,6 +162,10 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
 
 def train(a: argparse.Namespace) -> dict[str, float]:
     """``minidl train`` with parsed options, on every rank; the last epoch's figures, named as in metrics.csv."""
+    return _trained(a)[0]
+
+
+def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     checks.at_least("--epochs", "number", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
@@ -162,11 +181,14 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     fuse(model, a.fusion)
     optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
 
+    # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
+    transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
+
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
         return data.Loader(
             dataset, a.batch, rank=comm.rank, size=comm.size, seed=a.seed, dtype=mode.storage,
-            workers=a.workers, transfer=ops.uploader(), **normal, **kwargs,
+            workers=a.workers, **transfer, **normal, **kwargs,
         )  # fmt: skip
 
     if a.gradients == "ring":
@@ -195,11 +217,14 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
-    return row
+    return row, trainer
 
 
 def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None) -> None:
     """The last lines: the figure, what was written, what to try next."""
+    if trainer.stopped is not None:
+        print(f"stopped by {trainer.stopped.name} after step {trainer.step}; the same with --resume goes on")
+        return
     if not row:
         print(f"nothing left to do: {a.output} is at epoch {trainer.epochs}; raise --epochs to go on")
         return

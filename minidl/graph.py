@@ -1,4 +1,4 @@
-"""Graph: a flat list of nodes in execution order, built by calling layers on nodes.
+"""Graph: a flat list of nodes in execution order, built by calling layers on nodes::
 
     graph = Graph()
     x = graph.input((32, 32, 3))

@@ -45,6 +45,7 @@ class Model:
             None: what `minidl tune comm` measured on this machine, else 4 MiB.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
+        input_grad: `backward` returns the gradient of the input, too.
 
     Raises:
         ValueError: unknown names, a plan or starting weights that differ between ranks.
@@ -63,6 +64,7 @@ class Model:
         profiler: Profiler = NULL_PROFILER,
         group_bytes: int | None = None,
         message_dtype: str = "fp32",
+        input_grad: bool = False,
     ):
         if not isinstance(graph, Graph):
             raise checks.bad_dtype(
@@ -96,7 +98,8 @@ class Model:
         self.arena.connect(comm, group_bytes, parse_precision(message_dtype).storage)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
-        self._needs_grad = _needs_grad(graph)
+        self.input_grad = input_grad
+        self._needs_grad = [True] * len(graph.nodes) if input_grad else _needs_grad(graph)
         self._shapes: tuple[int, ...] | None = None
         self.training = True
         self._agree()
@@ -153,22 +156,25 @@ class Model:
             y = layer.forward(*(values[i].array for i in node.inputs), grad=grad)
         return y if isinstance(y, Value) else Value(y)
 
-    def backward(self, dy: Any, *, accumulate: bool = False, send: bool = True) -> None:
+    def backward(self, dy: Any, *, accumulate: bool = False, send: bool = True) -> Any:
         """Back through the last forward pass; gradients land in the arena and their messages start.
 
         Args:
             dy: gradient of the output.
             accumulate, send: see `minidl.params.Arena.begin_step`.
+
+        Returns:
+            The gradient of the input with ``input_grad``, else None.
         """
         self.arena.begin_step(accumulate=accumulate, send=send)
         try:
-            self._walk_back(dy)
+            return self._walk_back(dy)
         except BaseException:
             self.arena.abandon()
             raise
 
-    def _walk_back(self, dy: Any) -> None:
-        """The layers in reverse, each on the sum of its readers' gradients."""
+    def _walk_back(self, dy: Any) -> Any:
+        """The layers in reverse, each on the sum of its readers' gradients; the gradient that reaches the input."""
         grads: list[Any] = [None] * len(self.graph.nodes)
         grads[self.output_node.index] = dy
         for node in reversed(self.graph.nodes):
@@ -188,6 +194,7 @@ class Model:
                 grads[single] = dx
             else:
                 self._spread(node, dx, grads)
+        return finished(self.ops, grads[0]) if self.input_grad else None
 
     def _spread(self, node: Node, dx: Sequence[Any], grads: list[Any]) -> None:
         """Add the gradients of a join's inputs to what other readers contributed."""

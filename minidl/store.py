@@ -8,7 +8,7 @@ recomputes them, without any layer noticing: any store must give back the same b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -126,6 +126,24 @@ class TensorStore:
         """Forget everything: a step was abandoned between forward and backward."""
         self._slots.clear()
         self._stacks.clear()
+
+    def fork(self) -> TensorStore:
+        """A store with the same content, for going back through one forward pass more than once."""
+        twin = TensorStore()
+        slots = {id(slot): Slot(slot.array, slot.savers, slot.source) for slot in self._all_slots()}
+        twin._slots = {key: slots[id(slot)] for key, slot in self._slots.items()}
+        for owner, stack in self._stacks.items():
+            twin._stacks[owner] = [
+                {name: (item[0], slots[id(item[1])]) if _is_slot(item) else item for name, item in frame.items()}
+                for frame in stack
+            ]
+        return twin
+
+    def _all_slots(self) -> Iterator[Slot]:
+        """Those that a newer tensor at the same address has replaced, too."""
+        yield from self._slots.values()
+        for stack in self._stacks.values():
+            yield from (item[1] for frame in stack for item in frame.values() if _is_slot(item))
 
     @property
     def saved_bytes(self) -> int:

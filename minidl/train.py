@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from minidl.loss import SoftmaxCrossEntropy, Totals
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
+from minidl.stopping import StopRequest
 
 __all__ = ["StepWatch", "Trainer"]
 
@@ -83,6 +85,9 @@ class Trainer:
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
         profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
 
+    Attributes:
+        stopped: the signal that ended `fit` before its time.
+
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
             An output that is no folder.
@@ -118,6 +123,7 @@ class Trainer:
         checkpoint.require_json(self.settings, "settings")
         self.profile = profile or _Unwatched()
         self.step = 0
+        self.stopped: signal.Signals | None = None
         self.comm = model.comm
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
@@ -198,17 +204,21 @@ class Trainer:
     def fit(self) -> dict[str, float]:
         """Train to the last epoch; the last epoch's figures, named as in metrics.csv.
 
+        With an output folder, SIGTERM or SIGUSR1 on any rank ends it early on all: after a step, with a checkpoint and
+        no figures.
+
         What another run left in the output folder is replaced; its checkpoints, where it went further than this one
         has come, move into ``previous/`` with its metrics.
         """
         self._on_rank_0(self._open_output)
         row: dict[str, float] = {}
-        while self.train_loader.epoch < self.epochs:
-            try:
-                row = self._epoch()
-            except BaseException:
-                self.display.finish()  # a bar would go on drawing, and hide the cursor for good
-                raise
+        with StopRequest(self.comm) if self.output is not None else nullcontext() as request:
+            while self.train_loader.epoch < self.epochs and self.stopped is None:
+                try:
+                    row = self._epoch(request)
+                except BaseException:
+                    self.display.finish()  # a bar would go on drawing, and hide the cursor for good
+                    raise
         self.profile.finish(self)
         return row
 
@@ -220,7 +230,7 @@ class Trainer:
             print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
         self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
 
-    def _epoch(self) -> dict[str, float]:
+    def _epoch(self, request: StopRequest | None) -> dict[str, float]:
         epoch = self.train_loader.epoch
         done = self.train_loader.state()["next_batch"]
         self.display.start(f"epoch {epoch + 1}/{self.epochs}", len(self.train_loader), done)
@@ -232,6 +242,9 @@ class Trainer:
             if self.step % self.report_every == 0:
                 note = f"loss {self._read(running):.4f}"
             self.display.advance(note)
+            self.stopped = request.agreed() if request is not None else None
+            if self.stopped is not None:
+                return self._stop_here(running)
         self._read(running)
         seconds = time.perf_counter() - started
         loss, accuracy = running.means
@@ -249,6 +262,13 @@ class Trainer:
         if self.output is not None:
             self.save()
         return row
+
+    def _stop_here(self, running: _Running) -> dict[str, float]:
+        """In the middle of an epoch, for somebody who resumes."""
+        self._read(running)
+        path = self.save()
+        self.display.finish(f"stopped by {self.stopped.name} after step {self.step}; {path}")
+        return {}
 
     def _train(self, batch: Batch) -> Totals:
         """One step."""

@@ -199,3 +199,29 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 
     digests = [run(threads) for threads in (1, 2, 3)]
     assert len(digests[0]) == 65 and len(set(digests)) == 1
+
+
+# -- a loader's arrays ------------------------------------------------------------------------------------------------
+
+
+def test_an_uploader_brings_arrays_of_any_size_in_turn(ops, rng):
+    upload = ops.uploader()
+    hosts = [rng.integers(0, 256, 1 + 977 * i).astype(np.uint8) for i in range(20)] + [np.zeros((0, 3), np.float32)]
+    placed = [upload(host) for host in hosts]
+    for array, host in zip(placed, hosts, strict=True):
+        assert array.dtype == host.dtype
+        np.testing.assert_array_equal(ops.to_host(array), host)
+
+
+def test_copies_run_beside_later_work_and_are_waited_for(cuda_ops, rng):
+    """While the device is kept busy: what is read after `wait` is there, though nobody waited on the host."""
+    upload, busy = cuda_ops.uploader(), cuda_ops.zeros(1 << 26, np.float32)
+    hosts = [rng.standard_normal(1 << 20).astype(np.float32) for _ in range(8)]
+    sums, ahead = [], upload.start(hosts[0])
+    for host in [*hosts[1:], None]:
+        upload.wait()
+        array, ahead = ahead, None if host is None else upload.start(host)
+        busy = cuda_ops.add(busy, busy)
+        sums.append(cuda_ops.add(array, array))
+    for host, twice in zip(hosts, sums, strict=True):
+        np.testing.assert_array_equal(cuda_ops.to_host(twice), host + host)

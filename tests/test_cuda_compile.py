@@ -67,6 +67,14 @@ def call_array() -> None:
     ops.synchronize()
 
 
+def call_image() -> None:
+    (scale, shift) = _parameters(3, 3)
+    for dtype in STORAGE:
+        for source in (np.uint8, np.float32):
+            for batch in (2, 3):  # in vectors, and not
+                assert ops.normalise(ops.empty((batch, 4, 5, 3), source), scale, shift, dtype).dtype == dtype
+
+
 def call_batch_norm() -> None:
     for dtype in STORAGE:
         for x in _activations(dtype):

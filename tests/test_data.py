@@ -1,31 +1,29 @@
-"""Laws of data sets and loader: what a rank sees follows from seed, epoch and sample, never from the ranks."""
+"""Laws of the loader: what a rank sees follows from seed, epoch and sample, never from the ranks."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import json
-import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minidl import data
+from minidl import cpu, data
 from minidl.data import (
     ArrayDataset,
     Compose,
     Loader,
     RandomCrop,
     RandomHorizontalFlip,
-    cifar10,
     counter,
     dataset,
-    digits,
     shard,
     synthetic,
 )
@@ -322,6 +320,71 @@ def test_transfer_runs_at_most_one_batch_ahead():
     assert set(ahead) == {0, 1} and ahead[-1] == 0
 
 
+class Copying:
+    """A transfer whose arrays hold their values only after `wait`, and that keeps a log."""
+
+    def __init__(self):
+        self.log, self.pending = [], []
+
+    def start(self, array):
+        self.log.append("start")
+        self.pending.append((out := np.zeros_like(array), array))
+        return out
+
+    def wait(self):
+        if self.pending:
+            self.log.append("wait")
+        while self.pending:
+            out, array = self.pending.pop()
+            out[...] = array
+
+    def __call__(self, array):
+        out = self.start(array)
+        self.wait()
+        return out
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transfer_with_start_and_wait_runs_beside_the_step(workers):
+    expected = epoch_of(Loader(numbered(24), 5, workers=workers))
+    transfer, found, ahead = Copying(), [], []
+    for batch in Loader(numbered(24), 5, workers=workers, transfer=transfer):
+        found.append(replace(batch, images=batch.images.copy(), labels=batch.labels.copy()))
+        ahead.append(len(transfer.pending))  # images and labels that the step does not wait for
+        time.sleep(0.01)
+    assert_same_batches(found, expected)
+    assert set(ahead) == ({0} if workers == 0 else {0, 2}) and not transfer.pending
+    assert transfer.log == (["start", "start", "wait"] * len(expected))
+
+
+def test_a_loop_left_early_waits_for_what_it_started():
+    transfer = Copying()
+    batches = iter(Loader(numbered(24), 5, workers=2, transfer=transfer))
+    next(batches)
+    time.sleep(0.05)
+    next(batches)
+    assert transfer.pending
+    batches.close()
+    assert not transfer.pending
+
+
+@pytest.mark.parametrize("transfer", [None, np.copy, Copying()], ids=["none", "copy", "beside"])
+@pytest.mark.parametrize("dtype", [float32, bfloat16, float16], ids=str)
+def test_images_normalised_after_their_transfer_have_the_bits_of_the_workers(dtype, transfer):
+    images = np.random.default_rng(3).integers(0, 256, (20, 5, 4, 3)).astype(np.uint8)
+    options = {"mean": (0.2, 0.4, 0.6), "std": (0.3, 0.2, 0.1), "dtype": dtype, "augment": AUGMENT}
+    dataset = ArrayDataset(images, np.arange(20), 20)
+    expected = epoch_of(Loader(dataset, 6, **options))
+    seen = []
+
+    def normalise(images, scale, shift, dtype):
+        seen.append(images.dtype)
+        return cpu.normalise(images, scale, shift, dtype)
+
+    assert_same_batches(epoch_of(Loader(dataset, 6, transfer=transfer, normalise=normalise, **options)), expected)
+    assert seen == [np.uint8] * 4
+
+
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
@@ -389,119 +452,6 @@ def test_compose_gives_each_step_words_of_its_own():
 
     Compose(step, step)(np.zeros((1, 1, 1, 1)), np.zeros(1), lambda stream: stream)
     assert len(set(streams)) == 2
-
-
-# ---- data sets ---------------------------------------------------------------------------------------------------
-
-
-def test_digits_split_is_fixed_stratified_and_disjoint():
-    train, test = digits("train"), digits("test")
-    assert (len(train), len(test)) == (1438, 359)
-    assert train.images.shape[1:] == (8, 8, 1) and train.images.dtype == np.float32
-    assert train.images.min() == 0 and train.images.max() == 1
-    whole = np.bincount(train.labels) + np.bincount(test.labels)
-    assert np.abs(np.bincount(test.labels) - whole / 5).max() <= 0.5
-    np.testing.assert_allclose(train.images.mean(), train.mean[0], atol=5e-5)
-    np.testing.assert_allclose(train.images.std(), train.std[0], atol=5e-5)
-    from sklearn.datasets import load_digits
-
-    joined = np.concatenate([train.images, test.images]).reshape(1797, -1) * 16
-    everything = load_digits().data
-    assert sorted(map(tuple, joined.astype(int))) == sorted(map(tuple, everything.astype(int)))
-
-
-@pytest.fixture
-def cifar_folder(tmp_path, monkeypatch, rng):
-    """A small CIFAR-10: three records in each file instead of ten thousand."""
-    monkeypatch.setattr(sys.modules["minidl.data.cifar10"], "_RECORDS", 3)  # the function hides its module
-    for number, name in enumerate([*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]):
-        records = rng.integers(0, 256, (3, 3073), dtype=np.uint8)
-        records[:, 0] = [number, 9, 0]
-        records.tofile(tmp_path / name)
-    return tmp_path
-
-
-def test_cifar10_reads_labels_and_planes(cifar_folder):
-    train, test = cifar10(cifar_folder), dataset("cifar10", cifar_folder, "test")
-    assert (len(train), len(test), train.num_classes) == (15, 3, 10)
-    assert list(train.labels) == [0, 9, 0, 1, 9, 0, 2, 9, 0, 3, 9, 0, 4, 9, 0]
-    record = np.fromfile(cifar_folder / "data_batch_2.bin", np.uint8)[:3073]
-    image, label = train[3]
-    assert label == record[0] and image.dtype == np.uint8
-    for y, x, c in ((0, 0, 0), (0, 31, 1), (31, 0, 2), (17, 5, 1)):
-        assert image[y, x, c] == record[1 + c * 1024 + y * 32 + x]
-
-
-def test_cifar10_is_found_one_folder_above(cifar_folder):
-    parent = cifar_folder / "archive"
-    (parent / "cifar-10-batches-bin").mkdir(parents=True)
-    for path in cifar_folder.glob("*.bin"):
-        path.rename(parent / "cifar-10-batches-bin" / path.name)
-    assert len(cifar10(parent)) == 15
-
-
-def test_cifar10_says_what_is_wrong_with_which_file(cifar_folder):
-    with pytest.raises(FileNotFoundError, match="no-such"):
-        cifar10(cifar_folder / "no-such")
-    damaged = cifar_folder / "data_batch_4.bin"
-    records = np.fromfile(damaged, np.uint8)
-    records[:-1].tofile(damaged)
-    with pytest.raises(ValueError, match=r"data_batch_4.bin has 9218 bytes, expected 9219"):
-        cifar10(cifar_folder)
-    records[3073] = 10
-    records.tofile(damaged)
-    with pytest.raises(ValueError, match=r"data_batch_4.bin is damaged: record 1 has label 10"):
-        cifar10(cifar_folder)
-    damaged.unlink()
-    with pytest.raises(FileNotFoundError, match=r"data_batch_4.bin is missing"):
-        cifar10(cifar_folder)
-    with pytest.raises(ValueError, match="path"):
-        dataset("cifar10")
-
-
-@pytest.mark.parametrize("task", ["classification", "segmentation"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 5, 3), (32, 48, 4)])
-def test_synthetic_samples_depend_on_seed_split_and_index_only(task, shape):
-    options = {"n": 12, "shape": shape, "num_classes": 3, "task": task}
-    one, again = synthetic(**options), synthetic(**{**options, "n": 5})
-    for index in (0, 4):
-        np.testing.assert_array_equal(one[index][0], again[index][0])
-        np.testing.assert_array_equal(one[index][1], again[index][1])
-    image, label = one[3]
-    assert image.shape == shape and image.dtype == np.uint8
-    assert np.shape(label) == (shape[:2] if task == "segmentation" else ())
-    assert 0 <= np.min(label) and np.max(label) < 3
-    if shape != (1, 1, 1):
-        for other in (synthetic(**options, seed=1), synthetic(**options, split="test")):
-            assert not np.array_equal(image, other[3][0])
-
-
-def test_synthetic_can_be_endless_and_refuses_samples_beyond():
-    source = synthetic(n=10**12, shape=(4, 4, 3))
-    assert source[10**12 - 1][0].shape == (4, 4, 3)
-    np.testing.assert_array_equal(source[-1][0], source[10**12 - 1][0])
-    with pytest.raises(IndexError):
-        source[10**12]
-
-
-def test_synthetic_classes_can_be_learned():
-    """The nearest class mean of 200 training images names more than nine of ten test images."""
-    shape, classes = (12, 12, 3), 8
-    train = Loader(synthetic(200, shape, classes), 200, workers=0)
-    test = Loader(synthetic(200, shape, classes, split="test"), 200, workers=0)
-    (seen,), (fresh,) = train, test
-    means = np.stack([seen.images[seen.labels == k].mean(axis=0) for k in range(classes)])
-    distance = ((fresh.images[:, None] - means) ** 2).sum(axis=(2, 3, 4))
-    assert (distance.argmin(axis=1) == fresh.labels).mean() > 0.9
-
-
-def test_synthetic_segmentation_colours_each_class():
-    source = synthetic(50, (16, 16, 3), 3, task="segmentation")
-    images, labels = (np.stack(items) for items in zip(*(source[i] for i in range(50)), strict=True))
-    assert set(np.unique(labels)) == {0, 1, 2}
-    for k in range(3):
-        spread = images[labels == k].astype(float)
-        np.testing.assert_allclose(spread.mean(axis=0), source._colours[k] + 63.5, atol=4)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------

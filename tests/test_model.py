@@ -446,3 +446,43 @@ def test_a_gpu_that_is_not_there_is_a_clear_error(monkeypatch):
         m.Model(residual(), device="cuda")
     with pytest.raises(RuntimeError, match="no usable CUDA device"):
         m.Conv2d(3, 4, 3).to("cuda")
+
+
+def test_a_forked_store_goes_back_again(ops, rng):
+    """Two layers that share a slot: the gradients of each fork are those of the store itself."""
+    norm, relu = m.BatchNorm2d(3), m.ReLU()
+    norm.store = relu.store = store = TensorStore()
+    x, dy = (ops.from_host(rng.standard_normal((2, 4, 4, 3)).astype(np.float32)) for _ in range(2))
+    relu.forward(norm.forward(x))
+    found = []
+    for kept in (store.fork(), store.fork(), store):
+        norm.store = relu.store = kept
+        found.append(ops.to_host(norm.backward(relu.backward(dy))))
+        assert kept.saved_bytes == 0
+        with pytest.raises(RuntimeError, match="without a forward pass"):
+            norm.backward(dy)
+    assert (found[0] == found[1]).all() and (found[1] == found[2]).all()
+
+
+def test_the_gradient_of_the_input_is_handed_over_when_asked_for(ops, rng):
+    def built(**options):
+        graph = m.Graph()
+        x = graph.input((8, 8, 3))
+        y = m.ReLU()(m.BatchNorm2d(4)(m.Conv2d(3, 4, 3, padding=1, name="first")(x)))
+        y = m.Add()(m.Conv2d(4, 6, 3, padding=1, name="main")(y), m.Conv2d(3, 6, 1, name="side")(x))
+        return m.Model(graph.output(m.Linear(384, 5)(m.Flatten()(y))), device=ops.name, **options)
+
+    plain, asked = built(), built(input_grad=True)
+    x, dy = rng.standard_normal((2, 8, 8, 3)).astype(np.float32), rng.standard_normal((2, 5)).astype(np.float32)
+    for model in (plain, asked):
+        model.eval()
+        model.forward(ops.from_host(x), grad=True)
+    assert plain.backward(ops.from_host(dy)) is None
+    dx = ops.to_host(asked.backward(ops.from_host(dy))).astype(np.float64)
+    np.testing.assert_array_equal(ops.to_host(plain.arena.grad), ops.to_host(asked.arena.grad))
+    step = 1e-3 * rng.standard_normal(x.shape).astype(np.float32)
+    ahead, behind = (
+        np.vdot(ops.to_host(asked.forward(ops.from_host(x + s * step), grad=False)).astype(np.float64), dy)
+        for s in (1, -1)
+    )
+    assert (ahead - behind) / 2 == pytest.approx(np.vdot(dx, step), rel=2e-2)

@@ -39,6 +39,7 @@ from minidl.cpu.conv2d import (
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
+from minidl.cpu.image import normalise
 from minidl.cpu.join import add, concat
 from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
@@ -68,6 +69,7 @@ __all__ = [
     "synchronize",
     "from_dlpack",
     "uploader",
+    "normalise",
     "conv2d",
     "conv2d_backward_data",
     "conv2d_backward_weight",

@@ -40,6 +40,7 @@ from minidl.cuda.conv2d import (
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
+from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat
 from minidl.cuda.loss import softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
@@ -69,6 +70,7 @@ __all__ = [
     "synchronize",
     "from_dlpack",
     "uploader",
+    "normalise",
     "conv2d",
     "conv2d_backward_data",
     "conv2d_backward_weight",

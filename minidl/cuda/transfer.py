@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,16 +23,17 @@ def from_dlpack(array: Any) -> Any:
     return import_cupy().from_dlpack(array)
 
 
-def uploader() -> Callable[[np.ndarray], Any]:
-    """A function that brings a batch to the GPU beside the step that is running; see `Uploader`."""
+def uploader() -> Uploader:
+    """A function that brings a batch to the GPU; a loader has it do so beside the step."""
     return Uploader()
 
 
 class Uploader:
     """Copies host arrays to the device through pinned memory on a stream of its own.
 
-    Each call fills one of a ring of pinned buffers and returns at once with an array that later work on the current
-    stream may read. The ring holds two batches of images and labels, as the loader asks for one batch ahead; before a
+    `start` fills one of a ring of pinned buffers and returns at once; `wait` makes later work on the current stream
+    wait for what was started. Whoever starts the next batch's copies, enqueues a step and waits only then, has them run
+    beside the step. The ring holds two batches of images and labels, as the loader asks for one batch ahead; before a
     buffer is filled again the host waits for its copy, which by then is long done.
     """
 
@@ -48,10 +48,16 @@ class Uploader:
         self._next = 0
 
     def __call__(self, host: np.ndarray) -> Any:
-        """``host`` (dense) on the device.
+        """``host`` on the device, for work that is enqueued later."""
+        array = self.start(host)
+        self.wait()
+        return array
+
+    def start(self, host: np.ndarray) -> Any:
+        """An array on the device that will hold ``host``: not to be read before `wait`.
 
         The copy starts when work already enqueued is done, since the pool may have handed out memory that this work
-        still reads; so it runs beside the step that is enqueued after this call.
+        still reads.
         """
         array = empty(host.shape, host.dtype)
         if host.size == 0:
@@ -60,15 +66,17 @@ class Uploader:
         self._events[slot].synchronize()
         staged = self._pinned(slot, host.nbytes)[: host.nbytes]
         staged[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        compute = self._cupy.cuda.get_current_stream()
-        self._stream.wait_event(compute.record())
+        self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
         runtime = self._cupy.cuda.runtime
         runtime.memcpyAsync(
             array.data.ptr, staged.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._stream.ptr
         )
         self._events[slot].record(self._stream)
-        compute.wait_event(self._events[slot])
         return array
+
+    def wait(self) -> None:
+        """Work enqueued on the current stream from now on finds every array that `start` returned so far filled."""
+        self._cupy.cuda.get_current_stream().wait_event(self._events[self._next - 1])
 
     def _pinned(self, slot: int, size: int) -> np.ndarray:
         """The slot's buffer, grown to at least ``size`` bytes."""

@@ -1,10 +1,12 @@
 """Data sets and the loader that cuts them into one shard per rank."""
 
-from minidl.data.augment import Compose, RandomCrop, RandomHorizontalFlip
+from minidl.data.augment import Compose, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from minidl.data.cifar10 import cifar10
 from minidl.data.dataset import ArrayDataset, Dataset, dataset, datasets, register
 from minidl.data.digits import digits
+from minidl.data.folder import ImageFolder, image_folder
 from minidl.data.loader import Batch, Loader, shard
+from minidl.data.mnist import mnist
 from minidl.data.synthetic import synthetic
 
 __all__ = [
@@ -12,13 +14,17 @@ __all__ = [
     "Batch",
     "Compose",
     "Dataset",
+    "ImageFolder",
     "Loader",
     "RandomCrop",
     "RandomHorizontalFlip",
+    "RandomResizedCrop",
     "cifar10",
     "dataset",
     "datasets",
     "digits",
+    "image_folder",
+    "mnist",
     "register",
     "shard",
     "synthetic",

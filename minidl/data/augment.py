@@ -4,24 +4,30 @@ An augmentation is called as ``augment(images, labels, draw) -> (images, labels)
 (n, H, W), and ``draw(stream) -> uint32 (n, 4)``, whose words depend on the seed, the epoch and each sample's index in
 the data set alone. The result is therefore the same on any number of ranks. A stream's words must be used by one
 augmentation only; :class:`Compose` sees to that.
+
+An augmentation that needs the photographs themselves, before they are scaled, has a method ``fetch(dataset, indices,
+draw) -> (images, labels)`` as well, which a loader calls in place of fetching the items.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from minidl import checks
 from minidl.data.counter import below
 
-__all__ = ["Augmentation", "Compose", "Draw", "RandomCrop", "RandomHorizontalFlip"]
+__all__ = ["Augmentation", "Compose", "Draw", "RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop"]
 
 Draw = Callable[[int], np.ndarray]
 Augmentation = Callable[[np.ndarray, np.ndarray, Draw], tuple[np.ndarray, np.ndarray]]
 
 _STREAMS_EACH = 16  # streams that one member of a Compose may draw from
+_TRIES = 10  # boxes drawn, at most, until one fits into its photograph
 
 
 @dataclass(frozen=True)
@@ -69,16 +75,83 @@ class RandomHorizontalFlip:
 
 
 @dataclass(frozen=True)
+class RandomResizedCrop:
+    """A random box of each photograph, scaled to the size of the data set's images.
+
+    Szegedy et al., "Going deeper with convolutions", CVPR 2015, section 6. For data sets with a method
+    ``view(index, box) -> (image, label)``, such as `minidl.data.ImageFolder`; the first of a `Compose`.
+
+    Args:
+        scale: least and largest share of the photograph's area.
+        ratio: least and largest width over height.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise checks.bad_value("RandomResizedCrop", "scale", "a range within (0, 1]", self.scale)
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise checks.bad_value("RandomResizedCrop", "ratio", "a range of positive numbers", self.ratio)
+
+    def __call__(self, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        raise checks.order("RandomResizedCrop", "it cuts photographs that are still files", "make it a Compose's first")
+
+    def fetch(self, dataset: Any, indices: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """A box of each photograph at ``indices``: images (n, H, W, C) and labels."""
+        if not hasattr(dataset, "view"):
+            expected = "with a method view(index, box), such as ImageFolder"
+            raise checks.bad_dtype("RandomResizedCrop", "data set", expected, type(dataset).__name__)
+        unit = np.stack([draw(attempt) for attempt in range(_TRIES)], axis=1) / 2.0**32
+        items = [dataset.view(int(i), partial(self.box, unit[row])) for row, i in enumerate(indices)]
+        images, labels = zip(*items, strict=True) if items else ((), ())
+        return (np.stack(images) if items else np.empty((0, *dataset[0][0].shape), np.uint8)), np.array(
+            labels, np.int32
+        )
+
+    def box(self, unit: np.ndarray, width: int, height: int) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom) by uniform numbers (tries, 4); the centre when no try fits."""
+        low, high = np.log(self.ratio)
+        for share, form, down, across in unit:
+            area = width * height * (self.scale[0] + share * (self.scale[1] - self.scale[0]))
+            ratio = np.exp(low + form * (high - low))
+            w, h = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = int(across * (width - w + 1)), int(down * (height - h + 1))
+                return left, top, left + w, top + h
+        w, h = min(width, round(height * self.ratio[1])), min(height, round(width / self.ratio[0]))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + max(w, 1), top + max(h, 1)
+
+
+@dataclass(frozen=True)
 class Compose:
-    """One augmentation after the other, each with random words of its own."""
+    """One augmentation after the other, each with random words of its own.
+
+    Only the first may be one that fetches, such as `RandomResizedCrop`.
+    """
 
     steps: tuple[Augmentation, ...]
 
     def __init__(self, *steps: Augmentation):
+        late = [step for step in steps[1:] if hasattr(step, "fetch")]
+        if late:
+            raise checks.bad_value(
+                "Compose", "steps", f"with {type(late[0]).__name__} as the first", checks.wording(steps)
+            )
         object.__setattr__(self, "steps", steps)
+        if steps and hasattr(steps[0], "fetch"):
+            object.__setattr__(self, "fetch", self._fetch)
 
     def __call__(self, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-        for position, step in enumerate(self.steps):
+        return self._from(0, images, labels, draw)
+
+    def _fetch(self, dataset: Any, indices: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        return self._from(1, *self.steps[0].fetch(dataset, indices, draw), draw)
+
+    def _from(self, first: int, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        for position, step in enumerate(self.steps[first:], first):
             images, labels = step(images, labels, _shifted(draw, position))
         return images, labels
 

@@ -24,7 +24,7 @@ class Dataset(Protocol):
 
     Optional attributes: ``num_classes``; ``mean`` and ``std``, one number per channel, for images scaled to [0, 1];
     ``augment``, the augmentation customary for training; ``take(indices) -> (images, labels)``, which fetches many
-    items at once.
+    items at once; ``fingerprint``, a text that is the same on ranks with the same items.
     """
 
     def __len__(self) -> int: ...
@@ -99,7 +99,7 @@ def dataset(name: str, path: str | Path | None = None, split: str = "train", **o
     """The ``split`` ("train" or "test") of a data set by its name.
 
     Args:
-        name: "digits", "cifar10", "synthetic", or what was registered.
+        name: "digits", "cifar10", "folder", "mnist", "synthetic", or what was registered.
         path: where the files are; only for data sets that have files.
         options: of the data set, such as ``shape=(224, 224, 3)`` of "synthetic".
 

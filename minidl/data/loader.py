@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks
+from minidl import checks, cpu
 from minidl.data.augment import Augmentation
 from minidl.data.counter import random_words, shuffled
 from minidl.data.dataset import Dataset
@@ -69,10 +69,12 @@ class Loader:
         workers: threads that prepare batches ahead, each a batch at a time; 0 prepares them when they are asked for.
             Results do not depend on it.
         prefetch: batches prepared ahead, at most; at least one per worker.
-        transfer: takes a NumPy array to where the network wants it, for instance through pinned memory on a copy
-            stream. Called in the thread that iterates, with the images and then the labels of each batch; when the next
-            batch is already prepared it is called for that one before the current batch is handed out, so that an
-            asynchronous copy runs beside the step. Staging memory must therefore hold two batches.
+        transfer: takes a NumPy array to where the network wants it. Called in the thread that iterates, with the images
+            and then the labels of each batch; when the next batch is already prepared it is called for that one before
+            the current batch is handed out. Its methods ``start`` and ``wait``, if it has them, let that copy run
+            beside the step, see `minidl.cuda.transfer.Uploader`. Staging memory must hold two batches.
+        normalise: normalises and rounds what ``transfer`` returned, as the ``normalise`` of an operation table does;
+            then images travel as the data set gives them. None: the workers normalise, with the same result.
 
     Raises:
         ValueError: an argument out of range, an empty data set, an item of another shape than the first.
@@ -96,6 +98,7 @@ class Loader:
         workers: int = 1,
         prefetch: int = 2,
         transfer: Callable[[np.ndarray], Any] | None = None,
+        normalise: Callable[[Any, Any, Any, np.dtype], Any] | None = None,
     ):
         self.dataset = dataset
         self.samples = checks.at_least(_WHO, "len(dataset)", len(dataset), 1)
@@ -114,12 +117,13 @@ class Loader:
             raise checks.bad_dtype(_WHO, "dtype", "float32, bfloat16 or float16", self.dtype)
         self.workers = checks.at_least(_WHO, "workers", workers, 0)
         self.prefetch = max(checks.at_least(_WHO, "prefetch", prefetch, 1), self.workers)
-        self.augment, self.transfer = augment, transfer
+        self.augment, self.transfer, self.normalise = augment, transfer, normalise
         self.epoch = 0
         self._next = 0  # the batch of this epoch that is handed out next
         self._iteration: object | None = None
         self._image, self._label = _check_first(dataset[0])
         self._scale, self._shift = _affine(self._image, mean, std)
+        self._placed: tuple[Any, Any] | None = None  # the two where the images are normalised
 
     def __len__(self) -> int:
         """Global batches in an epoch, the same on every rank."""
@@ -133,7 +137,8 @@ class Loader:
     def plan(self) -> str:
         """What all ranks must share, in words: :meth:`state`, and how the images are augmented, normalised, rounded."""
         normal = f"scale {self._scale.tolist()}, shift {self._shift.tolist()}"
-        return f"{self.state()}, augment {checks.wording(self.augment)}, dtype {self.dtype}, {normal}"
+        files = f", files {self.dataset.fingerprint}" if hasattr(self.dataset, "fingerprint") else ""
+        return f"{self.state()}{files}, augment {checks.wording(self.augment)}, dtype {self.dtype}, {normal}"
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where :meth:`state` was taken, in the middle of an epoch too.
@@ -186,7 +191,7 @@ class Loader:
         """Batches in order, transferred, with up to ``prefetch`` of them being prepared by the workers."""
         order = shuffled(self.samples, self.seed, epoch) if self.shuffle else np.arange(self.samples)
         if self.workers == 0:
-            yield from (self._transferred(self._make(order, epoch, index)) for index in indices)
+            yield from (self._arrived(self._started(self._make(order, epoch, index))) for index in indices)
             return
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="minidl-loader")
         waiting: deque[Future] = deque()
@@ -200,50 +205,60 @@ class Loader:
             refill()
             ahead = None  # the next batch, when its transfer has already started
             while waiting or ahead is not None:
-                batch = ahead if ahead is not None else self._transferred(waiting.popleft().result())
+                batch = ahead if ahead is not None else self._started(waiting.popleft().result())
                 refill()
+                batch, ahead = self._arrived(batch), None
                 if self.transfer is not None and waiting and _succeeded(waiting[0]):
-                    ahead = self._transferred(waiting.popleft().result())
+                    ahead = self._started(waiting.popleft().result())
                     refill()
-                else:
-                    ahead = None
                 yield batch
         finally:
+            self._wait()  # memory of a batch that nobody will see must not be handed out while a copy writes to it
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _transferred(self, batch: Batch) -> Batch:
+    def _started(self, batch: Batch) -> Batch:
+        """The batch as its transfer returns it, which may still be under way."""
         if self.transfer is None:
             return batch
-        images = self.transfer(batch.images)
-        return replace(batch, images=images, labels=self.transfer(batch.labels))
+        start = getattr(self.transfer, "start", self.transfer)
+        images = start(batch.images)
+        return replace(batch, images=images, labels=start(batch.labels))
+
+    def _wait(self) -> None:
+        wait = getattr(self.transfer, "wait", None)
+        if wait is not None:
+            wait()
+
+    def _arrived(self, batch: Batch) -> Batch:
+        """A batch whose transfer was started, ready for the network."""
+        self._wait()
+        if self.normalise is None:
+            return batch
+        if self._placed is None:
+            place = self.transfer or np.asarray
+            self._placed = place(self._scale), place(self._shift)
+        return replace(batch, images=self.normalise(batch.images, *self._placed, self.dtype))
 
     def _make(self, order: np.ndarray, epoch: int, index: int) -> Batch:
-        """This rank's shard of global batch ``index``: fetched, augmented, normalised, rounded."""
+        """This rank's shard of global batch ``index``: fetched, augmented, and normalised unless that comes later."""
         begin = index * self.batch
         count = min(self.batch, self.samples - begin)
         start, stop = shard(count, self.rank, self.size)
         indices = order[begin + start : begin + stop]
-        images, labels = self._fetch(indices)
-        if self.augment is not None:
-            images, labels = self.augment(
-                images, labels, lambda stream: random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
-            )
-        return Batch(self._normalised(images), np.ascontiguousarray(labels, np.int32), begin + start, count)
+        images, labels = self._augmented(indices, epoch)
+        if self.normalise is None:
+            images = cpu.normalise(images, self._scale, self._shift, self.dtype)
+        return Batch(np.ascontiguousarray(images), np.ascontiguousarray(labels, np.int32), begin + start, count)
 
-    def _normalised(self, images: np.ndarray) -> np.ndarray:
-        """``images * scale + shift`` in float32, rounded to the storage dtype.
+    def _augmented(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        def draw(stream: int) -> np.ndarray:
+            return random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
 
-        One image at a time, which stays in the cache, and by rows of pixels: NumPy is slow along three channels.
-        """
-        count, height, width, channels = images.shape
-        scale, shift = np.tile(self._scale, width), np.tile(self._shift, width)
-        image = np.empty((height, width * channels), np.float32)
-        out = np.empty((count, height, width * channels), self.dtype)
-        for row, pixels in enumerate(images.reshape(out.shape)):
-            np.multiply(pixels, scale, out=image)
-            np.add(image, shift, out=image)
-            out[row] = image
-        return out.reshape(images.shape)
+        if self.augment is None:
+            return self._fetch(indices)
+        if hasattr(self.augment, "fetch"):
+            return self.augment.fetch(self.dataset, indices, draw)
+        return self.augment(*self._fetch(indices), draw)
 
     def _fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The items at ``indices``, stacked."""

@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from minidl import checks
+from minidl.data import _pixels
 from minidl.data.counter import below, random_words
 from minidl.data.dataset import refuse_path, register
 
 __all__ = ["Synthetic", "synthetic"]
 
-_COLOUR, _WAVE, _NOISE_SHIFT = 64, 32, 1  # bytes: below 64, two waves below 32 each, noise below 128; at most 251
+_COLOUR, _WAVE = 64, 32  # bytes: below 64, two waves below 32 each, noise below 128; at most 251
 _CLASS_STREAM, _SHAPE_STREAM = 0xDA7A0100, 0xDA7A0101
 _TEST_OFFSET = 1 << 40  # test samples draw other noise than any training sample
 _MAX_BLOBS = 4
@@ -47,8 +48,11 @@ class Synthetic:
         words = random_words(seed, 0, _CLASS_STREAM, np.arange(num_classes * self.shape[2]))
         words = words.reshape(num_classes, self.shape[2], 4)
         self._colours = below(words[..., 0], _COLOUR).astype(np.uint8)
-        self._frequencies = 1 + below(words[..., 1:3], 8)  # whole waves down and across the image
-        self._phases = words[..., 3] * (2 * np.pi / 2**32)
+        frequencies = 1 + below(words[..., 1:3], 8)  # whole waves down and across the image
+        phases = words[..., 3] * (2 * np.pi / 2**32)
+        height, width, _ = self.shape
+        self._down = _waves(height, frequencies[..., 0], phases) + self._colours[:, None]
+        self._across = _waves(width, frequencies[..., 1], phases).reshape(num_classes, -1)
 
     def __len__(self) -> int:
         return self.count
@@ -56,19 +60,23 @@ class Synthetic:
     def __getitem__(self, index: int, /) -> tuple[np.ndarray, int | np.ndarray]:
         if not -self.count <= index < self.count:
             raise IndexError(f"synthetic: sample {index} of {self.count}")
-        sample = self._offset + index % self.count
-        label = self._classes(sample) if self.task == "segmentation" else sample % self.num_classes
-        signal = self._colours[label] if self.task == "segmentation" else self._pattern(label)
-        noise = np.random.Generator(np.random.Philox(key=[self.seed, sample])).bytes(int(np.prod(self.shape)))
-        return (np.frombuffer(noise, np.uint8).reshape(self.shape) >> _NOISE_SHIFT) + signal, label
+        images, labels = self.take(np.array([index % self.count]))
+        return images[0], labels[0] if self.task == "segmentation" else int(labels[0])
 
-    def _pattern(self, label: int) -> np.ndarray:
-        """Colour and waves of a class, uint8 (H, W, C)."""
-        height, width, _ = self.shape
-        phases, frequencies = self._phases[label], self._frequencies[label]
-        down = _wave(height, frequencies[:, 0], phases) + self._colours[label]
-        across = _wave(width, frequencies[:, 1], phases)
-        return (np.tile(down, width) + across.reshape(-1)).reshape(self.shape)
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The images (n, H, W, C) and labels (n,) or (n, H, W) at ``indices``."""
+        samples = np.asarray(indices, np.int64) + self._offset
+        if self.task == "segmentation":
+            labels = np.empty((len(samples), *self.shape[:2]), np.int32)
+            for label, sample in zip(labels, samples, strict=True):
+                label[...] = self._classes(int(sample))
+            images = self._colours[labels]
+            _pixels.noisy(_rows(images), samples, self.seed)
+            return images, labels
+        labels = samples % self.num_classes
+        images = np.empty((len(samples), *self.shape), np.uint8)
+        _pixels.classified(_rows(images), samples, labels, self.seed, self._down, self._across)
+        return images, labels.astype(np.int32)
 
     def _classes(self, sample: int) -> np.ndarray:
         """Class of each pixel, int32 (H, W): ellipses, the later over the earlier."""
@@ -85,10 +93,15 @@ class Synthetic:
         return labels
 
 
-def _wave(length: int, frequencies: np.ndarray, phases: np.ndarray) -> np.ndarray:
-    """Cosines as bytes below ``_WAVE``: uint8 (length, channels)."""
+def _rows(images: np.ndarray) -> np.ndarray:
+    """One row of bytes per image, also when there is none."""
+    return images.reshape(len(images), int(np.prod(images.shape[1:])))
+
+
+def _waves(length: int, frequencies: np.ndarray, phases: np.ndarray) -> np.ndarray:
+    """Cosines as bytes below ``_WAVE``: uint8 (classes, length, channels)."""
     position = np.arange(length)[:, None] / length
-    wave = np.cos(2 * np.pi * frequencies * position + phases)
+    wave = np.cos(2 * np.pi * frequencies[:, None] * position + phases[:, None])
     return ((1 + wave) * (_WAVE - 1) / 2).astype(np.uint8)
 
 

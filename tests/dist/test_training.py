@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,8 @@ def test_two_ranks_resume_to_the_same_bits(tmp_path):
     assert done.status == 0, done.output
     for answer in done.answers:
         assert answer["step"] == 8 and answer["whole"] == answer["parts"] == done.answers[0]["whole"]
+        assert answer["stopped"] == [signal.SIGUSR1, 3, 3], "one rank's signal stops all after the same step"
+        assert answer["weights"][0] == answer["weights"][1] == done.answers[0]["weights"][0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -1,15 +1,20 @@
-"""Two ranks train, stop in the middle of an epoch and go on: ``resuming.py OUT FOLDER``; both endings go to OUT."""
+"""Two ranks train, stop in the middle of an epoch and go on: ``resuming.py OUT FOLDER``; all endings go to OUT.
+
+Once from a checkpoint of the middle, once because the last rank, and only it, got a signal.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
 import minidl as m
-from minidl import data, dist, models
+from minidl import data, dist, models, stopping
 from minidl.train import Trainer
 
 
@@ -30,8 +35,9 @@ def trainer(comm, output: Path) -> Trainer:
     )  # fmt: skip
 
 
-def digest(run: Trainer) -> str:
+def digest(run: Trainer, buffers: bool = True) -> str:
     state = {**run.model.state_dict(), **run.optimizer.state_dict()}
+    state = {name: array for name, array in state.items() if buffers or "running_" not in name}
     return hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest()
 
 
@@ -51,7 +57,29 @@ def main(out: Path, folder: Path) -> None:
     comm.barrier()
     parts.resume(folder / middle.name)
     parts.fit()
-    answer = {"rank": comm.rank, "whole": digest(whole), "parts": digest(parts), "step": parts.step}
+
+    stopping.SECONDS = 0.0  # agree after every step
+    stopped = trainer(comm, folder / "stopped")
+    step = stopped._train
+
+    def signalled(batch):
+        if comm.rank == comm.size - 1 and stopped.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(batch)
+
+    stopped._train = signalled
+    stopped.fit()
+    again = trainer(comm, folder / "stopped")
+    comm.barrier()
+    again.resume(folder / "stopped")
+    resumed = again.step
+    again.fit()
+    answer = {
+        "rank": comm.rank, "whole": digest(whole), "parts": digest(parts), "step": parts.step,
+        # A checkpoint averages running statistics, and this one was written after another step.
+        "weights": [digest(run, buffers=False) for run in (whole, again)],
+        "stopped": [stopped.stopped, stopped.step, resumed],
+    }  # fmt: skip
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()
 

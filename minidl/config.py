@@ -1,0 +1,56 @@
+"""Options from a TOML file: what a run was started with, kept beside its results and used again.
+
+model = "resnet50"        # run.toml; the same words as on the command line, without the dashes
+batch = 256
+weight-decay = 5e-5
+sync-batch-norm = true
+"""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from minidl import checks
+
+__all__ = ["use_config"]
+
+
+def use_config(parser: argparse.ArgumentParser, path: str | Path) -> None:
+    """Make the values of a file the defaults of a parser's options; the command line still wins.
+
+    Raises:
+        OSError: a file that cannot be read.
+        ValueError: a file that is not TOML, a word that is no option, or a value that the option cannot take.
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    options = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    defaults = {}
+    for word, value in values.items():
+        name = word.replace("-", "_")
+        if name not in options or name == "config":
+            raise ValueError(f"{path}: {checks.unknown('option', word, [o.replace('_', '-') for o in options])}")
+        defaults[name] = _value(path, word, options[name], value)
+    parser.set_defaults(**defaults)
+
+
+def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> Any:
+    """The value as the option would have it."""
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise checks.bad_value(str(path), word, "true or false", value)
+        return value
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise checks.bad_value(str(path), word, "a text or a number", value)
+    try:
+        taken = action.type(value if isinstance(value, str) else repr(value)) if action.type else str(value)
+    except (ValueError, TypeError) as error:
+        raise checks.bad_value(str(path), word, f"of the kind {action.type.__name__}", value) from error
+    if action.choices is not None and taken not in action.choices:
+        raise checks.bad_value(str(path), word, f"one of {', '.join(map(str, action.choices))}", value)
+    return taken

@@ -1,0 +1,36 @@
+"""Images as a network takes them; the kernel is in image.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda.array import contiguous, empty
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, address, dtype_code
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = ["normalise"]
+
+BLOCK, VEC = 256, 8
+_SOURCES = {np.dtype(np.uint8): "u8", float32: "float"}
+
+
+def normalise(images: Any, scale: Any, shift: Any, dtype: Any) -> Any:
+    """``images * scale + shift`` in float32, rounded to ``dtype``; a dense array.
+
+    Args:
+        images: (N, H, W, C) uint8 or float32.
+        scale, shift: (C,) float32.
+    """
+    images = contiguous(images)
+    out = empty(images.shape, dtype)
+    fits = images.size % VEC == 0 and address(images) % ACCESS == 0
+    vec = VEC if fits else 1
+    defines = {"DTYPE": dtype_code(out, "normalise"), "SOURCE": _SOURCES[images.dtype], "VEC": vec}
+    sizes = np.int64(images.size), np.int32(images.shape[-1])
+    grid = ceil_div(images.size, BLOCK * vec)
+    launch("image", "normalise_kernel", grid, BLOCK, images, scale, shift, out, *sizes, defines=defines)
+    return out

@@ -1,0 +1,165 @@
+"""Photographs in one folder per class, as ImageNet is commonly unpacked; decoded and cut while training."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.data.augment import Augmentation, Compose, RandomHorizontalFlip, RandomResizedCrop
+from minidl.data.dataset import register
+
+__all__ = ["Box", "ImageFolder", "image_folder"]
+
+Box = Callable[[int, int], tuple[float, float, float, float]]  # (width, height) -> left, top, right, bottom
+
+_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_FOLDERS = {"train": ("train",), "test": ("val", "valid", "validation", "test")}
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images
+_MARGIN = 256 / 224  # shorter side before the centre is cut out, over the side that is: as in the papers on ImageNet
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise checks.missing_extra("an image folder", "data", error) from error
+    return Image
+
+
+class ImageFolder:
+    """The images under ``root/<class>/``, at any depth, as uint8 (size, size, 3).
+
+    An item is the centre of its image, scaled; `view` cuts out any other part. Classes are numbered in the order of
+    their names. Decoding runs outside the interpreter lock, so a loader's workers share it.
+
+    Args:
+        root: the folder with one folder per class.
+        size: side of the images that come out.
+        classes: names of the classes, in their order; default: those of the folders.
+        augment: the augmentation customary for training.
+
+    Attributes:
+        classes: names of the classes.
+        files: paths of the images, relative to ``root``, by class and name.
+        labels: int32, the class of each.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a folder of no class or without images.
+        ImportError: Pillow is not installed.
+    """
+
+    mean, std = _MEAN, _STD
+
+    def __init__(
+        self,
+        root: str | Path,
+        size: int = 224,
+        *,
+        classes: list[str] | None = None,
+        augment: Augmentation | None = None,
+    ):
+        self._pillow = _pillow()
+        self.root, self.size, self.augment = Path(root), checks.at_least("ImageFolder", "size", size, 1), augment
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"image folder: there is no folder {root}")
+        found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+        self.classes = found if classes is None else list(classes)
+        strange = sorted(set(found) - set(self.classes))
+        if strange:
+            raise ValueError(f"image folder: {self.root} has {checks.wording(strange[0])}, which is no class")
+        self.files, numbers = [], []
+        for number, name in enumerate(self.classes):
+            files = _images_under(self.root, name) if name in found else []
+            self.files += files
+            numbers += [number] * len(files)
+        if not self.files:
+            raise ValueError(
+                f"image folder: no images under {self.root}; expected {self.root / 'CLASS' / 'NAME'}{_SUFFIXES[2]} "
+                f"or another of {', '.join(_SUFFIXES)}"
+            )
+        self.labels = np.array(numbers, np.int32)
+        self.num_classes = len(self.classes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the file names and classes: ranks that read different folders differ here."""
+        names = "\n".join([*self.classes, "", *self.files])
+        return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int, /) -> tuple[np.ndarray, int]:
+        return self.view(index, self._centre)
+
+    def view(self, index: int, box: Box) -> tuple[np.ndarray, int]:
+        """The part of an image that ``box`` names, scaled to (size, size, 3) uint8, and its label.
+
+        Raises:
+            ValueError: naming the file, when it cannot be decoded.
+        """
+        path, image_module = self.root / self.files[index], self._pillow
+        try:
+            with image_module.open(path) as image:
+                width, height = image.size
+                left, top, right, bottom = box(width, height)
+                # A JPEG is decoded at a half, a quarter or an eighth as long as the part keeps at least `size` pixels.
+                shrink = max(min(right - left, bottom - top) / self.size, 1.0)
+                image.draft("RGB", (max(int(width / shrink), 1), max(int(height / shrink), 1)))
+                x, y = image.size[0] / width, image.size[1] / height
+                part, target = (left * x, top * y, right * x, bottom * y), (self.size, self.size)
+                cut = image.convert("RGB").resize(target, image_module.Resampling.BILINEAR, box=part)
+        except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+            raise ValueError(f"image folder: {path} cannot be decoded: {error}") from error
+        return np.asarray(cut), int(self.labels[index])
+
+    def _centre(self, width: int, height: int) -> tuple[float, float, float, float]:
+        side = min(width, height) / _MARGIN
+        left, top = (width - side) / 2, (height - side) / 2
+        return left, top, left + side, top + side
+
+
+def _images_under(root: Path, name: str) -> list[str]:
+    found = []
+    for folder, _, files in os.walk(root / name, followlinks=True):
+        inside = os.path.relpath(folder, root)
+        found += [os.path.join(inside, file) for file in files if file.lower().endswith(_SUFFIXES)]
+    return sorted(found)
+
+
+def image_folder(path: str | Path, split: str = "train", size: int = 224) -> ImageFolder:
+    """The photographs under ``path/train/<class>/`` or, for "test", ``path/val/<class>/``.
+
+    The test folder may also be called valid, validation or test; its classes are numbered as those of the training
+    folder. Training images are cut at random and mirrored, see `RandomResizedCrop`.
+
+    Raises:
+        FileNotFoundError: a folder is missing.
+        ValueError: an unknown split, a folder without images, a test class that is not trained.
+        ImportError: Pillow is not installed.
+    """
+    if split not in _FOLDERS:
+        raise checks.unknown("split", split, _FOLDERS)
+    root = Path(path)
+    folder = next((root / name for name in _FOLDERS[split] if (root / name).is_dir()), None)
+    if folder is None or not (root / "train").is_dir():
+        wanted = "train" if split == "train" or not (root / "train").is_dir() else " or ".join(_FOLDERS["test"])
+        raise FileNotFoundError(f"image folder: {root} has no folder {wanted}; expected {root}/train/CLASS/*.jpg")
+    if split == "train":
+        return ImageFolder(folder, size, augment=Compose(RandomResizedCrop(), RandomHorizontalFlip()))
+    names = (entry for entry in os.scandir(root / "train") if entry.is_dir() and not entry.name.startswith("."))
+    return ImageFolder(folder, size, classes=sorted(entry.name for entry in names))
+
+
+@register("folder")
+def _folder(path: str | Path | None, split: str, size: int = 224) -> ImageFolder:
+    if path is None:
+        raise checks.bad_value("data set 'folder'", "path", "the folder with train/ and val/ in it", path)
+    return image_folder(path, split, size)
