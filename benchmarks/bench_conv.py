@@ -35,7 +35,7 @@ from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
-__all__ = ["Layer", "floor_ms", "main"]
+__all__ = ["NETWORKS", "PASSES", "PRECISIONS", "Arrays", "Layer", "checked", "floor_ms", "main", "passes_of", "row_of"]
 
 PASSES = ("forward", "backward_data", "backward_weight")
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
@@ -160,7 +160,7 @@ def floor_ms(layer: Layer, precision: Precision, bandwidth: float) -> float:
     return max(layer.bytes(precision.dtype.itemsize) / bandwidth, layer.flop / (precision.tflops * 1e12)) * 1e3
 
 
-class _Arrays:
+class Arrays:
     """The arrays of one layer, as tensors of the peer and, of the same memory, as our arrays."""
 
     def __init__(self, layer: Layer, precision: Precision, sets: int, device: str) -> None:
@@ -251,15 +251,15 @@ def _measure(
 
     precision = PRECISIONS[name]
     sets = min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
-    arrays = _Arrays(layer, precision, sets, "cuda")
+    arrays = Arrays(layer, precision, sets, "cuda")
     rows = []
-    for which in _passes(layer, wanted):
+    for which in passes_of(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
-        error = _checked(arrays, name, which, ours[-1](), peer[-1]())
+        error = checked(arrays, name, which, ours[-1](), peer[-1]())
         budget = Budget(samples, seconds=math.inf)
         mine, theirs = DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")
         floor = floor_ms(layer, precision, bandwidth)
-        rows.append(_row(layer, name, which, error, mine, {"cudnn": theirs}) | {"floor_ms": floor})
+        rows.append(row_of(layer, name, which, error, mine, {"cudnn": theirs}) | {"floor_ms": floor})
         del ours, peer
         cupy.get_default_memory_pool().free_all_blocks()
         _torch().cuda.empty_cache()
@@ -267,13 +267,13 @@ def _measure(
 
 
 def _measure_on_cpu(layer: Layer, name: str, wanted: list[str], samples: int) -> list[dict[str, Any]]:
-    arrays, rows = _Arrays(layer, PRECISIONS[name], 1, "cpu"), []
-    for which in _passes(layer, wanted):
+    arrays, rows = Arrays(layer, PRECISIONS[name], 1, "cpu"), []
+    for which in passes_of(layer, wanted):
         (ours,), (last,), (contiguous,) = arrays.ours(which), arrays.peer(which), arrays.peer(which, contiguous=True)
-        error = _checked(arrays, name, which, ours(), last())
+        error = checked(arrays, name, which, ours(), last())
         calls = {"minidl": ours, "onednn-channels-last": last, "onednn-contiguous": contiguous}
         times = _by_turns(calls, samples)
-        row = _row(layer, name, which, error, times.pop("minidl"), times)
+        row = row_of(layer, name, which, error, times.pop("minidl"), times)
         rows.append(row | _work_space(ours))
     return rows
 
@@ -311,12 +311,12 @@ def _work_space(call: Callable[[], Any]) -> dict[str, int]:
     return {"thread_work_bytes": own.nbytes // own.shape[0], "shared_work_bytes": sum(work.nbytes for work in shared)}
 
 
-def _passes(layer: Layer, wanted: list[str]) -> list[str]:
+def passes_of(layer: Layer, wanted: list[str]) -> list[str]:
     """No network asks for the gradient of its images."""
     return [which for which in wanted if which != "backward_data" or layer.channels > 3]
 
 
-def _checked(arrays: _Arrays, name: str, which: str, ours: Any, peer: Any) -> float:
+def checked(arrays: Arrays, name: str, which: str, ours: Any, peer: Any) -> float:
     """The error against the peer, refused when it is more than a rounding error."""
     error, bound = arrays.error(ours, peer), PRECISIONS[name].bound
     if not error <= bound:
@@ -324,7 +324,7 @@ def _checked(arrays: _Arrays, name: str, which: str, ours: Any, peer: Any) -> fl
     return error
 
 
-def _row(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
+def row_of(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
     best = min(peers.values(), key=lambda timing: timing.ms)
     return {
         "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": ours.ms, "spread": ours.spread,

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import cli, dist
+from minidl.bench.setup import device_of
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 
@@ -61,7 +62,7 @@ def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | No
         "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}",
         "pass": "train",
         "dtype": mode,
-        "arm": "eager",
+        "arm": "compiled" if device_of(a.device, dist.world()) == "cuda" else "eager",
         "ms": 1e3 * a.batch / row["images_per_s"],
         "spread": None,
         "floor_ms": None,

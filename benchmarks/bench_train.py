@@ -1,16 +1,21 @@
-"""Whole training steps (forward, loss, backward, update) of a network beside PyTorch, on the CPU or a GPU.
+"""Whole training steps (forward, loss, backward, update) of networks beside PyTorch, on the CPU or a GPU.
 
-    python benchmarks/bench_train.py --device cpu --model resnet20 --batch 32 [--json PATH]
-    python benchmarks/bench_train.py --device cuda --model resnet50 --batch 64 --precision bf16 tf32
+    python benchmarks/bench_train.py --device cpu --cases resnet20/32 [--json PATH]
+    python benchmarks/bench_train.py --device cuda --cases resnet50/256 unet/32 --precision bf16 tf32
+    python benchmarks/bench_train.py --device cuda --cases resnet50/32 --arms compiled --peers torch-compile
 
-Both sides run the same layers from the same weights on the same resident batch, SGD with momentum included, and take
-turns in blocks of steps, so that drift of the machine meets both; their losses are compared after the first steps.
-PyTorch runs channels_last: eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here.
+A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
+with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
+weights on the same resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the
+machine meets all; losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch
+runs channels_last: eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here. Bytes
+are the driver's: what a running arm holds, weights and kernels included, what its first steps only tried out excluded.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -22,15 +27,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
-from minidl import models
+from minidl import checks, models
+from minidl.bench.setup import Setup
+from minidl.compile import CompiledStep
 from minidl.fusion import fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Timing
+from minidl.step import EagerStep
 
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
-CHECKED_STEPS = 3
+CHECKED_STEPS = 4  # a compiled step replays from the third on
+TOLERANCE = {"fp32": 1e-3}  # of losses, relative; else 3e-2
 
 Step = Callable[[], Any]
 
@@ -38,74 +47,116 @@ Step = Callable[[], Any]
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    p.add_argument("--model", default="resnet20")
-    p.add_argument("--image-size", type=int)
-    p.add_argument("--classes", type=int)
-    p.add_argument("--batch", type=int, default=32)
-    p.add_argument("--precision", nargs="+", default=["fp32"])
-    p.add_argument("--fusion", default="none", help="plan of batch-norm fusion, on our side")
-    p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps on each side")
+    p.add_argument("--cases", nargs="+", default=["resnet20/32"], metavar="MODEL/BATCH[/PRECISION]")
+    p.add_argument("--precision", nargs="+", default=["fp32"], help="of the cases that name none")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="eager or compiled, with :PLAN; default: all that apply")
+    p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
-    p.add_argument("--peers", nargs="*", default=None, help="of torch-eager, torch-graph, torch-compile; default: all")
+    p.add_argument("--peers", nargs="*", help="of torch-eager, torch-graph, torch-compile; default: all that apply")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
-    small = a.model in ("resnet20", "lenet", "mlp")
-    a.image_size = a.image_size or (32 if small else 256 if a.model == "unet" else 224)
-    a.classes = a.classes or (10 if small else 2 if a.model == "unet" else 1000)
+    checks.at_least("bench_train", "--blocks", a.blocks, 2)
+    gpu = a.device == "cuda"
     if a.peers is None:
-        a.peers = ["torch-eager"] + (["torch-graph", "torch-compile"] if a.device == "cuda" else [])
+        a.peers = ["torch-eager"] + (["torch-graph", "torch-compile"] if gpu else [])
+    if a.arms is None:
+        a.arms = ["eager", "compiled", "compiled:elementwise"] if gpu else ["eager", "eager:elementwise"]
     return a
 
 
-def data(a: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+def setups(a: argparse.Namespace) -> list[Setup]:
+    """All cases in all their precisions."""
+    found = []
+    for case in a.cases:
+        model, batch, *own = case.split("/")
+        if model not in models.MODELS or not batch.isdecimal() or len(own) > 1:
+            raise SystemExit(f"--cases: {case} is no MODEL/BATCH; models: {', '.join(sorted(models.MODELS))}")
+        found += [Setup(model, int(batch), precision(mode).name, a.device) for mode in own or a.precision]
+    return found
+
+
+def data(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
     """Images (N, H, W, 3) and labels, per image or per pixel."""
     rng = np.random.default_rng(0)
-    images = rng.standard_normal((a.batch, a.image_size, a.image_size, 3), np.float32)
-    shape = images.shape[:3] if a.model == "unet" else images.shape[:1]
-    return images, rng.integers(0, a.classes, shape).astype(np.int32)
+    images = rng.standard_normal((setup.batch, setup.image, setup.image, 3), np.float32)
+    shape = images.shape[:3] if setup.model == "unet" else images.shape[:1]
+    return images, rng.integers(0, setup.num_classes, shape).astype(np.int32)
 
 
-def graph(a: argparse.Namespace) -> m.Graph:
-    return models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
+def used_bytes(device: str) -> int:
+    """Device memory in use, as the driver says."""
+    if device != "cuda":
+        return 0
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return total - free
 
 
-def ours(a: argparse.Namespace, mode: str) -> tuple[Step, Callable[[Any], float], m.Model]:
-    """(one step, its loss as a number, the model)."""
-    model = m.Model(graph(a), device=a.device, precision=mode)
-    fuse(model, a.fusion)
-    optimizer = m.SGD(model, LR, MOMENTUM, DECAY)
-    loss = m.SoftmaxCrossEntropy()
-    images, labels = data(a)
-    x = model.ops.from_host(images.astype(model.precision.storage))
-    t = model.ops.from_host(labels)
+def clean(device: str) -> None:
+    """Give back memory that nobody uses, on both sides."""
+    gc.collect()
+    if device == "cuda":
+        import cupy
 
-    def step() -> Any:
-        totals = loss.forward(model.forward(x), t)
-        model.backward(loss.backward(optimizer.loss_scale))
-        optimizer.step()
-        return totals
-
-    return step, lambda totals: totals.loss, model
+        cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
 
 
-def theirs(a: argparse.Namespace, mode: str, arm: str, state: dict[str, np.ndarray]) -> Step:
+class Ours:
+    """Our network. Its arms take turns on one model: the weights and modes are set before each."""
+
+    def __init__(self, setup: Setup):
+        self.device = setup.device
+        clean(self.device)
+        self.used_before = used_bytes(self.device)
+        self.model = m.Model(setup.graph(), device=setup.device, precision=setup.precision)
+        self.parts = self.model, m.SGD(self.model, LR, MOMENTUM, DECAY), m.SoftmaxCrossEntropy()
+        images, labels = data(setup)
+        self.batch = [self.model.ops.from_host(a) for a in (images.astype(self.model.precision.storage), labels)]
+        self.start = self.model.state_dict(), self.parts[1].state_dict()
+
+    def arm(self, name: str) -> tuple[Step, Callable[[], None]]:
+        """(one step, what to do before a run of them)."""
+        kind, _, plan = name.partition(":")
+        step = {"eager": EagerStep, "compiled": CompiledStep}[kind](*self.parts)
+        return lambda: step(*self.batch), lambda: fuse(self.model, plan or "none")
+
+    def first_losses(self, name: str) -> tuple[list[float], int]:
+        """Losses of an arm's first steps from the starting weights, and the memory that it holds from then on."""
+        self.model.load_state_dict(self.start[0])
+        self.parts[1].load_state_dict(self.start[1])
+        self.model.ops.synchronize()
+        clean(self.device)
+        step, prepare = self.arm(name)
+        prepare()
+        losses = [step().loss for _ in range(CHECKED_STEPS)]
+        self.model.ops.synchronize()
+        clean(self.device)
+        step()
+        return losses, used_bytes(self.device) - self.used_before
+
+
+def theirs(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> Step:
     """One step of PyTorch, returning the loss tensor."""
     import torch
 
     from minidl.bench.torch_peer import TorchGraph, from_nhwc
 
+    mode, device = setup.precision, setup.device
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
-    peer = TorchGraph(graph(a)).load(state).to(a.device)
+    peer = TorchGraph(setup.graph()).load(state).to(device)
     network = torch.compile(peer) if arm == "torch-compile" else peer
     optimizer = torch.optim.SGD(peer.parameters(), LR, MOMENTUM, weight_decay=DECAY)
-    images, labels = data(a)
-    x, t = from_nhwc(images, a.device), torch.from_numpy(labels).long().to(a.device)
+    images, labels = data(setup)
+    x, t = from_nhwc(images, device), torch.from_numpy(labels).long().to(device)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
 
     def step() -> Any:
         optimizer.zero_grad(set_to_none=arm != "torch-graph")
-        with torch.autocast(a.device, dtype=half or torch.bfloat16, enabled=half is not None):
+        with torch.autocast(device, dtype=half or torch.bfloat16, enabled=half is not None):
             loss = torch.nn.functional.cross_entropy(network(x), t)
         loss.backward()
         optimizer.step()
@@ -136,6 +187,20 @@ def captured(step: Step) -> Step:
     return replay
 
 
+def peer(setup: Setup, arm: str, state: dict[str, np.ndarray], expected: list[float]) -> tuple[Step, int]:
+    """One step of PyTorch that computes what we do, and the memory it holds."""
+    clean(setup.device)
+    before = used_bytes(setup.device)
+    step = theirs(setup, arm, state)
+    # The capture has taken steps already.
+    losses = [float(step()) for _ in range(CHECKED_STEPS)] if arm != "torch-graph" else expected
+    if not np.allclose(losses, expected, rtol=TOLERANCE.get(setup.precision, 3e-2)):
+        raise AssertionError(f"{arm} computes something else: losses {losses}, ours {expected}")
+    clean(setup.device)
+    step()
+    return step, used_bytes(setup.device) - before
+
+
 def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
     wait()
     started = time.perf_counter()
@@ -145,64 +210,87 @@ def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
     return (time.perf_counter() - started) / steps * 1e3
 
 
-def measure(a: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """One row."""
-    step, read, model = ours(a, mode)
-    state = model.state_dict()
-    rivals = {arm: theirs(a, mode, arm, state) for arm in a.peers}
-    losses = [read(step()) for _ in range(CHECKED_STEPS)]
-    for arm, rival in rivals.items():
-        if arm != "torch-graph":  # its capture has taken steps already
-            found = [float(rival()) for _ in range(CHECKED_STEPS)]
-            tolerance = 1e-3 if mode == "fp32" else 3e-2
-            if not np.allclose(found, losses, rtol=tolerance):
-                raise AssertionError(f"{arm} computes something else: losses {found}, ours {losses}")
+def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict[str, int]]:
+    """(the first losses of our arms, which agree; the memory that each holds)."""
+    found: dict[str, list[float]] = {}
+    held = {}
+    for name in names:
+        losses, held[name] = ours.first_losses(name)
+        plan = name.partition(":")[2]
+        if found.setdefault(plan, losses) != losses:
+            raise AssertionError(f"{name} has not the bits of the arm before: {losses}, expected {found[plan]}")
+        if not np.allclose(losses, next(iter(found.values())), rtol=TOLERANCE.get(mode, 3e-2)):
+            raise AssertionError(f"{name} computes something else: {found}")
+    return next(iter(found.values())), held
+
+
+def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
+    """The rows of one case, an arm each."""
+    ours = Ours(setup)
+    losses, held = compared(ours, a.arms, setup.precision)
+    arms = {name: ours.arm(name) for name in a.arms}
+    for name in a.peers:
+        step, held[name] = peer(setup, name, ours.start[0], losses)
+        arms[name] = step, lambda: None
 
     def wait() -> None:
-        model.ops.synchronize()
-        if a.device == "cuda" and rivals:
+        ours.model.ops.synchronize()
+        if a.device == "cuda" and a.peers:
             import torch
 
             torch.cuda.synchronize()
 
-    arms: dict[str, Step] = {"minidl": step, **rivals}
-    for one in arms.values():
-        block_ms(one, 2, wait)
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
-    for _ in range(a.blocks):
-        for arm, one in arms.items():
-            samples[arm].append(block_ms(one, a.steps, wait))
+    for block in range(a.blocks + 1):
+        for arm, (step, prepare) in arms.items():
+            prepare()
+            ms = block_ms(step, a.steps if block else CHECKED_STEPS, wait)
+            if block:
+                samples[arm].append(ms)
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
-    mine = timings.pop("minidl")
+    return [row(setup, name, timings, held, a.peers) for name in a.arms]
+
+
+def row(setup: Setup, name: str, timings: dict[str, Timing], held: dict[str, int], peers: list[str]) -> dict[str, Any]:
+    mine = timings[name]
+    gpu = setup.device == "cuda"
     return {
-        "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}",
+        "case": setup.title,
         "pass": "step",
-        "dtype": precision(mode).name,
-        "arm": "eager" if a.fusion == "none" else f"eager, {a.fusion}",
+        "dtype": setup.precision,
+        "arm": name.replace(":", ", "),
         "ms": mine.ms,
         "spread": mine.spread,
         "floor_ms": None,
-        "peers": {arm: timing.ms for arm, timing in timings.items()},
-        "peer_spreads": {arm: timing.spread for arm, timing in timings.items()},
-        "images_per_s": a.batch / mine.ms * 1e3,
-        "ratio_to_best_peer": min((t.ms for t in timings.values()), default=float("nan")) / mine.ms,
+        "peers": {peer: timings[peer].ms for peer in peers},
+        "peer_spreads": {peer: timings[peer].spread for peer in peers},
+        "images_per_s": setup.batch / mine.ms * 1e3,
+        "ratio_to_best_peer": min(timings[peer].ms for peer in peers) / mine.ms if peers else None,
+        "device_bytes": held[name] if gpu else None,
+        "peer_device_bytes": {peer: held[peer] for peer in peers} if gpu else {},
     }
 
 
 def main() -> None:
     a = arguments()
-    rows = [measure(a, mode) for mode in a.precision]
-    rows.sort(key=lambda row: row["ratio_to_best_peer"])
-    columns = ["case", "dtype", "ms", "spread", "images/s", *a.peers, "best peer / ours"]
+    rows = []
+    for setup in setups(a):
+        found = measure(a, setup)
+        rows += found
+        figures = ", ".join(f"{row['arm']} {row['ms']:.2f} ms" for row in found)
+        print(f"{setup.title} {setup.precision}: {figures}", flush=True)
+        if a.json:
+            write(a.json, result("bench_train", rows))
+    rows.sort(key=lambda row: row["ratio_to_best_peer"] or 0)
+    columns = ["case", "dtype", "arm", "ms", "spread", "images/s", "GB", *a.peers, "best peer / ours"]
     table = [
-        [row["case"], row["dtype"], f"{row['ms']:.2f}", f"{row['spread']:.1%}", f"{row['images_per_s']:.0f}"]
-        + [f"{row['peers'][arm]:.2f}" for arm in a.peers]
-        + [f"{row['ratio_to_best_peer']:.2f}"]
+        [row["case"], row["dtype"], row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}"]
+        + [f"{row['images_per_s']:.0f}", f"{(row['device_bytes'] or 0) / 1e9:.2f}"]
+        + [f"{row['peers'][peer]:.2f}" for peer in a.peers]
+        + [f"{row['ratio_to_best_peer']:.2f}" if a.peers else ""]
         for row in rows
     ]
     show("training step, milliseconds (peers: milliseconds)", columns, table)
-    if a.json:
-        write(a.json, result("bench_train", rows))
 
 
 if __name__ == "__main__":

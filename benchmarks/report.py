@@ -45,13 +45,16 @@ def training() -> str:
         for machine in sorted(path.name for path in RESULTS.iterdir())
         for file in load(machine, "bench_train")
         for row in file["rows"]
+        if row["peers"]
     ]
     rows = []
     for ratio, machine, row in sorted(found, key=lambda item: item[0]):
         peer, ms = min(row["peers"].items(), key=lambda item: item[1])
         figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{ratio:.2f}"]
-        rows.append([row["case"], machine, row["dtype"], *figures])
-    return markdown(["training step", "machine", "dtype", "minidl ms", "PyTorch ms", "speed against PyTorch"], rows)
+        rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
+    return markdown(
+        ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"], rows
+    )
 
 
 def operations() -> str:

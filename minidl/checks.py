@@ -18,6 +18,7 @@ __all__ = [
     "bad_shape",
     "bad_value",
     "describe",
+    "impossible",
     "missing_extra",
     "number",
     "order",
@@ -59,6 +60,11 @@ def bad_dtype(who: str, argument: str, expected: str, got: Any, remedy: str | No
 def bad_value(who: str, argument: str, expected: str, got: Any, remedy: str | None = None) -> ValueError:
     """``Dropout: p must be in [0, 1), got 1.5``."""
     return ValueError(_sentence(who, f"{argument} must be {expected}, got {got!r}", remedy))
+
+
+def impossible(who: str, reason: str, remedy: str | None = None) -> ValueError:
+    """What was asked for cannot be had here: ``CompiledStep: CUDA graphs need a GPU; use EagerStep``."""
+    return ValueError(_sentence(who, reason, remedy))
 
 
 def order(who: str, text: str, remedy: str | None = None) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""The command line: ``minidl train, plan, bench, fuse, plot, tune, info``. ``scripts/train.py`` is ``minidl train``."""
+"""The command line: ``minidl train, plan, bench, fuse, plot, tune, warm, info``; ``scripts/train.py`` is the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import plan, tuning
+from minidl.bench import plan, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.config import use_config
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
     tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
+    warm.add_arguments(verbs.add_parser("warm", help="compile a network's kernels ahead", formatter_class=shown))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
     return top
 
@@ -65,6 +66,8 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--samples", type=int, help="samples of synthetic data")
     p.add_argument("--epochs", type=int, default=30)
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
+    p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
+    p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
     p.add_argument("--schedule", default="cosine", help="constant, cosine, or step:30,60,80 (epochs)")
     p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
@@ -203,8 +206,9 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     trainer = Trainer(
         model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
-        epochs=a.epochs, output=a.output, profile=profile,
-        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},
+        epochs=a.epochs, output=a.output, profile=profile, compile=False if a.eager else None, accumulate=a.accumulate,
+        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
+        | ({"accumulate": a.accumulate} if a.accumulate > 1 else {}),
     )  # fmt: skip
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
@@ -238,7 +242,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "info": _info,
+    "warm": warm.run, "info": _info,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Layer:
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
+    modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
     def __init__(self, name: str | None = None):
@@ -71,6 +72,7 @@ class Layer:
         self._bound = False  # part of a model, which then counts the steps and owns the arena
         self._arena: Arena | None = None  # only a layer that works alone owns one
         self._grad_enabled = True
+        self._again = False  # within `rerun`
         self._taken: SimpleNamespace | None = None
         self._checked: Any = None  # table, shapes and dtypes of the last inputs that passed the door
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
@@ -116,16 +118,16 @@ class Layer:
 
     def save(self, **items: Any) -> None:
         """Keep arrays and facts for the backward pass: the only road to the store."""
-        if self._grad_enabled:
+        if self._grad_enabled and not self._again:
             self.store.save(self.name, items)
 
     def rerun(self, saved: SimpleNamespace, *x: Any) -> Any:
         """`recompute` with saving switched off: for stores that make tensors again."""
-        enabled, self._grad_enabled = self._grad_enabled, False
+        self._again = True
         try:
             return self.recompute(saved, *x)
         finally:
-            self._grad_enabled = enabled
+            self._again = False
 
     def saved(self) -> SimpleNamespace:
         """What `save` kept in the forward pass that this backward pass belongs to."""

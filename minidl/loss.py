@@ -25,9 +25,10 @@ _LOGITS = (float32, bfloat16, float16)
 
 @dataclass(frozen=True)
 class Totals:
-    """What a loss adds up, still on the device: float64[4] of loss sum, labels, correct ones, labels out of range.
+    """What a loss adds up, still on the device: float64 of loss sum, labels, correct ones, labels out of range.
 
-    Reading any property waits for the device; training loops read only the steps they report.
+    One such row (4,), or one for each micro-batch (K, 4). Reading any property waits for the device; training loops
+    read only the steps they report.
     """
 
     ops: ModuleType
@@ -40,7 +41,7 @@ class Totals:
         Raises:
             ValueError: when labels lay outside the classes.
         """
-        loss, count, correct, bad = self.ops.to_host(self.array).tolist()
+        loss, count, correct, bad = self.ops.to_host(self.array).reshape(-1, 4).sum(axis=0).tolist()
         if bad:
             raise checks.bad_value(
                 "loss", "labels", f"in 0..{self.num_classes - 1} or the ignored index", f"{int(bad)} labels outside"
@@ -93,8 +94,18 @@ class SoftmaxCrossEntropy:
             backward_data=PassCost(3 * n + labels, 2 * n * itemsize + kept),
         )
 
-    def forward(self, logits: Any, labels: Any, grad: bool = True) -> Totals:
+    def count(self, labels: Any, num_classes: int) -> Any:
+        """How many of ``labels`` count, over all ranks: what `forward` wants of a batch that is cut into parts."""
+        counted = backend.ops_of(labels).count_labels(labels, num_classes, ignore_index=self.ignore_index)
+        self.comm.all_reduce(counted)
+        return counted
+
+    def forward(self, logits: Any, labels: Any, grad: bool = True, count: Any = None) -> Totals:
         """Evaluate the loss; keeps what `backward` needs unless ``grad`` is False.
+
+        Args:
+            count: from `count`, of the whole batch that this is a micro-batch of: what `backward` divides by. Default:
+                the labels given here.
 
         Raises:
             ValueError: when the shapes do not belong together.
@@ -116,11 +127,15 @@ class SoftmaxCrossEntropy:
             totals, lse = ops.softmax_cross_entropy(array, labels, ignore_index=self.ignore_index)
         with self.profiler.span("loss", "wait"):
             self.comm.all_reduce(totals)
-        self._saved = (ops, array, labels, lse, totals, interop.answer_in_kind(logits)) if grad else None
+        divisor = totals if count is None else count
+        self._saved = (ops, array, labels, lse, divisor, interop.answer_in_kind(logits)) if grad else None
         return Totals(ops, totals, array.shape[-1])
 
     def backward(self, scale: Any = None) -> Any:
-        """Gradient of the mean loss by the logits, times ``scale`` (a float32[1] device array: the loss scale).
+        """Gradient of the mean loss by the logits, of the whole batch's mean if it was counted.
+
+        Args:
+            scale: a factor, float32[1] on the device: the loss scale.
 
         Raises:
             RuntimeError: without a forward pass.

@@ -8,6 +8,7 @@ getting the sum so far to add in its own kernel if it can.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from minidl.layer import Layer
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Profiler, grouping
+from minidl.profile import Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
@@ -79,7 +80,9 @@ class Model:
         if self.precision.tf32 and device == "cpu":
             raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
         self.comm = comm
+        self._kernels = tuned.settle(self.ops, comm)
         self.store = store or TensorStore()
+        self.observer = profiler
         self.profiler = profiler = self.store.watch(profiler)
         self.random = RandomCounter(seed)
         taken = [layer.name for layer in graph.layers if layer.ops is not None]
@@ -100,6 +103,7 @@ class Model:
         self._readers = graph.consumers()
         self.input_grad = input_grad
         self._needs_grad = [True] * len(graph.nodes) if input_grad else _needs_grad(graph)
+        self._modes = [(attrgetter(*layer.modes), layer) for layer in graph.layers]
         self._shapes: tuple[int, ...] | None = None
         self.training = True
         self._agree()
@@ -110,6 +114,7 @@ class Model:
         plan = [segment.describe() for segment in self.arena.segments]
         plan += [f"{layer.name} {layer!r}" for layer in self.layers]
         plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
+        plan.append(f"tuned kernels {self._kernels}")
         require_same(
             self.comm, "parameter plan", [f"precision {self.precision.name}, messages {self.arena.wire.dtype}", *plan]
         )
@@ -118,13 +123,14 @@ class Model:
 
     # -- the two passes ---------------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0) -> Any:
+    def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0, new_step: bool = True) -> Any:
         """Run the network.
 
         Args:
             x: (N, H, W, C) or (N, C) array of the model's device and storage dtype.
             grad: keep what backward needs; default: in training mode.
             first_sample: global index of ``x[0]``, so that dropout does not depend on how a batch is sharded.
+            new_step: False for the micro-batches of a step but the first.
 
         Returns:
             The output array.
@@ -132,7 +138,7 @@ class Model:
         grad = self.training if grad is None else grad
         self._check_input(x)
         if self.training and grad:
-            self.random.advance(first_sample)
+            self.random.advance(first_sample, new_step)
         self.store.clear()
         values: list[Value | None] = [None] * len(self.graph.nodes)
         left = [len(readers) for readers in self._readers]
@@ -172,6 +178,11 @@ class Model:
         except BaseException:
             self.arena.abandon()
             raise
+
+    def abandon(self) -> None:
+        """Forget a step whose capture in a graph failed half-way; nothing of it will run."""
+        self.store.clear()
+        self.arena.abandon(started=False)
 
     def _walk_back(self, dy: Any) -> Any:
         """The layers in reverse, each on the sum of its readers' gradients; the gradient that reaches the input."""
@@ -220,6 +231,11 @@ class Model:
             self.graph.shapes(x.shape)
             self._shapes = x.shape
 
+    def modes(self) -> tuple[Any, ...]:
+        """What decides, beside shapes, on the work of a step: equal values, equal work."""
+        folded = any(layer.folded is not None for _, layer in self._modes)
+        return self.arena.connected, folded, *(read(layer) for read, layer in self._modes)
+
     # -- modes and state --------------------------------------------------------------------------------------------
 
     @property
@@ -243,8 +259,8 @@ class Model:
 
     def observe(self, profiler: Profiler) -> None:
         """Let ``profiler`` see every pass and message from now on."""
-        profiler = self.store.watch(profiler)
-        self.profiler = self.arena.profiler = profiler
+        self.observer = profiler
+        profiler = self.profiler = self.arena.profiler = self.store.watch(profiler)
         for layer in self.layers:
             layer.profiler = profiler
 

@@ -135,7 +135,7 @@ class SGD:
         if lr != self._lr and self.arena.updating:
             raise checks.order("SGD", "the learning rate changes when part of a step is done", "set it before backward")
         if lr != self._lr:
-            self.ops.copy_into(self.control[LR : LR + 1], self.ops.from_host(np.array([lr], np.float32)))
+            self.ops.assign(self.control[LR : LR + 1], [lr])
             self._lr = float(lr)
 
     @property

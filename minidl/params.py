@@ -188,6 +188,7 @@ class Arena:
         self._update: Callable[[int, int], None] | None = None
         self._ready: deque[Message] = deque()  # started, not updated yet; only with slots
         self._begun: set[str] = set()  # first layers of messages that have gradients; only with slots
+        self.connected = 0  # how often: each time the messages are others
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
@@ -265,6 +266,7 @@ class Arena:
                 NCCL rounds at every hop. One rank alone rounds nothing.
         """
         self.comm, self.group_bytes = comm, group_bytes
+        self.connected += 1
         rounded = message_dtype != float32 and comm.size > 1
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
         self.messages = []
@@ -357,9 +359,16 @@ class Arena:
         """Whether part of the present step's update is done."""
         return any(message.updated for message in self.messages)
 
-    def abandon(self) -> None:
-        """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh."""
+    def abandon(self, *, started: bool = True) -> None:
+        """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
+
+        Args:
+            started: False when its messages never were (the pass was captured in a graph that will not run).
+        """
         self._abandoned = True
+        if not started:
+            for message in self.messages:
+                message.work = None
 
     def finished(self) -> Iterator[Message]:
         """The messages in the order they were started, each waited for (on the device's stream, not the host)."""

@@ -51,6 +51,8 @@ def _is_slot(item: Any) -> bool:
 class TensorStore:
     """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
 
+    capturable = True  # a step of this store can be captured in a CUDA graph
+
     def __init__(self) -> None:
         self._slots: dict[Hashable, Slot] = {}
         self._stacks: dict[str, list[dict[str, Any]]] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from minidl import checkpoint, checks
+from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
 from minidl.dist.agree import require_same, require_same_arrays
@@ -20,6 +21,7 @@ from minidl.loss import SoftmaxCrossEntropy, Totals
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
+from minidl.step import EagerStep
 from minidl.stopping import StopRequest
 
 __all__ = ["StepWatch", "Trainer"]
@@ -84,6 +86,9 @@ class Trainer:
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
         profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
+        compile: run steps as a CUDA graph (`minidl.compile.CompiledStep`), with the same bits. None: on GPUs, unless
+            something forbids it, which is then told; False: never; True: or refuse.
+        accumulate: micro-batches of a step, see `minidl.step.EagerStep`.
 
     Attributes:
         stopped: the signal that ended `fit` before its time.
@@ -110,6 +115,8 @@ class Trainer:
         report_every: int = 20,
         settings: dict[str, Any] | None = None,
         profile: StepWatch | None = None,
+        compile: bool | None = None,
+        accumulate: int = 1,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
@@ -128,6 +135,8 @@ class Trainer:
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
         self._check_parts()
+        self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
+        self._step = self._choose_step()
         require_same(self.comm, "training plan", self._plan())
         self._on_rank_0(self._check_output)
 
@@ -146,6 +155,18 @@ class Trainer:
                     "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
                 )
 
+    def _choose_step(self) -> EagerStep | CompiledStep:
+        reason = obstacle(self.model, self.optimizer)
+        if self.compile is None and reason is not None and self.model.ops.name == "cuda":
+            self._tell_eager(reason)
+        wanted = self.compile or (self.compile is None and reason is None)
+        kind = CompiledStep if wanted else EagerStep
+        return kind(self.model, self.optimizer, self.loss, accumulate=self.accumulate)
+
+    def _tell_eager(self, reason: str) -> None:
+        if self.comm.rank == 0:
+            print(f"steps run eagerly, not as a CUDA graph: {reason}", flush=True)
+
     def _loaders(self) -> dict[str, Loader | None]:
         return {"train_loader": self.train_loader, "test_loader": self.test_loader}
 
@@ -156,6 +177,7 @@ class Trainer:
         decay = f"weight_decay {optimizer.weight_decay}, decay_norm_and_bias {optimizer.decay_norm_and_bias}"
         return [
             f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}",
+            f"{type(self._step).__name__} of {self.accumulate} micro-batches",
             *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
             f"schedule {checks.wording(self.schedule)}",
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
@@ -275,13 +297,22 @@ class Trainer:
         abort.context["step"] = self.step
         self.optimizer.set_lr(self.schedule(self.step))
         self.model.train()
-        with self.profile.step(self, len(batch.images)), self.model.store.step(len(batch.images)):
-            logits = self.model.forward(batch.images, first_sample=batch.first_sample)
-            totals = self.loss.forward(logits, batch.labels)
-            self.model.backward(self.loss.backward(self.optimizer.loss_scale))
-            self.optimizer.step()
+        # Whether a batch is the last, smaller one, all ranks know; their parts of one may differ by a sample.
+        smaller = batch.global_size != self.train_loader.batch
+        with self.profile.step(self, len(batch.images)):
+            totals = self._take_step(batch, smaller)
         self.step += 1
         return totals
+
+    def _take_step(self, batch: Batch, smaller: bool) -> Totals:
+        try:
+            return self._step(batch.images, batch.labels, batch.first_sample, eager=smaller)
+        except NotCapturable as error:
+            if self.compile:
+                raise
+            self._tell_eager(str(error))
+            self._step = EagerStep(self.model, self.optimizer, self.loss, accumulate=self.accumulate)
+            return self._step(batch.images, batch.labels, batch.first_sample)
 
     def _read(self, running: _Running) -> float:
         loss = running.collect()
@@ -303,8 +334,7 @@ class Trainer:
         self.model.eval()
         running = _Running()
         for batch in loader:
-            logits = self.model.forward(batch.images, grad=False)
-            running.pending.append(self.loss.forward(logits, batch.labels, grad=False))
+            running.pending.append(self._step.evaluate(batch.images, batch.labels))
         running.collect()
         self.model.train(training)
         return running.means

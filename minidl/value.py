@@ -22,30 +22,31 @@ class Normalized:
     """One owed batch normalisation: ``(raw - mean) * rstd * gamma + beta``.
 
     ``raw``: (..., C), storage dtype; ``moments``: (2, C) float32, mean and rstd; ``gamma``, ``beta``: (C,) float32 or
-    None.
+    None; ``owner``: the batch norm's name.
     """
 
     raw: Any
     moments: Any
     gamma: Any
     beta: Any
+    owner: str = ""
 
 
 @dataclass(frozen=True)
 class Origin:
     """What a value is made of: the sum of ``terms``, each normalised or plain, then ReLU if ``relu``.
 
-    ``mask``: the ReLU's sign bits where they were kept for the backward pass, else None.
+    ``owner``: name of the ReLU that finished it.
     """
 
     terms: tuple[Normalized | Any, ...]
     relu: bool = False
-    mask: Any = None
+    owner: str = ""
 
 
 @dataclass(frozen=True)
 class Value:
-    """An array with notes. ``stats`` is never owed: batch-norm sums (1 + 2C,) float64 taken by the producer."""
+    """An array with notes. ``stats`` is never owed: ``batch_norm_stats`` (1 + 2C,) float64 taken by the producer."""
 
     array: Any = None
     origin: Origin | None = None
@@ -105,13 +106,22 @@ class MaskedGradient:
         y: that output; None where it is the one batch norm ``term``, and follows from it.
         term: the batch norm under the ReLU, if there is nothing else.
         array: the masked gradient, once somebody has it.
+        relu, norm, parts: where a convolution has masked (`masked`), the names of the ReLU and of a batch norm
+            under it, and the parts of that one's sums.
     """
 
-    __slots__ = ("array", "dy", "term", "y")
+    __slots__ = ("array", "dy", "norm", "parts", "relu", "term", "y")
 
     def __init__(self, dy: Any, *, y: Any = None, term: Normalized | None = None):
-        assert (y is None) != (term is None), "either the output or what it follows from"
         self.dy, self.y, self.term, self.array = dy, y, term, None
+        self.relu, self.norm, self.parts = "", "", None
+
+    @classmethod
+    def masked(cls, array: Any, relu: str, norm: str, parts: Any) -> MaskedGradient:
+        """One that a convolution has masked for the layer ``relu``, with what it took for the layer ``norm``."""
+        gradient = cls(array)
+        gradient.array, gradient.relu, gradient.norm, gradient.parts = array, relu, norm, parts
+        return gradient
 
     @property
     def shape(self) -> tuple[int, ...]:

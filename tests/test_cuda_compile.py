@@ -64,6 +64,7 @@ def call_array() -> None:
             ops.to_host(x)
     ops.from_host([1, 2, 3], np.float32)
     ops.zeros((), np.float32)
+    ops.assign(ops.empty(3, np.float32), [1, 2, 3])
     ops.synchronize()
 
 
@@ -141,10 +142,17 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     w = ops.empty((filters, *kernel, x.shape[-1] // groups), x.dtype)
     bias, input_bias, db = _parameters(filters, x.shape[-1], filters)
     y = ops.conv2d(x, w, bias, **where)
+    assert ops.conv2d_stats(x, w, bias, **where)[1].shape == (1 + 2 * filters,)
     dy = ops.empty(y.shape, y.dtype)
     dx = ops.conv2d_backward_data(dy, w, x.shape, **where)
     assert dx.shape == x.shape
     ops.conv2d_backward_data(dy, w, x.shape, bias=input_bias, add=x, **where)
+    moments = ops.empty((2, x.shape[-1]), np.float32)
+    for y_below, add in ((None, None), (x, x)):
+        masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, y=y_below, add=add, **where)
+        assert masked.shape == x.shape
+        if parts is not None:
+            assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
     ops.channel_sum(dy, out=db)
@@ -267,6 +275,7 @@ def call_loss() -> None:
     for (dtype, label), shape in itertools.product(kinds, shapes):
         logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
         totals, lse = ops.softmax_cross_entropy(logits, labels, ignore_index=255)
+        ops.count_labels(labels, shape[-1], ignore_index=255)
         for factor in (None, scale):
             ops.softmax_cross_entropy_backward(logits, labels, lse, totals, factor, ignore_index=255)
 

@@ -189,7 +189,9 @@ def test_cache_key_covers_header_defines_and_architecture(cache):
 def test_cache_is_hit_and_a_damaged_file_is_compiled_anew(cache, monkeypatch):
     compiled, genuine = [], nvrtc.compile
     monkeypatch.setattr(nvrtc, "compile", lambda *a: compiled.append(a) or genuine(*a))
+    assert not nvrtc.is_built("trivial", "sm_80", {})
     first = nvrtc.build("trivial", "sm_80")
+    assert nvrtc.is_built("trivial", "sm_80", {}) and not nvrtc.is_built("trivial", "sm_80", {"VEC": 2})
     assert nvrtc.build("trivial", "sm_80") == first and len(compiled) == 1
     (file,) = nvrtc.cache_directory().iterdir()
     whole = file.read_bytes()

@@ -10,6 +10,7 @@ import pytest
 
 import minidl as m
 from minidl import checkpoint, cli, models
+from minidl.compile import CompiledStep
 from minidl.cuda.launch import dry_run, observed
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, Joint, Race, Violation, limit_memory, pin, problem, validate, widen
@@ -20,6 +21,7 @@ from minidl.memory.program import prove
 from minidl.memory.record import record_step
 from minidl.memory.script import write
 from minidl.profile.spans import NULL_PROFILER
+from minidl.step import EagerStep
 from minidl.store import TensorStore
 from tests.conftest import CUDA
 from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
@@ -193,7 +195,7 @@ def _by_script(model, script, make):
     model.store = store
     for layer in model.layers:
         layer.store = store
-    model.observe(model.profiler)
+    model.observe(model.observer)
     return lambda: store.step(1)
 
 
@@ -342,6 +344,26 @@ def test_the_captured_graph_has_every_order_that_the_plan_needs(device):
         with pytest.raises(Race):
             proven(rest)
     assert needed > 5
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_compiled_steps_within_a_limit_give_the_same_bits(device):
+    """`CompiledStep` captures the planned step as it is; a smaller batch in between runs eagerly."""
+
+    def trained(limit: str | None) -> list[bytes]:
+        model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda", precision="bf16", seed=5)
+        optimizer, loss = m.SGD(model, 0.05, 0.9, 1e-4), m.SoftmaxCrossEntropy()
+        memory = None if limit is None else limit_memory(model, 64, limit, least=1 << 14)
+        step = (EagerStep if limit is None else CompiledStep)(model, optimizer, loss)
+        rng, ops, seen = np.random.default_rng(3), model.ops, []
+        for count in (64, 64, 64, 40, 64):
+            images = rng.standard_normal((count, 32, 32, 3), np.float32).astype(model.precision.storage)
+            labels = ops.from_host(rng.integers(0, 10, (count,)).astype(np.int32))
+            seen.append(ops.to_host(step(ops.from_host(images), labels).array).reshape(-1).tobytes())
+        assert memory is None or memory.script.plan.rebuilt_bytes or memory.script.plan.moved_bytes
+        return seen + [array.tobytes() for array in model.state_dict().values()]
+
+    assert trained("60%") == trained(None)
 
 
 @pytest.mark.parametrize("device", [CUDA])

@@ -10,6 +10,7 @@ from typing import Any
 
 from minidl import checks
 from minidl.bench.inputs import labels, noise
+from minidl.cuda.capture import capture
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy, Totals
@@ -17,7 +18,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.profile.steps import StepProfiler
-from minidl.random import RandomCounter
+from minidl.step import EagerStep
 from minidl.store import TensorStore
 
 __all__ = ["Replay", "SavedBytes", "TrainingStep"]
@@ -36,14 +37,6 @@ class SavedBytes(TensorStore):
         before = self.saved_bytes
         super().save(owner, items)
         self.by_layer[owner] = self.saved_bytes - before
-
-
-class _HeldCounter(RandomCounter):
-    """Draws the same numbers in every step: its key is made once, for a graph cannot fetch another from the host."""
-
-    def advance(self, first_sample: int = 0) -> None:
-        if self.step == 0:
-            super().advance(first_sample)
 
 
 @dataclass(frozen=True)
@@ -92,18 +85,14 @@ class TrainingStep:
         self.ops: ModuleType = self.model.ops
         self.optimizer = SGD(self.model, LR, MOMENTUM, DECAY)
         self.loss = SoftmaxCrossEntropy(comm=comm)
+        self.eager = EagerStep(self.model, self.optimizer, self.loss)
         *image, classes = graph.output_node.shape
         self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=comm.rank)
         self.labels = labels(self.ops, (batch, *image), classes, seed=comm.rank)
 
     def __call__(self) -> Totals:
         """Run, or start, one step."""
-        with self.model.store.step(self.batch):
-            logits = self.model.forward(self.x, first_sample=self.comm.rank * self.batch)
-            totals = self.loss.forward(logits, self.labels)
-            self.model.backward(self.loss.backward(self.optimizer.loss_scale))
-        self.optimizer.step()
-        return totals
+        return self.eager(self.x, self.labels, self.comm.rank * self.batch)
 
     def observe(self, profiler: Profiler = NULL_PROFILER) -> None:
         """Let ``profiler`` see the steps from now on."""
@@ -133,23 +122,19 @@ class TrainingStep:
             raise checks.order("step", "it cannot be captured on the CPU", "use device='cuda'")
         import cupy
 
-        held = _HeldCounter(self.model.random.seed)
-        self.model.random = held
-        for layer in self.model.layers:
-            layer.random = held
         stream = cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
         with stream:
             self()  # loads kernels, fills the pool
             stream.synchronize()
-            self.observe(profiler or NULL_PROFILER)
-            stream.begin_capture()
-            try:
-                with profiler.step() if profiler else nullcontext():
-                    totals = self()
-            except BaseException:
-                stream.end_capture()
-                raise
-            finally:
-                self.observe()
-            return Replay(stream.end_capture(), stream, totals)
+        self.observe(profiler or NULL_PROFILER)
+        try:
+            with self.model.random.hold():
+                graph, totals = capture(lambda: self._watched(profiler), stream)
+        finally:
+            self.observe()
+        return Replay(graph, stream, totals)
+
+    def _watched(self, profiler: StepProfiler | None) -> Totals:
+        with profiler.step() if profiler else nullcontext():
+            return self()

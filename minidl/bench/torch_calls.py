@@ -26,7 +26,18 @@ from minidl.precision import Precision
 from minidl.precision import precision as parse_precision
 from minidl.profile.timing import Budget, HostTimer, Timing
 
-__all__ = ["JOINT", "Operands", "arithmetic", "layer_calls", "mapped", "peer_ms", "separate", "tensors", "time_calls"]
+__all__ = [
+    "JOINT",
+    "Operands",
+    "arithmetic",
+    "captured",
+    "layer_calls",
+    "mapped",
+    "peer_ms",
+    "separate",
+    "tensors",
+    "time_calls",
+]
 
 JOINT = (
     "PyTorch computes all gradients of a batch norm in one call: its time stands at backward_data, "
@@ -299,6 +310,16 @@ def _launched(calls: Sequence[Call], budget: Budget) -> Timing:
 
 
 def _replayed(calls: Sequence[Call], budget: Budget) -> Timing:
+    with captured(calls) as replay:
+        if replay is None:
+            return Timing((0.0, 0.0))
+        replay()
+        return _repeated(replay, len(calls), budget)
+
+
+@contextmanager
+def captured(calls: Sequence[Call]) -> Iterator[Call | None]:
+    """A function that launches all ``calls`` as one graph on torch's current stream; None where they launch nothing."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -314,12 +335,9 @@ def _replayed(calls: Sequence[Call], budget: Budget) -> Timing:
     for warning in caught:
         if warning not in empty:
             warnings.warn(warning.message, warning.category, stacklevel=2)
-    if empty:
-        return Timing((0.0, 0.0))  # views only: no kernel was launched
-    graph.replay()
-    timing = _repeated(graph.replay, len(calls), budget)
+    yield None if empty else graph.replay  # views only: no kernel was launched
+    torch.cuda.synchronize()  # before what the graph writes to is let go
     del results
-    return timing
 
 
 def _repeated(body: Call, calls: int, budget: Budget) -> Timing:

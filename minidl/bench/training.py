@@ -14,6 +14,7 @@ from minidl.bench.rows import Table, network_rows
 from minidl.bench.run import CONVENTIONS, step_record
 from minidl.profile import ceilings
 from minidl.profile.results import result, write
+from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.profile.steps import StepProfiler, StepTimes
 from minidl.train import Trainer
 
@@ -26,8 +27,8 @@ _UNREAD = 4  # watched steps whose events wait to be read; by then all but the l
 class TrainingProfile:
     """Watches one step in ``every`` of a `Trainer` and writes what it saw as a result file.
 
-    A watched step costs two event records for each pass of each layer, the others cost nothing; with the default that
-    is far under one per cent of a run. Steps of a smaller last batch are not watched.
+    A watched step runs operation by operation, also where the others are replays of a graph, and records two events for
+    each pass of each layer; the others cost nothing. Steps of a smaller last batch are not watched.
 
     Args:
         path: the result file; written by rank 0 when training ends.
@@ -50,19 +51,25 @@ class TrainingProfile:
         """Around each training step of ``samples`` samples on this rank."""
         if self._profiler is None:
             self._profiler = StepProfiler(trainer.model.ops)
-            trainer.model.observe(self._profiler)
-            trainer.loss.profiler = self._profiler
             self._batch = samples
         due = self._seen >= self.first and (self._seen - self.first) % self.every == 0
         self._seen += 1
         if not due or samples != self._batch:
             yield
             return
-        with self._profiler.step(memory=not self.steps and not self._pending):
-            yield
+        self._observe(trainer, self._profiler)
+        try:
+            with self._profiler.step(memory=not self.steps and not self._pending):
+                yield
+        finally:
+            self._observe(trainer, NULL_PROFILER)
         self._pending += 1
         if self._pending >= _UNREAD:
             self._read()
+
+    def _observe(self, trainer: Trainer, profiler: Profiler) -> None:
+        trainer.model.observe(profiler)
+        trainer.loss.profiler = profiler
 
     def _read(self) -> None:
         if self._profiler is not None:

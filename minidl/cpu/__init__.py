@@ -11,6 +11,7 @@ from minidl.cpu import openmp  # noqa: F401  (first: it decides how the runtime 
 from minidl.cpu.activation import relu, relu_backward
 from minidl.cpu.array import (
     Array,
+    assign,
     cast,
     contiguous,
     copy_into,
@@ -24,6 +25,7 @@ from minidl.cpu.batch_norm import (
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
+    batch_norm_backward_sums,
     batch_norm_eval_moments,
     batch_norm_finalize,
     batch_norm_join_backward_stats,
@@ -35,13 +37,15 @@ from minidl.cpu.conv2d import (
     channel_sum,
     conv2d,
     conv2d_backward_data,
+    conv2d_backward_data_masked,
     conv2d_backward_weight,
+    conv2d_stats,
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
 from minidl.cpu.image import normalise
 from minidl.cpu.join import add, concat
-from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
 from minidl.cpu.pool2d import (
@@ -66,18 +70,22 @@ __all__ = [
     "contiguous",
     "cast",
     "copy_into",
+    "assign",
     "synchronize",
     "from_dlpack",
     "uploader",
     "normalise",
     "conv2d",
     "conv2d_backward_data",
+    "conv2d_backward_data_masked",
     "conv2d_backward_weight",
+    "conv2d_stats",
     "channel_sum",
     "batch_norm_stats",
     "batch_norm_finalize",
     "batch_norm_apply",
     "batch_norm_backward_stats",
+    "batch_norm_backward_sums",
     "batch_norm_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_relu_backward_apply",
@@ -95,6 +103,7 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "pad2d",
     "dropout",
+    "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "csb_matmul",

@@ -13,6 +13,7 @@ from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
     "Array",
+    "assign",
     "cast",
     "contiguous",
     "copy_into",
@@ -84,6 +85,11 @@ def copy_into(out: Array, x: Array) -> None:
     # An overflow to infinity is an ordinary event in float16 training (the loss scale reacts to it), not news.
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, x, casting="unsafe")
+
+
+def assign(out: Array, values: Sequence[float]) -> None:
+    """Write a few numbers from the host into ``out``, (n,) float32, int32 or uint32 with n up to 4."""
+    out[...] = np.array(values, out.dtype)
 
 
 def synchronize() -> None:

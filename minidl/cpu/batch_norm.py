@@ -18,6 +18,7 @@ __all__ = [
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
+    "batch_norm_backward_sums",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
@@ -133,6 +134,19 @@ def batch_norm_backward_stats(
     assert dy.shape == x.shape and moments.shape == (2, x.shape[-1]), (dy.shape, x.shape, moments.shape)
     sums = empty((2, x.shape[-1]), np.float64)
     _batch_norm.backward_stats(rows_float32(dy), rows_float32(x), moments, sums)
+    return batch_norm_backward_sums(sums, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_backward_sums(
+    parts: Array,
+    moments: Array,
+    *,
+    dgamma: Array | None = None,
+    dbeta: Array | None = None,
+    accumulate: bool = False,
+) -> Array:
+    """What `batch_norm_backward_stats` returns and writes, from what `conv2d_backward_data_masked` left for it."""
+    sums = parts
     for out, value in ((dbeta, sums[0]), (dgamma, sums[1])):
         if out is not None:
             np.add(value, out if accumulate else 0.0, out=out, casting="same_kind")

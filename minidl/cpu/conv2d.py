@@ -9,12 +9,21 @@ import numpy as np
 
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
+from minidl.cpu.activation import relu_backward
 from minidl.cpu.array import Array, cast, contiguous, empty, rows, zeros
+from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_stats, batch_norm_stats
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
+__all__ = [
+    "channel_sum",
+    "conv2d",
+    "conv2d_backward_data",
+    "conv2d_backward_data_masked",
+    "conv2d_backward_weight",
+    "conv2d_stats",
+]
 
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
@@ -89,6 +98,15 @@ def conv2d(
     return _apply(plan, x, w, empty((x.shape[0], plan.rows, plan.cols, w.shape[0]), x.dtype), bias, None)
 
 
+def conv2d_stats(
+    x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    tf32: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`conv2d`, and ``batch_norm_stats`` of its result."""
+    y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, tf32=tf32)
+    return y, batch_norm_stats(y)
+
+
 @_QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
@@ -118,6 +136,23 @@ def conv2d_backward_data(
         return _linear_backward_data(dy, w, bias, add)
     plan = make_plan(x_shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), True)
     return _apply(plan, dy, w, empty(x_shape, dy.dtype), bias, add)
+
+
+def conv2d_backward_data_masked(
+    dy: Array, w: Array, x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *,
+    y: Array | None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int, add: Array | None = None,
+    tf32: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`conv2d_backward_data` masked by the ReLU below, and for ``batch_norm_backward_sums`` the sums of its batch norm.
+
+    Args:
+        x, moments, gamma, beta: of the batch norm.
+        y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
+    dx = relu_backward(dx, batch_norm_apply(x, moments, gamma, beta, relu=True) if y is None else y)
+    return dx, batch_norm_backward_stats(dx, x, moments)
 
 
 @_QUIET

@@ -5,10 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu import _loss
-from minidl.cpu.array import Array, contiguous, empty, rows_float32, stored
+from minidl.cpu.array import Array, contiguous, empty, rows_float32, stored, zeros
 from minidl.precision import float32
 
-__all__ = ["softmax_cross_entropy", "softmax_cross_entropy_backward"]
+__all__ = ["count_labels", "softmax_cross_entropy", "softmax_cross_entropy_backward"]
+
+
+def count_labels(labels: Array, num_classes: int, *, ignore_index: int) -> Array:
+    """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
+
+    Args:
+        labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
+    """
+    counted = (labels != ignore_index) & (labels >= 0) & (labels < num_classes)
+    totals = zeros(4, np.float64)
+    totals[1] = np.count_nonzero(counted)
+    return totals
 
 
 def softmax_cross_entropy(logits: Array, labels: Array, *, ignore_index: int) -> tuple[Array, Array]:

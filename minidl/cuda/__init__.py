@@ -11,6 +11,7 @@ from typing import Any
 from minidl.cuda.activation import relu, relu_backward
 from minidl.cuda.array import (
     array_type,
+    assign,
     cast,
     contiguous,
     copy_into,
@@ -24,6 +25,7 @@ from minidl.cuda.batch_norm import (
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
+    batch_norm_backward_sums,
     batch_norm_eval_moments,
     batch_norm_finalize,
     batch_norm_join_backward_stats,
@@ -35,14 +37,16 @@ from minidl.cuda.conv2d import (
     channel_sum,
     conv2d,
     conv2d_backward_data,
+    conv2d_backward_data_masked,
     conv2d_backward_weight,
+    conv2d_stats,
 )
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat
-from minidl.cuda.loss import softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cuda.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
 from minidl.cuda.pool2d import (
@@ -67,18 +71,22 @@ __all__ = [
     "contiguous",
     "cast",
     "copy_into",
+    "assign",
     "synchronize",
     "from_dlpack",
     "uploader",
     "normalise",
     "conv2d",
     "conv2d_backward_data",
+    "conv2d_backward_data_masked",
     "conv2d_backward_weight",
+    "conv2d_stats",
     "channel_sum",
     "batch_norm_stats",
     "batch_norm_finalize",
     "batch_norm_apply",
     "batch_norm_backward_stats",
+    "batch_norm_backward_sums",
     "batch_norm_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_relu_backward_apply",
@@ -96,6 +104,7 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "pad2d",
     "dropout",
+    "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
     "csb_matmul",

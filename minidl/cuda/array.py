@@ -13,7 +13,20 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, walk
 from minidl.precision import bfloat16, float16, float32
 
-__all__ = ["array_type", "cast", "contiguous", "copy_into", "empty", "from_host", "synchronize", "to_host", "zeros"]
+__all__ = [
+    "array_type",
+    "assign",
+    "cast",
+    "contiguous",
+    "copy_into",
+    "empty",
+    "from_host",
+    "synchronize",
+    "to_host",
+    "zeros",
+]
+
+_WORDS = 4  # that `assign` takes
 
 _TYPE_NAMES = {float32: "float", bfloat16: "bf16", float16: "f16", np.dtype(np.uint8): "u8"}
 
@@ -103,6 +116,19 @@ def copy_into(out: Any, x: Any) -> None:
     plan = walk(x, out, unroll=2)
     defines = {"SOURCE": _TYPE_NAMES[x.dtype], "TARGET": _TYPE_NAMES[out.dtype], "VEC": plan.vec, "UNROLL": plan.unroll}
     launch("array", "convert_kernel", plan.grid, plan.block, x, out, plan.argument, defines=defines)
+
+
+def assign(out: Any, values: Sequence[float]) -> None:
+    """Write a few numbers from the host into ``out``, (n,) float32, int32 or uint32 with n up to 4, in stream order.
+
+    They travel as arguments of a kernel: nothing waits, and no buffer has to live until a copy is done.
+    """
+    host = np.array(values, out.dtype)
+    assert out.dtype.itemsize == 4 and out.flags.c_contiguous, (out.dtype, out.strides)
+    assert out.shape == host.shape and out.ndim == 1 and out.size <= _WORDS, (out.shape, host.shape)
+    words = np.zeros(_WORDS, np.uint32)
+    words[: out.size] = host.view(np.uint32)
+    launch("array", "assign_kernel", 1, 1, out, np.int32(out.size), *words, defines={"ASSIGN": 1})
 
 
 def _copy(out: Any, x: Any) -> None:

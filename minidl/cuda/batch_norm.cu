@@ -23,6 +23,7 @@
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
 
 #include "common.cuh"
+#include "relu_mask.cuh"
 
 // A cut of the rows into chunks (planned by batch_norm.py).
 struct Chunks {
@@ -71,17 +72,6 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = otherwise;
     }
-}
-
-// Whether the forward pass, which rounds (x - mean)*rstd*gamma + beta to T, was left with something above zero: half of
-// the smallest number of T rounds to zero, what is larger does not.
-template <class S> struct RoundsToZero;
-template <> struct RoundsToZero<float> { static constexpr float most = 0.0f; };
-template <> struct RoundsToZero<bf16> { static constexpr float most = 0x1p-134f; };
-template <> struct RoundsToZero<f16> { static constexpr float most = 0x1p-25f; };
-
-DEVICE bool was_positive(float centred, float scale, float shift) {
-    return fmaf(centred, scale, shift) > RoundsToZero<T>::most;
 }
 
 // rstd*gamma and beta of VEC channels: as the forward pass has them, to the bit.
@@ -194,10 +184,11 @@ DEVICE void sum_lanes(double (&v)[N]) {
         for (int i = 0; i < N; ++i) v[i] = warp_sum(lane < WARPS ? parts[i][warp][lane] : 0.0);
 }
 
-// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel. Deviations are taken from the first chunk's
-// mean, in double.
+// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel, or of others with counts (chunks,).
+// Deviations are taken from the first chunk's mean, in double.
 extern "C" __global__ void __launch_bounds__(GROUP * LANES)
-batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, Chunks cut) {
+batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares,
+                        const double* __restrict__ counts, double* __restrict__ stats, Chunks cut) {
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[3] = {};  // sums of count * d, count * d^2, M2
     if (channel < cut.channels && cut.chunks > 0) {
@@ -205,7 +196,8 @@ batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict
 #pragma unroll 4
         for (int chunk = threadIdx.x / GROUP; chunk < cut.chunks; chunk += LANES) {
             const i64 from = i64(chunk) * cut.channels + channel;
-            const double count = min(cut.rows - chunk * cut.chunk_rows, cut.chunk_rows), d = mean[from] - origin;
+            const double rows = min(cut.rows - chunk * cut.chunk_rows, cut.chunk_rows);
+            const double count = counts ? counts[chunk] : rows, d = mean[from] - origin;
             v[0] += count * d;
             v[1] += count * d * d;
             v[2] += squares[from];

@@ -16,12 +16,14 @@ __all__ = [
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
+    "batch_norm_backward_sums",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
     "batch_norm_relu_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_stats",
+    "merge_chunks",
 ]
 
 THREADS = 256
@@ -81,11 +83,11 @@ def cut_rows(
     return Chunks((chunks, tiles), (threads, lanes), shared, chunks, argument)
 
 
-def _merge(kernel: str, cut: Chunks, channels: int, *args: Any) -> None:
+def _merge(kernel: str, chunks: int, channels: int, *args: Any) -> None:
     """Start a kernel that merges the chunks' partial results in their order."""
-    lanes = FEW_LANES if cut.chunks <= FEW_CHUNKS else MERGE_LANES
+    lanes = FEW_LANES if chunks <= FEW_CHUNKS else MERGE_LANES
     grid, block = shapes.ceil_div(channels, MERGE_CHANNELS), MERGE_CHANNELS * lanes
-    launch("batch_norm", kernel, grid, block, *args, cut.argument, defines={"MERGE": lanes})
+    launch("batch_norm", kernel, grid, block, *args, defines={"MERGE": lanes})
 
 
 def batch_norm_stats(x: Any) -> Any:
@@ -103,8 +105,28 @@ def batch_norm_stats(x: Any) -> Any:
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    _merge("batch_norm_merge_kernel", cut, channels, mean, squares, stats)
+    _merge("batch_norm_merge_kernel", cut.chunks, channels, mean, squares, None, stats, cut.argument)
     return stats
+
+
+def merge_chunks(mean: Any, squares: Any, counts: Any, rows: int) -> Any:
+    """What `batch_norm_stats` returns, from means (float64) and squared deviations (float32) of chunks, both (R, C).
+
+    ``counts``: (R,) float64, rows of each chunk; ``rows``: of all.
+    """
+    chunks, channels = mean.shape
+    stats = empty(1 + 2 * channels, np.float64)
+    cut = _cut_of_chunks(rows, channels, chunks)
+    _merge("batch_norm_merge_kernel", chunks, channels, mean, squares, counts, stats, cut)
+    return stats
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut_of_chunks(rows: int, channels: int, chunks: int) -> np.ndarray:
+    """What merging needs to know of chunks that others have cut."""
+    argument = np.array([(rows, 0, 0, 0, channels, 0, chunks)], _ARGUMENT)
+    argument.setflags(write=False)
+    return argument
 
 
 def batch_norm_finalize(
@@ -249,14 +271,27 @@ def _backward_stats(
     vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, y, masked) if array is not None))
     cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if y is None else rows(y)[2])
     partial = empty((cut.chunks, 2, channels), np.float32)
-    sums = empty((2, channels), np.float64)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
         dy, x, moments, gamma, beta, y, masked, partial, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    args = (partial, moments, sums, dgamma, dbeta, np.int32(accumulate))
-    _merge("batch_norm_backward_merge_kernel", cut, channels, *args)
+    return batch_norm_backward_sums(partial, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_backward_sums(
+    parts: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
+) -> Any:
+    """What `batch_norm_backward_stats` returns and writes, from the parts that ``conv2d_backward_data_masked`` left.
+
+    Args:
+        parts: (R, 2, C) float32: sums of ``dy`` and of ``dy*(x - mean)``, added up in their order.
+    """
+    chunks, _, channels = parts.shape
+    _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
+    sums = empty((2, channels), np.float64)
+    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate)
+    _merge("batch_norm_backward_merge_kernel", chunks, channels, *args, _cut_of_chunks(0, channels, chunks))
     return sums
 
 

@@ -4,28 +4,42 @@ Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / group
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
 without it they are exact float32 multiply-adds.
 
-Several families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py).
-Every result has the same bits on every run, and on every device that runs the same family.
+Several families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py),
+or a table of what was measured (conv2d_tuned.py). Every result has the same bits on every run, and on every device that
+runs the same family by the same table.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from minidl import checks
 from minidl.cuda import conv2d_generic, conv2d_hopper, conv2d_stem, conv2d_textbook, conv2d_weight_hopper, depthwise
 from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.batch_norm import batch_norm_stats
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
-from minidl.cuda.conv2d_family import choose_family, textbook
+from minidl.cuda.conv2d_family import Choice, Question, choose_family, textbook
 from minidl.cuda.conv2d_plan import Convolution, convolution
-from minidl.cuda.device import current_device
-from minidl.cuda.rows import dtype_code
+from minidl.cuda.conv2d_tuned import chosen
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.rows import DTYPE, dtype_code
 from minidl.cuda.widen import narrow, wide_channels, widen
 from minidl.precision import float32
 from minidl.shapes import Pair
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
+__all__ = [
+    "channel_sum",
+    "conv2d",
+    "conv2d_backward_data",
+    "conv2d_backward_data_masked",
+    "conv2d_backward_weight",
+    "conv2d_stats",
+    "options",
+]
+
+STORAGE = {code: dtype for dtype, code in DTYPE.items()}
 
 
 def conv2d(
@@ -47,21 +61,49 @@ def conv2d(
         groups: output channel k sees the input channels of its own group, k // (K / groups), only.
         tf32: round float32 operands to TF32.
     """
-    conv = convolution("conv2d", x.shape, w.shape, stride, padding, dilation, groups)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _forward("conv2d", x, w, bias, geometry, tf32, False)[0]
+
+
+def conv2d_stats(
+    x: Any,
+    w: Any,
+    bias: Any | None = None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    tf32: bool = False,
+) -> tuple[Any, Any]:
+    """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
+
+    The order of their sums is a function of the sizes and of the kernel's tile.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, tf32, True)
+    return y, batch_norm_stats(y) if stats is None else stats
+
+
+def _forward(who: str, x: Any, w: Any, bias: Any, geometry: dict, tf32: bool, statistics: bool) -> tuple[Any, Any]:
+    """(y, its statistics where they are asked for and the kernel takes them)"""
+    conv = convolution(who, x.shape, w.shape, **geometry)
     y = empty(conv.y_shape, x.dtype)
-    code = _check_operands("conv2d", x, w, bias, None, y, tf32)
+    code = _check_operands(who, x, w, bias, None, y, tf32)
     if y.size == 0:
-        return y
+        return y, None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
-    elif _on_stem("conv2d", conv, x.dtype):
+        return y, None
+    question = Question("forward", conv, code, tf32)
+    choice = _choose(who, question)
+    if choice.family == "stem":
         conv2d_stem.forward(conv, x, w, bias, y)
-    else:
-        wide = _wide_channels(conv, x.itemsize)
-        if wide > conv.channels:
-            x, w, conv = widen(x, wide), widen(w, wide), conv._replace(channels=wide)
-        _gather("conv2d", conv, code, tf32, False, x, w, bias, None, y)
-    return y
+        return y, None
+    wide = _widened(conv, code)
+    if wide is not conv:
+        x, w = widen(x, wide.channels), widen(w, wide.channels)
+    return y, _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics)
 
 
 def conv2d_backward_data(
@@ -91,8 +133,52 @@ def conv2d_backward_data(
     dx = empty(x_shape, dy.dtype)
     code = _check_operands(who, dy, w, bias, add, dx, tf32)
     if dx.size:
-        _gather(who, conv, code, tf32, True, dy, w, bias, add, dx)
+        question = Question("backward_data", conv, code, tf32)
+        _gather(question, _choose(who, question), dy, w, bias, add, dx)
     return dx
+
+
+def conv2d_backward_data_masked(
+    dy: Any,
+    w: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    y: Any = None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    add: Any | None = None,
+    tf32: bool = False,
+) -> tuple[Any, Any]:
+    """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
+
+    Args:
+        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
+        y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        add, and the others: as in `conv2d_backward_data`.
+
+    Returns:
+        The gradient where the ReLU's output was positive, else 0, and for ``batch_norm_backward_sums`` the parts of the
+        batch norm's sums; or the gradient as it is and None, where no kernel does this on the way.
+    """
+    who = "conv2d_backward_data_masked"
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x.shape, w.shape, **geometry)
+    code = _check_operands(who, dy, w, None, add, x, tf32)
+    choice = _choose(who, Question("backward_data", conv, code, tf32))
+    if x.size and code and not conv.depthwise and choice.family == "hopper":
+        if dy.shape != conv.y_shape:
+            raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
+        arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
+        parts = conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
+        if parts is not None:
+            return dx, parts
+    return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
 
 
 def conv2d_backward_weight(
@@ -120,15 +206,16 @@ def conv2d_backward_weight(
     if conv.images == 0:
         sum_partials(None, 0, out, accumulate)
         return
-    wide = _wide_channels(conv, x.itemsize)
-    if _on_stem(who, conv, x.dtype):
+    question = Question("backward_weight", conv, code, tf32)
+    choice, wide = _choose(who, question), _widened(conv, code)
+    if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
-    elif wide > conv.channels:
-        gradient = empty((*out.shape[:-1], wide), float32)
-        _weight(who, conv._replace(channels=wide), code, tf32, dy, widen(x, wide), gradient, False)
+    elif wide is not conv:
+        gradient = empty((*out.shape[:-1], wide.channels), float32)
+        _weight(question._replace(conv=wide), choice, dy, widen(x, wide.channels), gradient, False)
         narrow(gradient, out, accumulate)
     else:
-        _weight(who, conv, code, tf32, dy, x, out, accumulate)
+        _weight(question, choice, dy, x, out, accumulate)
 
 
 def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> int:
@@ -151,55 +238,93 @@ def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: 
     return code
 
 
-def _wide_channels(conv: Convolution, itemsize: int) -> int:
-    """Channels that x and w should be padded to before a product over them; grouped channels stay as they are."""
-    return wide_channels(conv.channels, itemsize) if conv.groups == 1 else conv.channels
+def _widened(conv: Convolution, code: int) -> Convolution:
+    """With the channels that x and w should be padded to before a product over them; groups stay as they are."""
+    wide = wide_channels(conv.channels, 2 if code else 4)
+    return conv if conv.groups > 1 or wide == conv.channels else conv._replace(channels=wide)
 
 
-# ------------------------------------------------------------------------------------------------ which family does it
+# ------------------------------------------------------------------------------------------------ which kernel does it
 
 
-def _on_stem(who: str, conv: Convolution, dtype: Any) -> bool:
-    """Whether the family for few channels takes a forward pass or weight gradient, before any widening."""
-    return choose_family(who, {"stem": conv2d_stem.applies(conv, dtype), "hopper": True, "generic": True}) == "stem"
+def _choose(who: str, question: Question) -> Choice:
+    """The kernel that was tuned or is forced, where it can do this; else the first family that should."""
+    wanted = chosen(question)
+    fits, unwanted = _families(question, current_device())
+    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None)
+    return wanted if wanted is not None and wanted.family == name else Choice(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
+    """Whether each family can do it, the fastest first; and those that can, but would be slower."""
+    which, conv, code, tf32 = question
+    units = tf32 or code > 0  # matrix units would round float32
+    if which == "backward_data":
+        fits = {"hopper": units and conv2d_hopper.applies(conv, code, True, device), "generic": True}
+        return fits, () if conv2d_hopper.pays(conv, code, True) else ("hopper",)
+    stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
+    if which == "forward":
+        fits = {"stem": stem, "hopper": units and conv2d_hopper.applies(wide, code, False, device), "generic": True}
+        return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
+    fits = {"stem": stem, "hopper": conv2d_weight_hopper.applies(wide, code, device), "generic": True}
+    return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
+
+
+def options(question: Question, device: DeviceRecord) -> list[Choice]:
+    """Every kernel that a tuner may try, the one that is chosen without tuning first; one alone leaves no choice."""
+    which, conv, code, _ = question
+    backward = which == "backward_data"
+    if conv.depthwise and (which == "backward_weight" or depthwise.fits(conv, backward)):
+        return [Choice("generic")]
+    fits, unwanted = _families(question, device)
+    names = sorted((name for name, fit in fits.items() if fit), key=lambda name: name in unwanted)
+    wide = conv if backward else _widened(conv, code)
+    found: list[Choice] = []
+    for name in names:
+        if name == "stem":
+            found.append(Choice("stem"))
+        elif name == "generic":
+            found += conv2d_generic.options(question._replace(conv=wide), device)
+        elif which == "backward_weight":
+            found += conv2d_weight_hopper.options(wide)
+        else:
+            found += conv2d_hopper.options(wide, backward, device, code)
+    return found
 
 
 def _gather(
-    who: str,
-    conv: Convolution,
-    code: int,
-    tf32: bool,
-    backward: bool,
-    source: Any,
-    w: Any,
-    bias: Any,
-    add: Any,
-    output: Any,
-) -> None:
-    """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``."""
+    question: Question, choice: Choice, source: Any, w: Any, bias: Any, add: Any, output: Any, statistics: bool = False
+) -> Any:
+    """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``.
+
+    Returns the statistics of a forward pass where they are asked for and the kernel takes them.
+    """
+    which, conv, code, tf32 = question
+    backward = which == "backward_data"
     source, w = as_rows(source), contiguous(w)
     bias, add = _given(contiguous, bias), _given(as_rows, add)
     if conv.depthwise and depthwise.fits(conv, backward):
         depthwise.gather(conv, code, backward, source, w, bias, add, output)
-        return
-    fits = {"hopper": conv2d_hopper.applies(conv, code, backward, current_device()), "generic": True}
-    if choose_family(who, fits) == "hopper":
-        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output)
+        return None
+    if choice.family != "hopper":
+        conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
+    elif statistics and code and conv.images <= conv2d_hopper.images_at_once(conv):
+        return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output, choice)
     else:
-        conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output)
+        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice)
+    return None
 
 
 def _given(kind: Callable[[Any], Any], array: Any) -> Any:
     return None if array is None else kind(array)
 
 
-def _weight(who: str, conv: Convolution, code: int, tf32: bool, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+def _weight(question: Question, choice: Choice, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+    _, conv, code, tf32 = question
     if conv.depthwise:
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
-        return
-    applies = conv2d_weight_hopper.applies(conv, code, current_device())
-    fits = {"hopper": applies, "generic": True}
-    if choose_family(who, fits, unwanted=() if conv2d_weight_hopper.pays(conv) else ("hopper",)) == "hopper":
-        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "hopper":
+        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice)
     else:
-        conv2d_generic.backward_weight(conv, code, tf32, dy, x, out, accumulate)
+        conv2d_generic.backward_weight(conv, code, tf32, dy, x, out, accumulate, choice.tile)

@@ -1,4 +1,4 @@
-"""Which family of kernels a convolution runs on, when a test, a benchmark or a tuner wants to say so itself.
+"""Which kernel a convolution runs on, when a test, a benchmark or a tuner wants to say so itself.
 
 Left alone, each pass takes the first family that applies; which one depends on the sizes, the storage type and the
 device, never on alignment: arrays whose address or pitch a family cannot take are copied first. So the order of every
@@ -10,10 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from minidl import checks
+from minidl.cuda.conv2d_plan import Convolution
 
-__all__ = ["FAMILIES", "TEXTBOOK", "choose_family", "family", "textbook"]
+__all__ = [
+    "FAMILIES",
+    "TEXTBOOK",
+    "Choice",
+    "Question",
+    "choose_family",
+    "family",
+    "forced_kernel",
+    "kernel",
+    "textbook",
+]
 
 TEXTBOOK = ("direct", "tiled")
 FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
@@ -21,19 +33,72 @@ FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
 
 
-def choose_family(who: str, fits: Mapping[str, bool], unwanted: tuple[str, ...] = ()) -> str:
-    """The forced family; else the first that fits and is wanted.
+class Question(NamedTuple):
+    """One pass of one convolution, which some kernel must do.
+
+    Attributes:
+        which: forward, backward_data or backward_weight.
+        conv: its sizes, as the operation was asked for them.
+        code: the macro DTYPE of its arrays.
+        tf32: whether float32 operands are rounded to TF32.
+    """
+
+    which: str
+    conv: Convolution
+    code: int
+    tf32: bool
+
+
+class Choice(NamedTuple):
+    """A kernel that can answer a question.
+
+    Attributes:
+        family: one of `FAMILIES`.
+        tile: its name within the family; empty: the one that the family's model of time says.
+        split: how the work is cut: tiles of a block (hopper, forward and data gradient), or partial sums and the blocks
+            of a cluster (hopper, weight gradient).
+    """
+
+    family: str
+    tile: str = ""
+    split: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.family, self.tile, "/".join(map(str, self.split))]).rstrip()
+
+
+_kernel: ContextVar[Choice | None] = ContextVar("minidl_conv2d_kernel", default=None)
+forced_kernel = _kernel.get
+
+
+@contextmanager
+def kernel(choice: Choice) -> Iterator[None]:
+    """Inside, every convolution that can be done so runs on just this kernel; others run as they would outside."""
+    token = _kernel.set(choice)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
+
+
+def choose_family(
+    who: str, fits: Mapping[str, bool], unwanted: tuple[str, ...] = (), preferred: str | None = None
+) -> str:
+    """The forced family; else the preferred one, if it fits; else the first that fits and is wanted.
 
     Args:
         who: the operation, for the error.
         fits: whether each family can do it, the fastest first.
         unwanted: those that can but would be slower; forced, they are taken all the same.
+        preferred: by a tuner.
 
     Raises:
         ValueError: when the forced family cannot do it.
     """
     name = _forced.get()
     if name is None or name in TEXTBOOK:
+        if preferred is not None and fits.get(preferred):
+            return preferred
         return next(family for family, fit in fits.items() if fit and family not in unwanted)
     if not fits.get(name):
         raise checks.bad_value(who, "family", "one that can do this convolution on this device", name)

@@ -10,6 +10,7 @@ import numpy as np
 
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.channel_sum import sum_partials
+from minidl.cuda.conv2d_family import Choice, Question
 from minidl.cuda.conv2d_plan import (
     DEPTH_BYTES,
     EXACT_TILES,
@@ -32,7 +33,7 @@ from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["backward_weight", "gather"]
+__all__ = ["backward_weight", "gather", "options"]
 
 CLASSES = 16  # parity classes of one launch, at most
 
@@ -52,22 +53,36 @@ _WEIGHT = struct(
 
 
 def gather(
-    conv: Convolution, code: int, tf32: bool, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any
+    conv: Convolution,
+    code: int,
+    tf32: bool,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    tile: str = "",
 ) -> None:
-    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense."""
+    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense.
+
+    ``tile``: the name of one, if it is to be used where it can.
+    """
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     vec_y = vector_width(output) if add is None else vector_width(output, add)
     vectors = vector_width(source), vector_width(w), vec_y
-    for one in _plan_gather(conv, code, tf32, backward, pitches, vectors, source.itemsize, current_device()):
+    for one in _plan_gather(conv, code, tf32, backward, pitches, vectors, source.itemsize, current_device(), tile):
         one.start(source, w, bias, add, output)
 
 
-def backward_weight(conv: Convolution, code: int, tf32: bool, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
-    """Weight gradient into ``out``."""
+def backward_weight(
+    conv: Convolution, code: int, tf32: bool, dy: Any, x: Any, out: Any, accumulate: bool, tile: str = ""
+) -> None:
+    """Weight gradient into ``out``; ``tile`` as of `gather`. The sums are the same with all tiles."""
     dy, x = as_rows(dy), as_rows(x)
     vectors = vector_width(x), vector_width(dy), gcd(address(out) // out.itemsize, ACCESS // out.itemsize)
     pitches = rows(x)[2], rows(dy)[2]
-    planned, chunks = _plan_weight(conv, code, tf32, pitches, vectors, x.itemsize, current_device())
+    planned, chunks = _plan_weight(conv, code, tf32, pitches, vectors, x.itemsize, current_device(), tile)
     if chunks == 1:
         problem = planned.problem if not accumulate else _accumulating(planned.problem)
         planned._replace(problem=problem).start(dy, x, out)
@@ -75,6 +90,28 @@ def backward_weight(conv: Convolution, code: int, tf32: bool, dy: Any, x: Any, o
     partials = empty((chunks, out.size), float32)
     planned.start(dy, x, partials)
     sum_partials(partials, chunks, out, accumulate)
+
+
+def options(question: Question, device: DeviceRecord) -> list[Choice]:
+    """What a tuner may try on dense arrays, first what `choose_tile` says: every tile."""
+    conv, code, tf32, itemsize = question.conv, question.code, question.tf32, 2 if question.code else 4
+    shapes = conv.channels, conv.channels // conv.groups, conv.out_channels
+    vec_x, vec_w, vec_y = (gcd(channels, ACCESS // itemsize) for channels in shapes)
+
+    def planned(wanted: str) -> Launched:
+        if question.which == "backward_weight":
+            pitches = conv.channels, conv.out_channels
+            vectors = vec_x, vec_y, ACCESS // 4
+            return _plan_weight(conv, code, tf32, pitches, vectors, itemsize, device, wanted)[0]
+        if question.which == "backward_data":
+            pitches, vectors = (conv.out_channels, 0), (vec_y, vec_w, vec_x)
+            return _plan_gather(conv, code, tf32, True, pitches, vectors, itemsize, device, wanted)[0]
+        pitches, vectors = (conv.channels, 0), (vec_x, vec_w, vec_y)
+        return _plan_gather(conv, code, tf32, False, pitches, vectors, itemsize, device, wanted)[0]
+
+    every = {tile.name for tile in (*TENSOR_TILES, *EXACT_TILES, *HALF_TILES, *NARROW_TILES)}
+    names = ["{TILE_M}x{TILE_N}".format(**planned(wanted).defines) for wanted in ("", *sorted(every))]
+    return [Choice("generic", name) for name in dict.fromkeys(names)]
 
 
 def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:
@@ -93,12 +130,14 @@ def _plan_gather(
     vectors: tuple[int, int, int],
     itemsize: int,
     device: DeviceRecord,
+    wanted: str = "",
 ) -> list[Launched]:
     """The launches of conv2d.cu: one, or several when there are more than 16 parity classes.
 
     Args:
         pitches: elements per pixel of the source and of the array to be added.
         vectors: widest legal vectors of the source, of the filters and of the output.
+        wanted: a tile's name, see `choose_tile`.
     """
     depth, columns = conv.channels // conv.groups, conv.out_channels // conv.groups
     if backward:
@@ -115,7 +154,7 @@ def _plan_gather(
     if not backward:
         vec_x = vec_w = min(vec_x, vec_w)
     counts = tuple(conv.images * h.count * w.count for h, w in classes)
-    tile = choose_tile(_tiles(itemsize, tf32, vec_x, vec_w), counts, columns, conv.groups, device)
+    tile = choose_tile(_tiles(itemsize, tf32, vec_x, vec_w), counts, columns, conv.groups, device, wanted)
     stages = tile.pipeline(device)[0]
     height, width = (conv.out_height, conv.out_width) if backward else (conv.height, conv.width)
     images = max(tile.rows // (h.count * w.count) for h, w in classes) + 3  # that rows of one tile may come to lie in
@@ -190,12 +229,14 @@ def _plan_weight(
     vectors: tuple[int, int, int],
     itemsize: int,
     device: DeviceRecord,
+    wanted: str = "",
 ) -> tuple[Launched, int]:
     """The launch of conv2d_weight.cu, and the number of partial sums that it leaves.
 
     Args:
         pitches: elements per pixel of x and dy.
         vectors: widest legal vectors of x, of dy and, as far as its address goes, of the gradient.
+        wanted: a tile's name, see `choose_tile`.
     """
     channels, outputs = conv.channels // conv.groups, conv.out_channels // conv.groups
     columns = conv.kernel[0] * conv.kernel[1] * channels
@@ -203,7 +244,7 @@ def _plan_weight(
     chunks = ceil_div(conv.pixels, chunk)
     vec_x, vec_dy, vec_y = gcd(vectors[0], channels), gcd(vectors[1], outputs), gcd(vectors[2], columns)
     tiles = _tiles(itemsize, tf32, vec_x, vec_dy)
-    tile = choose_tile(tiles, (outputs,), columns, conv.groups * chunks, device)
+    tile = choose_tile(tiles, (outputs,), columns, conv.groups * chunks, device, wanted)
     stages = tile.pipeline(device)[0]
     tiles_m, tiles_n = ceil_div(outputs, tile.rows), ceil_div(columns, tile.columns)
     problem = argument(

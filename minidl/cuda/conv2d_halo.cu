@@ -17,8 +17,11 @@
 //   source       (C, W, H, N), tiled: 64 channels x patch
 //   filter       (C, taps, K), tiled: 64 channels x 1 x 64 filters
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
+//   below        (channels, W, H, N), tiled: 64 channels x window
+// With STATISTICS means and sums of squared deviations of each window of the output go to partial (windows, 2, columns),
+// from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
 // warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
@@ -39,13 +42,19 @@ constexpr int STAGE_BYTES = FILTERS * 128;
 constexpr int SLAB_LINES = 4, SLAB_PIXELS = WIDTH * SLAB_LINES, SLAB_BYTES = SLAB_PIXELS * 128;
 static_assert(WINDOW % SLAB_LINES == 0 && PATCHES % WINDOWS == 0, "whole slabs, whole tiles");
 
-struct Maps { TensorMap filter, source, output, add; };
+struct Maps {
+    TensorMap filter, source, output, add;
+#if MASKED
+    TensorMap below[MASKED];  // x, and y if it is read
+#endif
+};
 
 // Output pixel (y, x), tap (a, b) is pixel (y + offset_h + a*delta_h, x + offset_w + b*delta_w) of the patch, whose
 // first pixel is (first_h, first_w) from the window's. A patch has lines of `line` pixels and takes `patch` bytes.
 struct Problem {
     int tiles, share, group, tiles_n;
     int windows, down, across;  // all of them; along the height and the width of an image
+    int height, width;          // of an image
     int columns, depth;
     int taps_h, taps_w;
     int first_h, first_w;
@@ -125,6 +134,20 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                 ring.advance();
             }
         }
+#if MASKED
+#pragma unroll
+        for (int array = 0; array < MASKED; ++array)
+#pragma unroll
+            for (int j = 0; j < WINDOWS; ++j) {
+                const Window window(p, tile.window + j);
+                const u32 barrier = at.patch_filled(patches.index);
+                barrier_wait(at.patch_emptied(patches.index), patches.parity ^ 1);
+                barrier_expect(barrier, PIXELS * 128);
+                load_box(at.patch(patches.index), maps.below[array], barrier, tile.column, window.x, window.y,
+                         window.image);
+                patches.advance();
+            }
+#endif
     }
 }
 
@@ -203,7 +226,8 @@ struct Place {
     }
 };
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
+                  const Below& below, Ring<PATCHES>& patches) {
     // Lane i holds the address of row i % 8, a pixel, of matrix i / 8: lower and upper 8 channels, then the next line.
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     const int offset = (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
@@ -215,6 +239,22 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             if (channel < output.place.p.columns) shift[i] = bias[channel];
         }
     }
+    const Problem& p = output.place.p;
+    const int number = tile.window + output.warpgroup;
+    const Window window(p, number);
+    const int lines = number < p.windows ? min(p.height - window.y, WINDOW) : 0, width = min(p.width - window.x, WIDTH);
+    Tally tally;
+#if MASKED
+    Masking masking(below, tile.column, p.columns);
+    u32 from[MASKED], emptied[MASKED];
+#pragma unroll
+    for (int array = 0; array < MASKED; ++array) {
+        barrier_wait(output.place.at.patch_filled(patches.index), patches.parity);
+        from[array] = output.place.at.patch(patches.index) + columns_across();
+        emptied[array] = output.place.at.patch_emptied(patches.index);
+        patches.advance(WINDOWS);
+    }
+#endif
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
         const u32 slab = output.open(tile, s);
@@ -225,13 +265,36 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             for (int e = 0; e < 8; ++e) d[e] = sum[(s * SLAB_LINES + j) * 4 + e] + shift[e / 2 % 2];
             finish<true>(d, slab + j * WIDTH * 128 + offset, output.added());
         }
+#if MASKED
+        output.share();
+#pragma unroll
+        for (int k = 0; k < SLAB_PIXELS; k += 16) {
+            const int place = s * SLAB_BYTES + k * 128;
+            masking.take(slab + columns_across() + k * 128, from[0] + place, from[MASKED - 1] + place, [&](int i) {
+                return (k + i) % WIDTH < width && s * SLAB_LINES + (k + i) / WIDTH < lines;
+            });
+        }
+#endif
         output.close(tile, s);
+        if (STATISTICS && s * SLAB_LINES < lines)
+            tally.take<SLAB_PIXELS>(slab, s == 0, width == WIDTH && (s + 1) * SLAB_LINES <= lines, [&](int i) {
+                return i % WIDTH < width && s * SLAB_LINES + i / WIDTH < lines;
+            });
     }
+    float* const sums = partial + i64(number) * 2 * p.columns;
+    if (STATISTICS && lines > 0) tally.leave(sums, lines * width, tile.column, p.columns);
+#if MASKED
+    if (threadIdx.x % 32 == 0)
+#pragma unroll
+        for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
+    if (lines > 0) masking.leave(sums, tile.column, p.columns);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
-                   const __grid_constant__ Problem p) {
+conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
+                   const float* __restrict__ moments, const float* __restrict__ gamma,
+                   const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared), p.patch};
     if (threadIdx.x == 0) {
@@ -259,7 +322,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
             Sum sum;
             output.prepare(tile);
             input.accumulate(sum);
-            write(output, tile, sum, bias);
+            write(output, tile, sum, bias, partial, {moments, gamma, beta}, input.patches);
         }
         output.drain();
     }

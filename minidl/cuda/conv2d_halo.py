@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_statistics import Patches
 from minidl.cuda.conv2d_walk import DEPTH, ITEMSIZE, Planned, Walk, blocks, columns_of, depth_of, filter_view, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import View, Views
@@ -26,8 +27,8 @@ ATOM = 1024  # bytes: alignment of a patch
 # The structure Problem of conv2d_halo.cu.
 _PROBLEM = struct(
     "",
-    "tiles share group tiles_n windows down across columns depth taps_h taps_w first_h first_w offset_h offset_w "
-    "delta_h delta_w line patch added",
+    "tiles share group tiles_n windows down across height width columns depth taps_h taps_w first_h first_w "
+    "offset_h offset_w delta_h delta_w line patch added",
 )
 
 
@@ -42,6 +43,11 @@ class HaloTile(NamedTuple):
     window: int
     step: float
     rest: float
+
+    @property
+    def name(self) -> str:
+        """Among all tiles."""
+        return f"halo{self.window}"
 
     columns = 64
     windows = WINDOWS
@@ -95,6 +101,8 @@ def plan_halo(
     device: DeviceRecord,
     tile: HaloTile,
     share: int,
+    statistics: bool = False,
+    masked: int = 0,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -111,6 +119,8 @@ def plan_halo(
         windows=windows,
         down=down,
         across=across,
+        height=h.count,
+        width=w.count,
         columns=columns,
         depth=depth_of(conv, backward),
         taps_h=h.taps,
@@ -131,15 +141,17 @@ def plan_halo(
         apart = pixel, width * pixel, height * width * pixel
         return View(code, (channels, width, height, conv.images), apart, box)
 
-    slab = SLAB_COLUMNS, WIDTH, SLAB_LINES, 1
+    slab, window = (SLAB_COLUMNS, WIDTH, SLAB_LINES, 1), (SLAB_COLUMNS, WIDTH, tile.window, 1)
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
         (image(columns, h.count, w.count, columns, slab), 2),
         (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
+        *((image(columns, h.count, w.count, columns, window), 4 + i) for i in range(masked)),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {"PATCHES": PATCHES, "SLABS": SLABS}
-    grid = blocks(tiles, share, group)
-    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, _shared(tile, (h, w), stages))
+    defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics), "MASKED": masked}
+    grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
+    patches = Patches(conv.images, h.count, w.count, tile.window, WIDTH)
+    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows, patches)

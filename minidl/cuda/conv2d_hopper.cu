@@ -1,5 +1,6 @@
 // Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
-// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
+// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). One group; 16-bit types, or
+// float32 whose operands the engine rounds to TF32 on their way to shared memory.
 //
 //   forward (BACKWARD = 0):
 //     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
@@ -7,17 +8,27 @@
 //     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
 //                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
 //
-// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of 64 source channels, over
-// the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes of output
-// pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the output.
+// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels, 128
+// bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes
+// of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the
+// output.
 //
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
-//   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
-//   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
+//   source  (C, W, H, N), im2col: TILE_M pixels x DEPTH channels; FLAT: (C, pixels), tiled, for 1x1 without stride
+//   filter  (C, taps, K), tiled: DEPTH channels x 1 x TILE_N filters; data gradient of 16-bit types 64 x 1 x 64, of
+//           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
+//   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
+//           im2col
+// With STATISTICS (not SPREAD) means and sums of squared deviations of each TILE_M / 2 rows of the output go to
+// partial (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
-// Macros: DTYPE (1, 2), BACKWARD, FLAT, SPREAD; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
-// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
+// whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
+// `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
+// (patches, 2, columns).
+//
+// Macros: DTYPE (0 without STATISTICS and MASKED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED; TILE_M x TILE_N, the tile
+// of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
@@ -28,7 +39,9 @@
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
 
-constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
+constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
+// A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
+constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
 constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
@@ -38,12 +51,15 @@ constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
 constexpr int BLOCKS = ROWS / 64;          // products along them
 constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
 constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
-constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = 64, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
 constexpr int CLASSES = SPREAD ? 4 : 1;
 
 struct Maps {
     TensorMap filter;
     TensorMap source[CLASSES], output[CLASSES], add[CLASSES];
+#if MASKED
+    TensorMap below[MASKED][CLASSES];  // x, and y if it is read
+#endif
 };
 
 // Row (n, i, j) of a class, n * height * width + i * width + j, starts at source pixel (first_h + i*step_h, first_w +
@@ -70,11 +86,12 @@ struct Problem {
 
 // One tile of the output.
 struct Tile {
-    int index;  // of its class
+    int index;   // of its class
+    int number;  // of its rows, among all classes
     int row, column;
 
     __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0) {
-        int m = tile / p.tiles_n;
+        int m = number = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
         if constexpr (SPREAD)
             while (m >= p.classes[index].tiles) m -= p.classes[index++].tiles;
@@ -109,6 +126,69 @@ struct Layout {
     }
 };
 
+// Where a warpgroup's slabs lie.
+struct Place {
+    static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+
+    const Layout& at;
+    const Maps& maps;
+    const Problem& p;
+    int warpgroup;
+
+    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
+    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
+    __device__ __forceinline__ int row(const Tile& tile, int s) const {
+        return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
+    }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * SLAB_COLUMNS; }
+
+    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
+        load(maps.add[tile.index], to, barrier, tile, s);
+    }
+
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s) const {
+        if constexpr (SPREAD) {
+            const Pixel from(p.classes[tile.index], row(tile, s));
+            load_pixels(to, map, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
+        } else {
+            load_box(to, map, barrier, column(tile, s), row(tile, s));
+        }
+    }
+
+    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
+        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
+        const TensorMap& output = maps.output[tile.index];
+        if constexpr (SPREAD) {
+            const Pixel to(p.classes[tile.index], row(tile, s));
+            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
+        } else {
+            store_box(output, from, column(tile, s), row(tile, s));
+        }
+    }
+};
+
+// Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
+constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
+
+#if MASKED
+// One thread: fills stages with what the slabs of a tile need of x and y.
+DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
+    for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
+#pragma unroll
+        for (int array = 0; array < MASKED; ++array) {
+            const u32 barrier = at.filled(ring.index);
+            barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+            barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
+#pragma unroll
+            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i)
+                Place{at, maps, p, i / SLABS_AT_ONCE}.load(maps.below[array][tile.index],
+                                                           at.stage(ring.index) + i * SLAB_BYTES, barrier, tile,
+                                                           s + i % SLABS_AT_ONCE);
+            ring.advance();
+        }
+}
+#endif
+
 // One thread: fills stage after stage.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
     Ring<STAGES> ring;
@@ -132,7 +212,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                         load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
                                     c.offset_h + a * p.delta_h);
                     const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
-                    if constexpr (BACKWARD) {
+                    if constexpr (ACROSS) {
 #pragma unroll
                         for (int j = 0; j < TILE_N; j += 64)
                             load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
@@ -142,6 +222,9 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     }
                     ring.advance();
                 }
+#if MASKED
+        fill_below(at, maps, p, ring, tile);
+#endif
     }
 }
 
@@ -149,19 +232,19 @@ using Sum = float[BLOCKS][TILE_N / 2];
 
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
-    constexpr int B_STEP = BACKWARD ? 16 * 128 : 32;
+    constexpr int B_STEP = ACROSS ? 16 * 128 : 32;
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.filled(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
-        const u64 b = operand(at.stage(ring.index) + A_BYTES, BACKWARD ? FILTER_BLOCK : 16);
+        const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < DEPTH / 16; ++k)
+        for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
-                multiply<BACKWARD>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
+                multiply<ACROSS>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
                                    step + k);
         commit_products();
         await_products<1>();  // those of the step before are done with their stage
@@ -175,44 +258,6 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-// Where a warpgroup's slabs of 64 x 64 lie.
-struct Place {
-    static constexpr int PER_BLOCK = TILE_N / SLAB_COLUMNS, COUNT = BLOCKS * PER_BLOCK, BYTES = SLAB_BYTES;
-
-    const Layout& at;
-    const Maps& maps;
-    const Problem& p;
-    int warpgroup;
-
-    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
-    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
-    __device__ __forceinline__ int row(const Tile& tile, int s) const {
-        return tile.row + warpgroup * ROWS + s / PER_BLOCK * 64;
-    }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s % PER_BLOCK * 64; }
-
-    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        const TensorMap& add = maps.add[tile.index];
-        if constexpr (SPREAD) {
-            const Pixel from(p.classes[tile.index], row(tile, s));
-            load_pixels(to, add, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
-        } else {
-            load_box(to, add, barrier, column(tile, s), row(tile, s));
-        }
-    }
-
-    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
-        const TensorMap& output = maps.output[tile.index];
-        if constexpr (SPREAD) {
-            const Pixel to(p.classes[tile.index], row(tile, s));
-            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
-        } else {
-            store_box(output, from, column(tile, s), row(tile, s));
-        }
-    }
-};
-
 // Adds the bias to accumulators of two blocks of 8 columns from `column` on.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
 #pragma unroll
@@ -225,28 +270,74 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
     }
 }
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias) {
-    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+#if MASKED
+// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
+    Ring<STAGES> other = ring;
+    if (MASKED == 2) other.advance();
+    if (s % SLABS_AT_ONCE == 0) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
+    }
+    const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
+    const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
+    slab += columns_across();
+#pragma unroll 1
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
+        masking.take(slab + k, x + k, y + k, [](int) { return true; });
+    if ((s + 1) % SLABS_AT_ONCE == 0) {
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(at.emptied(ring.index));
+            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
+        }
+        ring.advance(MASKED);
+    }
+}
+#endif
+
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
+                  const Below& below, Ring<STAGES>& ring) {
+    const Place& place = output.place;
+    Tally tally;
+#if MASKED
+    Masking masking;
+#endif
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
         const u32 slab = output.open(tile, s);
-        const int first = s % Place::PER_BLOCK * SLAB_COLUMNS;
+        const int first = s / BLOCKS * SLAB_COLUMNS;
 #pragma unroll
         for (int j = 0; j < SLAB_COLUMNS; j += 16) {
             float d[8];
 #pragma unroll
-            for (int e = 0; e < 8; ++e) d[e] = sum[s / Place::PER_BLOCK][(first + j) / 2 + e];
-            if (bias) add_bias(d, bias, tile.column + first + j, output.place.p.columns);
-            finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, output.added());
+            for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
+            if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
+            put(d, slab, j, output.added());
         }
+#if MASKED
+        output.share();
+        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
+        mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
+        if (s % BLOCKS == BLOCKS - 1)
+            masking.leave(partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns,
+                          place.column(tile, s), place.p.columns);
+#endif
         output.close(tile, s);
+        if constexpr (STATISTICS) {
+            const int rows = place.p.classes[0].rows - place.row(tile, s), all = rows + s % BLOCKS * 64;
+            if (rows > 0)
+                tally.take<64>(slab, s % BLOCKS == 0, rows >= 64, [&](int i) { return i < rows; });
+            if (s % BLOCKS == BLOCKS - 1 && all > 0)
+                tally.leave(partial + i64(place.row(tile, 0) / ROWS) * 2 * place.p.columns, min(all, ROWS),
+                            place.column(tile, s), place.p.columns);
+        }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias,
-                     const __grid_constant__ Problem p) {
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
+                     const float* __restrict__ moments, const float* __restrict__ gamma,
+                     const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
@@ -274,7 +365,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             Sum sum;
             output.prepare(tile);
             accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
-            write(output, tile, sum, bias);
+            write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();
     }

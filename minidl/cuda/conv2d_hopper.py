@@ -1,4 +1,4 @@
-"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types.
+"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types and for float32 in TF32.
 
 Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
 sizes and the device record: `applies` says in one place which convolutions the family takes, `choose` with which tile,
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import copy_into, empty
+from minidl.cuda.array import contiguous, copy_into, empty
+from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.conv2d_statistics import Patches, merge_patches, sum_patches
 from minidl.cuda.conv2d_walk import (
-    DEPTH,
-    ITEMSIZE,
+    STAGE_ROW,
     Planned,
     Walk,
     blocks,
@@ -26,31 +27,39 @@ from minidl.cuda.conv2d_walk import (
     depth_of,
     filter_view,
     is_flat,
+    itemsize_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, rows
-from minidl.shapes import Pair, ceil_div
+from minidl.precision import float32
+from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
     "TILES",
+    "Below",
     "HopperTile",
     "aligned",
     "applies",
     "candidates",
     "choose",
+    "forward_with_statistics",
     "gather",
     "images_at_once",
+    "masked_gradient",
+    "options",
+    "pays",
     "plan",
     "start",
 ]
 
 ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
-SLAB = 64  # rows and columns of an output buffer
-VECTOR = ACCESS // ITEMSIZE
+TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
+SLAB = 64  # rows of an output buffer, of 128 bytes
+WARPGROUPS = 2  # that share the rows of a tile
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 REACH = 2**40  # bytes of an image, as far as the engine counts
@@ -62,6 +71,25 @@ _PROBLEM = struct(
     "tiles share group tiles_n columns depth step_h step_w delta_h delta_w tap_step_h tap_step_w added",
     ("classes", _CLASS, CLASSES),
 )
+
+
+class Below(NamedTuple):
+    """The ReLU and the batch norm below a convolution, for its data gradient.
+
+    Attributes:
+        x: the batch norm's input, (N, H, W, C).
+        moments, gamma, beta: its (2, C) and (C,) float32, or None.
+        y: the ReLU's output where it does not follow from ``x``, or None.
+    """
+
+    x: Any
+    moments: Any
+    gamma: Any
+    beta: Any
+    y: Any = None
+
+
+NOTHING = Below(None, None, None, None)
 
 
 class HopperTile(NamedTuple):
@@ -82,12 +110,17 @@ class HopperTile(NamedTuple):
     rest: float
 
     @property
+    def name(self) -> str:
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+
+    @property
     def threads(self) -> int:
         return 384 if self.resident == 1 else 288
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * 2 * DEPTH * (self.rows + self.columns) + 2 * self.slabs * 2 * SLAB * SLAB + 1024
+        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + 1024
 
     @property
     def defines(self) -> dict[str, int]:
@@ -116,11 +149,13 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     """Whether the family takes a convolution, wherever its arrays lie.
 
     It does on compute capability 9.0, for one group of a 16-bit type with channels and filters in multiples of eight,
-    as far as the copy engine can walk the pixels: paddings up to 128, strides up to 8, taps up to 254 pixels apart.
+    or of float32 (which it rounds to TF32) in multiples of four, as far as the copy engine can walk the pixels:
+    paddings up to 128, strides up to 8, taps up to 254 pixels apart.
     """
-    if device.arch != ARCH or code not in (1, 2) or conv.groups != 1 or conv.images == 0:
+    if device.arch != ARCH or conv.groups != 1 or conv.images == 0:
         return False
-    if conv.channels % VECTOR or conv.out_channels % VECTOR:
+    vector = ACCESS // itemsize_of(code)
+    if conv.channels % vector or conv.out_channels % vector:
         return False
     walks = walks_of(conv, backward)
     if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
@@ -129,11 +164,20 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     return all(_views(conv, code, backward, walks[i : i + CLASSES], pitches, TILES[0]).legal for i in _firsts(walks))
 
 
+def pays(conv: Convolution, code: int, backward: bool) -> bool:
+    """Whether the family should be faster than the generic one on a convolution that it takes.
+
+    In TF32 it is about twice as fast where stages are full; few channels leave most of each stage empty.
+    """
+    depth = depth_of(conv, backward)
+    return bool(code) or 2 * depth > round_up(depth, STAGE_ROW // itemsize_of(code))
+
+
 def aligned(x: Any) -> Any:
     """``x`` itself where the engine can walk it, else a dense copy: rows start at multiples of 16 bytes."""
     pitch = rows(x)[2]
     image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
-    if address(x) % ACCESS == 0 and pitch % VECTOR == 0 and image * pitch * ITEMSIZE < REACH:
+    if address(x) % ACCESS == 0 and pitch * x.itemsize % ACCESS == 0 and image * pitch * x.itemsize < REACH:
         return x
     out = empty(x.shape, x.dtype)
     copy_into(out, x)
@@ -145,15 +189,15 @@ def images_at_once(conv: Convolution) -> int:
     return max(1, ROW_LIMIT // max(conv.height * conv.width, conv.out_height * conv.out_width))
 
 
-def candidates(conv: Convolution, backward: bool, device: DeviceRecord) -> list[HopperTile | HaloTile]:
+def candidates(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes."""
-    return [*TILES, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
+    return [*TILES, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
-def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile) -> tuple[int, int]:
+def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
     """(tiles, stages of all tiles together)"""
     columns = ceil_div(columns_of(conv, backward), tile.columns)
-    chunks, tiles, stages = ceil_div(depth_of(conv, backward), DEPTH), 0, 0
+    chunks, tiles, stages = ceil_div(depth_of(conv, backward), STAGE_ROW // itemsize_of(code)), 0, 0
     for h, w in walks_of(conv, backward):
         if isinstance(tile, HaloTile):
             count = ceil_div(windows_of(conv, backward, tile)[0], tile.windows) * columns
@@ -165,24 +209,54 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile) -> tupl
 
 
 def microseconds(
-    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord
+    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int = 1
 ) -> tuple[float, float]:
-    """Estimates in microseconds: (arithmetic alone, all), with multiprocessors as fast as an H200's."""
-    tiles, stages = work(conv, backward, tile)
+    """Estimates in microseconds: (arithmetic alone, all), with multiprocessors as fast as an H200's.
+
+    A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
+    """
+    tiles, stages = work(conv, backward, tile, code)
     rounds = ceil_div(tiles, device.multiprocessors * tile.resident) * tile.resident
     arithmetic = rounds * (stages / tiles * tile.step + tile.rest)
-    x, y = (ITEMSIZE * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
+    x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(conv: Convolution, backward: bool, device: DeviceRecord) -> tuple[HopperTile | HaloTile, int]:
+def choose(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
-    tile = min(candidates(conv, backward, device), key=lambda tile: microseconds(conv, backward, tile, device)[1])
-    rounds = ceil_div(work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
-    groups = max(1, round(microseconds(conv, backward, tile, device)[0] / LONGEST))
+    among = candidates(conv, backward, device, code)
+    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1])
+    rounds = _rounds(conv, backward, tile, device, code)
+    groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
     return tile, ceil_div(rounds, groups)
+
+
+def _rounds(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
+    """Tiles of a block, when all blocks run at a time."""
+    return ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
+
+
+def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
+    """What a tuner may try, first what `choose` says: each tile, its blocks once, in the lengths wanted, and single."""
+    chosen, share = choose(conv, backward, device, code)
+    found = [Choice("hopper", chosen.name, (share,))]
+    for tile in candidates(conv, backward, device, code):
+        rounds = _rounds(conv, backward, tile, device, code)
+        groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
+        found += [Choice("hopper", tile.name, (some,)) for some in (rounds, ceil_div(rounds, groups), 1)]
+    return list(dict.fromkeys(found))
+
+
+def _taken(
+    choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord, code: int
+) -> tuple[HopperTile | HaloTile, int] | None:
+    """Tile and share of a choice; None where it names none that can do this."""
+    if choice is None or len(choice.split) != 1:
+        return None
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code)}
+    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,6 +268,8 @@ def plan(
     added: bool,
     device: DeviceRecord,
     chosen: tuple[HopperTile | HaloTile, int] | None = None,
+    statistics: bool = False,
+    masked: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -201,27 +277,46 @@ def plan(
         pitches: elements per pixel of the source and of the array to be added, of `aligned` arrays.
         added: whether there is one.
         chosen: the tile and the tiles per block; what `choose` says unless given.
+        statistics: of a forward pass, leave those of its patches too.
+        masked: of a data gradient, arrays that are read for the ReLU and the batch norm below: 0, 1 or 2.
     """
-    tile, share = chosen or choose(conv, backward, device)
+    tile, share = chosen or choose(conv, backward, device, code)
     if isinstance(tile, HaloTile):
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        views = _views(conv, code, backward, part, pitches, tile)
+        views = _views(conv, code, backward, part, pitches, tile, masked)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
-        grid, shared = blocks(int(problem["tiles"][0]), share, group), tile.shared_bytes
-        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, problem, defines | tile.defines, shared))
+        defines |= {"STATISTICS": int(statistics), "MASKED": masked, **tile.defines}
+        tiles = int(problem["tiles"][0])
+        sums = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
+        patches = Patches(1, 1, math.prod(conv.y_shape[:3]), 1, tile.rows // WARPGROUPS)
+        rest = problem, defines, tile.shared_bytes, sums, patches
+        launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
 
-def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+def gather(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    choice: Choice | None = None,
+) -> None:
     """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
+    chosen = _taken(choice, conv, backward, current_device(), code)
+    if backward and not code:
+        w = _turned(w, conv)
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     step = images_at_once(conv)
@@ -229,17 +324,75 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
         images = slice(i, min(i + step, conv.images))
         part = conv._replace(images=images.stop - i)
         arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device()):
+        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen):
             start(one, *arrays)
 
 
-def start(planned: Planned, w: Any, source: Any, output: Any, add: Any = None, bias: Any = None) -> None:
-    """Start a planned launch on `aligned` arrays."""
-    maps, options = TensorMaps(planned.views, (w, source, output, add)), {"defines": planned.defines}
-    name = f"{planned.stem}_kernel"
+def _turned(w: Any, conv: Convolution) -> Any:
+    """Dense filters (K, R, S, C) as (C, R, S, K); the kernel is in conv2d_turn.cu."""
+    taps = conv.kernel[0] * conv.kernel[1]
+    out = empty((conv.channels, *conv.kernel, conv.out_channels), w.dtype)
+    grid = ceil_div(conv.channels, TURN) * ceil_div(conv.out_channels, TURN), taps
+    sizes = np.int32(conv.out_channels), np.int32(taps), np.int32(conv.channels)
+    launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes, defines={"DTYPE": 0})
+    return out
+
+
+def forward_with_statistics(
+    conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any, choice: Choice | None = None
+) -> Any:
+    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; for `images_at_once` at most."""
+    x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
+    device = current_device()
+    chosen = _taken(choice, conv, False, device, code)
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics=True)
+    partial = empty((one.patches.count, 2, conv.out_channels), float32)
+    start(one, w, x, output, None, bias, partial)
+    return merge_patches(partial, one.patches)
+
+
+def masked_gradient(
+    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None
+) -> Any:
+    """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, or None.
+
+    None, and nothing is done, where it takes more than one launch.
+    """
+    dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
+    arrays = [aligned(contiguous(array)) for array in (below.x, below.y) if array is not None]
+    pitches = rows(dy)[2], 0 if add is None else rows(add)[2]
+    if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
+        return None
+    chosen = _taken(choice, conv, True, current_device(), code)
+    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=len(arrays))
+    partial = empty((one.sums, 2, conv.channels), float32)
+    start(one, w, dy, output, add, None, partial, below, tuple(arrays))
+    return sum_patches(partial)
+
+
+def start(
+    planned: Planned,
+    w: Any,
+    source: Any,
+    output: Any,
+    add: Any = None,
+    bias: Any = None,
+    partial: Any = None,
+    below: Below = NOTHING,
+    arrays: tuple[Any, ...] = (),
+) -> None:
+    """Start a planned launch on `aligned` arrays.
+
+    Args:
+        partial: for what patches leave, (R, 2, C) float32.
+        below, arrays: what a masked gradient knows of the batch norm below, and the arrays it reads of it.
+    """
+    maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
     launch(
-        planned.stem, name, planned.grid, planned.block, maps, bias, planned.problem, **options, shared=planned.shared
-    )
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
+        defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
 
 
 def _spread(walks: list[tuple[Walk, Walk]]) -> bool:
@@ -294,34 +447,38 @@ def _views(
     walks: list[tuple[Walk, Walk]],
     pitches: Pair,
     tile: HopperTile,
+    masked: int = 0,
 ) -> Views:
-    """The structure Maps: filter, then source, output and addend of each class; unused places repeat the first."""
+    """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
+    places repeat the first."""
     spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
-    columns = columns_of(conv, backward)
+    columns, itemsize = columns_of(conv, backward), itemsize_of(code)
+    channels = STAGE_ROW // itemsize
 
     def source(h: Walk, w: Walk) -> View:
-        depth, pixel = depth_of(conv, backward), pitches[0] * ITEMSIZE
+        depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
         if is_flat(conv):
-            return View(code, (depth, conv.images * h.source * w.source), (pixel,), (DEPTH, tile.rows))
+            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, tile.rows))
         corners = tuple(zip(w.corners, h.corners, strict=True))
         apart = pixel, w.source * pixel, h.source * w.source * pixel
         sizes = depth, w.source, h.source, conv.images
-        return View(code, sizes, apart, (DEPTH, tile.rows), corners, (w.step, h.step))
+        return View(code or TF32, sizes, apart, (channels, tile.rows), corners, (w.step, h.step))
 
     def output(h: Walk, w: Walk, pitch: int) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
-        pixel = pitch * ITEMSIZE
+        pixel = pitch * itemsize
         if not spread:
-            return View(code, (columns, conv.images * height * width), (pixel,), (SLAB, SLAB))
+            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
         apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
         offset = (h.start * width + w.start) * pixel
         sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
-        return View(code, sizes, apart, (SLAB, SLAB), (none, none), (1, 1), offset)
+        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
 
     return Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
+        *((output(*pair, columns), 4 + i) for i in range(masked) for pair in walks),
     )

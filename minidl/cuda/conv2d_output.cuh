@@ -2,7 +2,9 @@
 // buffers in shared memory, stored by the copy engine; what is to be added to a slab is brought into its buffer before.
 #pragma once
 #include "hopper.cuh"
+#include "relu_mask.cuh"
 
+#if DTYPE
 // What is done to 16 x 16 results of a warp between sum and store. d: accumulators of two blocks of 8 columns; place:
 // where the lane's row of the four 8x8 matrices is, in a slab that holds the addend if any. ACROSS: as for matrices.
 template <bool ACROSS>
@@ -23,6 +25,188 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
     for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
     store_matrices<ACROSS>(place, words);
 }
+
+// Writes 16 x 16 results of a warp, two blocks of 8 columns, to columns from j on of a slab of 64 rows.
+DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
+    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+    finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, added);
+}
+#else
+DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, pair = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        // Values 2 i and 2 i + 1 are in block i / 2, 8 rows further down if i is odd; a chunk holds two pairs.
+        const u32 place = slab + (row + i % 2 * 8) * 128 + ((j / 4 + i / 2 * 2 + pair / 2) ^ row % 8) * 16 + pair % 2 * 8;
+        float2 value = {d[2 * i], d[2 * i + 1]};
+        if (added) {
+            float2 other;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(other.x), "=f"(other.y) : "r"(place) : "memory");
+            value.x += other.x, value.y += other.y;
+        }
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(value.x), "f"(value.y) : "memory");
+    }
+}
+#endif
+
+// A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
+// i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
+DEVICE u32 columns_across() {
+    const int lane = threadIdx.x % 32, chunk = threadIdx.x % 128 / 32 * 2 + lane / 16;
+    return lane % 16 * 128 + (chunk ^ lane % 8) * 16;
+}
+
+DEVICE void unpack_word(u32 word, float (&v)[2]) {
+    Raw<T, 2> raw;
+    raw.pairs[0] = word;
+    unpack(raw, v);
+}
+
+// Sums over the lanes that have the same columns.
+DEVICE float sum_columns(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// Writes two values of each of the warp's columns, those of a slab beginning at `column`, `columns` apart.
+DEVICE void leave_columns(float* to, const float (&first)[2], const float (&second)[2], int column, int columns) {
+    const int lane = threadIdx.x % 32, eight = lane % 2, at = column + threadIdx.x % 128 / 32 * 16 + eight * 8 + lane / 4;
+    const float one = eight ? first[1] : first[0], other = eight ? second[1] : second[0];
+    if (at < columns) to[lane / 2 % 2 * columns + at] = lane & 2 ? other : one;
+}
+
+// Statistics of what a warpgroup stores, column by column, as batch normalisation wants them: of the rounded values, with
+// squares of deviations from a pivot, the first of them, so that a mean far from zero costs nothing.
+struct Tally {
+    float pivot[2], sum[2], square[2];
+
+    // Takes in ROWS rows of a slab that the whole warpgroup has written; `begin`: as the first. Rows count where `inside`
+    // says so, all if `whole`.
+    template <int ROWS, class Inside>
+    __device__ __forceinline__ void take(u32 slab, bool begin, bool whole, Inside inside) {
+        const u32 from = slab + columns_across();
+        if (begin) start(from);
+        if (whole) {
+            u32 words[ROWS / 16][4];
+#pragma unroll
+            for (int k = 0; k < ROWS / 16; ++k) load_matrices<true>(words[k], from + k * (16 * 128));
+#pragma unroll
+            for (int k = 0; k < ROWS / 16; ++k) add(words[k], [](int) { return true; });
+        } else {
+#pragma unroll 1
+            for (int k = 0; k < ROWS / 16; ++k) {
+                u32 words[4];
+                load_matrices<true>(words, from + k * (16 * 128));
+                add(words, [&](int row) { return inside(16 * k + row); });
+            }
+        }
+    }
+
+    // Writes means and, `columns` further, sums of squared deviations of `rows` rows, for the columns from `column` on.
+    __device__ __forceinline__ void leave(float* to, int rows, int column, int columns) {
+        const float inverse = 1.0f / rows;
+        float mean[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float all = sum_columns(sum[j]), offset = all * inverse;
+            mean[j] = pivot[j] + offset;
+            square[j] = clamp_below(fmaf(-all, offset, sum_columns(square[j])), 0.0f);
+        }
+        leave_columns(to, mean, square, column, columns);
+    }
+
+private:
+    __device__ __forceinline__ void start(u32 from) {
+        u32 words[4];
+        load_matrices<true>(words, from);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float first[2];
+            unpack_word(__shfl_sync(0xffffffffu, words[2 * j], threadIdx.x % 32 & ~3), first);
+            pivot[j] = first[0];
+            sum[j] = square[j] = 0.0f;
+        }
+    }
+
+    // 16 rows.
+    template <class Inside>
+    __device__ __forceinline__ void add(const u32 (&words)[4], Inside inside) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float v[2];
+            unpack_word(words[i], v);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float d = inside(i % 2 * 8 + threadIdx.x % 4 * 2 + e) ? v[e] - pivot[i / 2] : 0.0f;
+                sum[i / 2] += d;
+                square[i / 2] = fmaf(d, d, square[i / 2]);
+            }
+        }
+    }
+};
+
+// What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and
+// with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way.
+struct Below {
+    const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
+};
+
+#if DTYPE
+struct Masking {
+    float mean[2], scale[2], shift[2], sum[2], product[2];
+
+    __device__ __forceinline__ Masking() {}
+    __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int at = column + threadIdx.x % 128 / 32 * 16 + j * 8 + threadIdx.x % 32 / 4;
+            const bool there = at < columns;
+            mean[j] = there ? below.moments[at] : 0.0f;
+            if constexpr (MASKED == 1) {
+                scale[j] = there ? below.moments[columns + at] : 0.0f;
+                scale[j] *= there && below.gamma ? below.gamma[at] : 1.0f;
+                shift[j] = there && below.beta ? below.beta[at] : 0.0f;
+            }
+            sum[j] = product[j] = 0.0f;
+        }
+    }
+
+    // Masks 16 rows of a slab, whose gradients are `inside` or do not count. MASKED 1: the mask follows from x; 2: it is
+    // read from the ReLU's output y. Addresses are those of the lane's row.
+    template <class Inside>
+    __device__ __forceinline__ void take(u32 slab, u32 x, u32 y, Inside inside) {
+        u32 gradients[4], inputs[4], outputs[4];
+        load_matrices<true>(gradients, slab);
+        load_matrices<true>(inputs, x);
+        if constexpr (MASKED == 2) load_matrices<true>(outputs, y);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int j = i / 2;
+            float g[2], v[2], out[2];
+            unpack_word(gradients[i], g);
+            unpack_word(inputs[i], v);
+            if constexpr (MASKED == 2) unpack_word(outputs[i], out);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                v[e] -= mean[j];
+                const bool positive = MASKED == 1 ? was_positive(v[e], scale[j], shift[j]) : out[e] > 0.0f;
+                g[e] = positive && inside(i % 2 * 8 + threadIdx.x % 4 * 2 + e) ? g[e] : 0.0f;
+                sum[j] += g[e];
+                product[j] = fmaf(g[e], v[e], product[j]);
+            }
+            gradients[i] = Rounding<T>::round_pair(g[0], g[1]);
+        }
+        store_matrices<true>(slab, gradients);
+    }
+
+    __device__ __forceinline__ void leave(float* to, int column, int columns) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
+        leave_columns(to, sum, product, column, columns);
+    }
+};
+#endif
 
 // Place says where the slabs of a tile lie:
 //   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
@@ -68,6 +252,9 @@ struct Output {
         }
         return place.buffer(next.index);
     }
+
+    // Before a thread reads of the slab what others have written.
+    __device__ __forceinline__ void share() const { warpgroup_sync(1 + warpgroup); }
 
     // Stores slab s, which all threads have written.
     template <class Tile>

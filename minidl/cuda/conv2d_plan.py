@@ -172,6 +172,11 @@ class Tile(NamedTuple):
     speed: float
 
     @property
+    def name(self) -> str:
+        """Among the tiles of a table."""
+        return f"{self.rows}x{self.columns}"
+
+    @property
     def threads(self) -> int:
         return 32 * self.warps[0] * self.warps[1]
 
@@ -205,9 +210,9 @@ NARROW_TILES = (Tile(64, 64, (2, 2), 2, 1.0),)  # below that copying, not the pr
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
-    tiles: tuple[Tile, ...], rows: tuple[int, ...], columns: int, repeats: int, device: DeviceRecord
+    tiles: tuple[Tile, ...], rows: tuple[int, ...], columns: int, repeats: int, device: DeviceRecord, wanted: str = ""
 ) -> Tile:
-    """The tile that should finish first.
+    """The tile of that name, if there is such a one here; else the one that should finish first.
 
     Args:
         tiles: the candidates.
@@ -228,7 +233,9 @@ def choose_tile(
         speed = tile.speed * (1.0 if resident > 1 else 0.7)
         return rounds * tile.rows * tile.columns / speed, -tile.rows * tile.columns
 
-    return min((tile for tile in tiles if tile.pipeline(device)[1]), key=time)
+    fitting = [tile for tile in tiles if tile.pipeline(device)[1]]
+    named = [tile for tile in fitting if tile.name == wanted]
+    return min(named or fitting, key=time)
 
 
 class AxisClass(NamedTuple):

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from minidl.cuda.conv2d_plan import AxisClass, Convolution, parity_classes
-from minidl.cuda.hopper import View, Views
+from minidl.cuda.conv2d_statistics import Patches
+from minidl.cuda.hopper import TF32, View, Views
 from minidl.shapes import Pair
 
 __all__ = [
     "DEPTH",
     "ITEMSIZE",
+    "STAGE_ROW",
     "Planned",
     "Walk",
     "blocks",
@@ -22,16 +24,21 @@ __all__ = [
     "depth_of",
     "filter_view",
     "is_flat",
+    "itemsize_of",
     "walks_of",
 ]
 
-DEPTH = 64  # channels of a stage
+STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
 BLOCK = 64  # columns of a box of filters that are read across
-ITEMSIZE = 2
+ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
 
 
 class Planned(NamedTuple):
-    """A launch of ``<stem>_kernel`` of ``<stem>.cu``. ``views``: of filters, source, output and what is added to it."""
+    """A launch of ``<stem>_kernel`` of ``<stem>.cu``.
+
+    ``views``: of filters, source, output, what is added to it, and of a batch norm below its input and its ReLU's
+    output. ``sums``: pairs of values per channel that are left.
+    """
 
     stem: str
     grid: int
@@ -40,6 +47,8 @@ class Planned(NamedTuple):
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
+    sums: int = 0
+    patches: Patches | None = None
 
 
 class Walk(NamedTuple):
@@ -119,8 +128,18 @@ def is_flat(conv: Convolution) -> bool:
     return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
 
 
+def itemsize_of(code: int) -> int:
+    """Bytes of an element, by the macro DTYPE."""
+    return ITEMSIZE if code else 4
+
+
 def filter_view(conv: Convolution, code: int, backward: bool, columns: int) -> View:
-    """Filters (C, taps, K) in boxes of a stage and so many output channels; of a data gradient, of 64 each."""
-    taps, row = conv.kernel[0] * conv.kernel[1], conv.channels * ITEMSIZE
-    box = (BLOCK, 1, DEPTH) if backward else (DEPTH, 1, columns)
-    return View(code, (conv.channels, taps, conv.out_channels), (row, taps * row), box)
+    """Filters in boxes of a stage and so many output channels.
+
+    Those of a data gradient are read across, in boxes of 64; in float32 they have been turned.
+    """
+    taps, depth = conv.kernel[0] * conv.kernel[1], STAGE_ROW // itemsize_of(code)
+    inner, outer = (conv.out_channels, conv.channels) if backward and not code else (conv.channels, conv.out_channels)
+    row = inner * itemsize_of(code)
+    box = (BLOCK, 1, depth) if backward and code else (depth, 1, columns)
+    return View(code or TF32, (inner, taps, outer), (row, taps * row), box)

@@ -13,6 +13,7 @@ import numpy as np
 
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.channel_sum import sum_partials
+from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_hopper import aligned
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_weight_tiles import (
@@ -26,6 +27,8 @@ from minidl.cuda.conv2d_weight_tiles import (
     choose,
     halo,
     halo_views,
+    options,
+    taken,
 )
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import TensorMaps, View, Views
@@ -45,6 +48,7 @@ __all__ = [
     "backward_weight",
     "choose",
     "halo",
+    "options",
     "pays",
     "plan",
 ]
@@ -72,11 +76,13 @@ class Planned(NamedTuple):
     parts: int
 
 
-def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+def backward_weight(
+    conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool, choice: Choice | None = None
+) -> None:
     """Weight gradient into ``out``."""
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
     vec_y = gcd(address(out) // out.itemsize, 2)
-    planned = plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate)
+    planned = plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate, taken(choice, conv))
     partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_plan import Convolution
 from minidl.cuda.hopper import View, Views
 from minidl.shapes import Pair, ceil_div, round_up
@@ -26,6 +27,8 @@ __all__ = [
     "choose",
     "halo",
     "halo_views",
+    "options",
+    "taken",
 ]
 
 SPAN = 64  # channels, filters, and pixels of a block of a stage
@@ -48,6 +51,11 @@ class WeightTile(NamedTuple):
     warpgroups: tuple[int, int]
     stages: int
     resident: int
+
+    @property
+    def name(self) -> str:
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
 
     @property
     def threads(self) -> int:
@@ -85,6 +93,7 @@ class HaloTile(NamedTuple):
     """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
 
     stages: int
+    name = "halo"
 
 
 HALO = HaloTile(5)
@@ -193,12 +202,29 @@ _ALONE = 1.13  # a block without another one beside it to hide its latencies, ag
 _START, _WRITTEN = 5.0, 1.27e6  # of a block: until its pipeline is filled; values of its tile that it writes
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 _SECOND, _SUMMED = 2.0, 4.3e5  # the second kernel; values of partial sums that it adds
+FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
+CLUSTERS = 1, 2
 
 
 def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
     best = min(_candidates(conv), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
+
+
+def options(conv: Convolution) -> list[Choice]:
+    """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
+    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv)))
+    found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
+    return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
+
+
+def taken(choice: Choice | None, conv: Convolution) -> tuple[WeightTile | HaloTile, Division] | None:
+    """Tile and division of a choice; None where it names none that can do this."""
+    if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
+        return None
+    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else []))}
+    return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
 def _candidates(conv: Convolution) -> Iterator[_Candidate]:

@@ -1,8 +1,8 @@
 // Instructions of sm_90a as functions: barriers in shared memory (mbarrier), the copy engine (TMA) and matrix products
 // of a warpgroup, four warps, on operands in shared memory (wgmma). All inline PTX of the kernels for Hopper is here.
 //
-// Operands lie in shared memory as rows of 128 bytes, 64 16-bit values, whose 16-byte chunks are swizzled: chunk c of
-// row r is at place c ^ r % 8 (CU_TENSOR_MAP_SWIZZLE_128B). Eight rows, 1024 bytes and aligned to that, make an atom.
+// Operands lie in shared memory as rows of 128 bytes, 64 16-bit values or 32 of float32 (DTYPE 0, whose products round
+// to TF32), whose 16-byte chunks are swizzled: chunk c of row r is at place c ^ r % 8 (CU_TENSOR_MAP_SWIZZLE_128B). Eight rows, 1024 bytes and aligned to that, make an atom.
 //
 // Accumulators of a 64 x N product, for thread t of the warpgroup, warp w = t / 32, lane = 4 * g + q:
 // d[4 * j + 2 * i + e] is row 16 * w + 8 * i + g, column 8 * j + 2 * q + e.
@@ -176,7 +176,7 @@ DEVICE void settle(float (&d)[N]) {
 }
 
 // Describes an operand. With the depth along the rows (K-major) groups of eight rows are `group` bytes apart, 1024 where
-// atoms follow each other; it may start at any row of an atom, and 16 values further in depth are 32 bytes further. With
+// atoms follow each other; it may start at any row of an atom, and the next product's depth is 32 bytes further. With
 // the depth across the rows (MN-major) atoms follow each other along the depth, and blocks of 64 rows or columns are
 // `block` bytes apart; 16 values further are 2048 bytes further.
 DEVICE u64 operand(u32 address, int block = 16, int group = 1024) {
@@ -186,15 +186,20 @@ DEVICE u64 operand(u32 address, int block = 16, int group = 1024) {
 // What an operand's description grows by when its address does.
 DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 
-#if DTYPE == 2
-#define WGMMA_TYPES "f32.f16.f16"
+#if DTYPE == 0
+#define WGMMA_SHAPE(N) "m64n" N "k8.f32.tf32.tf32"
+#define WGMMA_ACROSS(A, B) ""
+#elif DTYPE == 1
+#define WGMMA_SHAPE(N) "m64n" N "k16.f32.bf16.bf16"
+#define WGMMA_ACROSS(A, B) ", %" A ", %" B
 #else
-#define WGMMA_TYPES "f32.bf16.bf16"
+#define WGMMA_SHAPE(N) "m64n" N "k16.f32.f16.f16"
+#define WGMMA_ACROSS(A, B) ", %" A ", %" B
 #endif
 #define WGMMA(N, REGISTERS, A, B, KEEP, A_ACROSS, B_ACROSS)                                                    \
     "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
-    " wgmma.mma_async.sync.aligned.m64n" N "k16." WGMMA_TYPES " {" REGISTERS "}, %" A ", %" B                  \
-    ", keep, 1, 1, %" A_ACROSS ", %" B_ACROSS ";\n}"
+    " wgmma.mma_async.sync.aligned." WGMMA_SHAPE(N) " {" REGISTERS "}, %" A ", %" B                            \
+    ", keep, 1, 1" WGMMA_ACROSS(A_ACROSS, B_ACROSS) ";\n}"
 #define WGMMA_0_31                                                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -212,8 +217,9 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
 #define WGMMA_INPUTS "l"(a), "l"(b), "r"(keep), "n"(int(A_ACROSS)), "n"(int(B_ACROSS))
 
-// d = a b, added to d when `keep`: 64 x 16 times 16 x N. ACROSS: that operand is MN-major. The accumulators are the unit's
-// until the wait for the group; call product_fence() before the first.
+// d = a b, added to d when `keep`: 64 x 16 times 16 x N, of float32 64 x 8 times 8 x N. ACROSS: that operand is MN-major,
+// which only 16-bit ones can be. The accumulators are the unit's until the wait for the group; call product_fence()
+// before the first.
 template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[32], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35", "36") : WGMMA_16(0), WGMMA_16(16) : WGMMA_INPUTS);
@@ -250,7 +256,8 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
 }
 
 #undef WGMMA
-#undef WGMMA_TYPES
+#undef WGMMA_SHAPE
+#undef WGMMA_ACROSS
 #undef WGMMA_0_31
 #undef WGMMA_32_63
 #undef WGMMA_64_95

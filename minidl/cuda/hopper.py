@@ -15,20 +15,21 @@ import numpy as np
 from minidl.cuda.rows import address
 from minidl.shapes import Pair
 
-__all__ = ["TensorMaps", "View", "Views"]
+__all__ = ["TF32", "TensorMaps", "View", "Views"]
 
 MAP_BYTES = 128
 _ALIGNMENT = 64  # of what the driver writes
-_DATA_TYPE = {1: 9, 2: 6}  # by the macro DTYPE: CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way to shared memory
+_DATA_TYPE = {0: 7, 1: 9, 2: 6, TF32: 11}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32
 _SWIZZLE_128B, _PROMOTION_256B = 3, 3
 _CORNERS = range(-128, 128)
 
 
 class View(NamedTuple):
-    """One map but for the array's address; 16-bit elements, rows of 128 bytes swizzled.
+    """One map but for the array's address; rows of 128 bytes swizzled.
 
     Attributes:
-        code: the macro DTYPE.
+        code: the macro DTYPE, or `TF32`.
         sizes: elements along each dimension.
         pitches: bytes from one element to the next along each dimension but the first.
         box: elements along each dimension, at most 256; of a column of pixels (channels, pixels).

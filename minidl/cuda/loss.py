@@ -13,7 +13,7 @@ from minidl.cuda.rows import ACCESS, address, dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["softmax_cross_entropy", "softmax_cross_entropy_backward"]
+__all__ = ["count_labels", "softmax_cross_entropy", "softmax_cross_entropy_backward"]
 
 BLOCK = 256
 STAGED_BLOCK = 128  # where a thread takes whole rows
@@ -21,6 +21,7 @@ STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
 STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
 MOST_PARTIALS = 1024  # blocks whose totals one more block can add in a few microseconds
+LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
 
 
@@ -37,16 +38,21 @@ class _Plan(NamedTuple):
         return "CLASSES" in self.defines
 
 
+def _label(labels: Any) -> str:
+    """The C type of ``labels``."""
+    if labels.dtype not in LABELS:
+        raise checks.bad_dtype("softmax_cross_entropy", "labels", "uint8, int32 or int64", labels.dtype)
+    return LABELS[labels.dtype]
+
+
 def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
     """The kernel for ``logits``; ``out`` is the dense gradient, None in the forward pass."""
     count, classes, pitch = rows(logits)
-    if labels.dtype not in LABELS:
-        raise checks.bad_dtype("softmax_cross_entropy", "labels", "uint8, int32 or int64", labels.dtype)
     assert labels.shape == logits.shape[:-1] and classes > 0, (labels.shape, logits.shape)
     size = logits.itemsize
     defines: dict[str, int | str] = {
         "DTYPE": dtype_code(logits, "softmax_cross_entropy", "logits"),
-        "LABEL": LABELS[labels.dtype],
+        "LABEL": _label(labels),
     }
     vec = ACCESS // size
     aligned = address(logits) % ACCESS == 0
@@ -72,6 +78,24 @@ def _layout(plan: _Plan, logits: Any) -> tuple[Any, ...]:
     """The arguments (classes, pitch) of kernels that do not have them as macros."""
     _, classes, pitch = rows(logits)
     return () if plan.staged else (np.int32(classes), np.int64(pitch))
+
+
+def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
+    """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
+
+    Args:
+        labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
+    """
+    labels = contiguous(labels)
+    count = labels.size
+    blocks = min(MOST_PARTIALS, ceil_div(count, BLOCK * LABELS_PER_THREAD))
+    totals, partial = empty(4, np.float64), empty((blocks, 4), np.float64)
+    launch(
+        "loss", "count_labels", blocks, BLOCK, labels, partial, np.int64(count), np.int32(num_classes),
+        np.int64(ignore_index), defines={"LABEL": _label(labels), "COUNT": 1},
+    )  # fmt: skip
+    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
+    return totals
 
 
 def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tuple[Any, Any]:

@@ -29,6 +29,7 @@ __all__ = [
     "cache_directory",
     "compile",
     "compile_all",
+    "is_built",
     "source_of",
     "target",
     "version",
@@ -263,6 +264,15 @@ def _load(path: Path) -> Compiled | None:
     return Compiled(payload[8 + size :], notes["log"], tuple(KernelReport(**kernel) for kernel in notes["kernels"]))
 
 
+def _place(stem: str, source: str, arch: str, defines: Defines) -> Path:
+    return cache_directory() / f"{stem}-{arch}-{cache_key(source, arch, defines)[:40]}.cubin"
+
+
+def is_built(stem: str, arch: str, defines: Defines) -> bool:
+    """Whether the disk cache holds one variant of ``<stem>.cu``."""
+    return _place(stem, source_of(stem), arch, defines).exists()
+
+
 def build(stem: str, arch: str, defines: Defines | None = None) -> Compiled:
     """One variant of ``<stem>.cu``, from the disk cache when it is there.
 
@@ -272,7 +282,7 @@ def build(stem: str, arch: str, defines: Defines | None = None) -> Compiled:
     """
     defines = defines or {}
     source = source_of(stem)
-    path = cache_directory() / f"{stem}-{arch}-{cache_key(source, arch, defines)[:40]}.cubin"
+    path = _place(stem, source, arch, defines)
     compiled = _load(path)
     if compiled is None:
         compiled = compile(source, f"{stem}.cu", arch, defines)

@@ -29,8 +29,13 @@ def fuse(model: Model, how: str | Path | Plan = "elementwise") -> Plan:
     plan = how if isinstance(how, Plan) else choose(sites, str(how)) if str(how) in PLANS else _load(how)
     plan.check(sites)
     require_same(model.comm, "fusion plan", [f"{name} {way}" for name, way in plan.sites.items()])
-    for name, way in plan.sites.items():
-        model.graph[name].layer.deferred = way != "none"
+    for site in sites:
+        way = plan.sites[site.name]
+        model.graph[site.name].layer.deferred = way != "none" and site.kind != "alone"
+        if site.producer is not None:
+            model.graph[site.producer].layer.statistics = way in ("statistics", "gradients")
+        if site.taker is not None:
+            model.graph[site.taker].layer.masks = way == "gradients"
     return plan
 
 

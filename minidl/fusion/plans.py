@@ -16,10 +16,13 @@ __all__ = ["PLANS", "Plan", "choose"]
 
 SCHEMA = 1
 
-# What a site can be, with the names of the literature's passes (F, J: forward, B: backward).
+# What a site can be, with the names of the literature's passes (F, J: forward, B: backward). Each includes those before
+# as far as the site can.
 PLANS = {
     "none": "each layer in its own kernels (F0, J0, B0)",
     "elementwise": "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
+    "statistics": "that, and the convolution below takes the statistics of what it writes (F3, J3)",
+    "gradients": "that, and the data gradient of the convolution above masks and sums what it writes (B3)",
 }
 
 
@@ -68,25 +71,38 @@ class Plan:
             way = self.sites[site.name]
             if way not in PLANS:
                 raise checks.unknown("fusion of a batch norm", way, PLANS)
-            if way != "none" and site.kind == "alone":
-                raise ValueError(f"fusion: {site.name} cannot be {way}: it is {site.why}")
+            if _obstacle(site, way):
+                raise ValueError(f"fusion: {site.name} cannot be {way}: {_obstacle(site, way)}")
         if self.fingerprint != fingerprint(sites):
             raise ValueError("fusion: a plan for another network: same names, other shapes or readers")
 
 
 def fingerprint(sites: Sequence[Site]) -> str:
-    """Of the sites' names, kinds, readers and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape) for s in sites])
+    """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
+    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker) for s in sites])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _obstacle(site: Site, way: str) -> str | None:
+    """Why a site cannot be run so."""
+    if way == "elementwise" and site.kind == "alone":
+        return f"it is {site.why}"
+    if way == "statistics" and site.producer is None:
+        return "no convolution writes for it alone"
+    if way == "gradients" and site.taker is None:
+        return "no convolution has the last gradient of the ReLU above it"
+    return None
+
+
 def choose(sites: Sequence[Site], how: str) -> Plan:
-    """One of `PLANS` wherever it applies.
+    """One of `PLANS` wherever it applies, elsewhere the one before it that does.
 
     Raises:
         ValueError: unknown ``how``, listing the known ones.
     """
     if how not in PLANS:
         raise checks.unknown("fusion", how, PLANS)
-    ways = {site.name: how if site.kind != "alone" else "none" for site in sites}
+    known = list(PLANS)
+    best_first = known[known.index(how) :: -1]
+    ways = {site.name: next(way for way in best_first if not _obstacle(site, way)) for site in sites}
     return Plan(ways, fingerprint(sites))

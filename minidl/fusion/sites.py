@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
 
 __all__ = ["Site", "find_sites"]
 
@@ -22,6 +22,9 @@ class Site:
         partner: at a join of two batch norms, the other one's name.
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
         shape: (H, W, C) or (C,), of one sample.
+        producer: name of the convolution below it, if it alone reads that.
+        taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
+            sum of all; at a join of two batch norms, of the first summand only.
         why: of one that stands alone, the reason.
     """
 
@@ -32,12 +35,35 @@ class Site:
     first_back: bool
     shape: tuple[int, ...]
     why: str | None = None
+    producer: str | None = None
+    taker: str | None = None
 
 
 def find_sites(graph: Graph) -> list[Site]:
     """All batch norms, in execution order. Pure: the graph may or may not belong to a model."""
     readers = graph.consumers()
-    return [_site(graph, node, readers) for node in graph.nodes if isinstance(node.layer, BatchNorm2d)]
+    sites = []
+    for node in graph.nodes:
+        if isinstance(node.layer, BatchNorm2d):
+            site = _site(graph, node, readers)
+            sites.append(replace(site, producer=_producer(graph, node, readers), taker=_taker(graph, site, readers)))
+    return sites
+
+
+def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
+    source = graph.nodes[node.inputs[0]]
+    alone = isinstance(source.layer, Conv2d) and len(readers[source.index]) == 1
+    return source.name if alone else None
+
+
+def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
+    if site.kind not in ("relu", "join"):
+        return None
+    under, relu = graph[site.readers[0]], graph[site.readers[-1]]
+    if site.partner is not None and graph.nodes[under.inputs[0]].name != site.name:
+        return None
+    first = graph.nodes[min(readers[relu.index], default=relu.index)]
+    return first.name if isinstance(first.layer, Conv2d) else None
 
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:

@@ -21,6 +21,7 @@ class ReLU(Layer):
     """
 
     accepts_add = True
+    accepts_masked = True
     accepts_unfinished = True
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -35,7 +36,8 @@ class ReLU(Layer):
             y = self.ops.relu(x.array if isinstance(x, Value) else x)
             self.save(y=y, finished=False)
             return y
-        y = materialize(self.ops, replace(x, origin=replace(x.origin, relu=True))).array
+        done = materialize(self.ops, Value(origin=replace(x.origin, relu=True, owner=self.name)))
+        y = done.array
         first, *others = x.origin.terms
         if not others and isinstance(first, Normalized):
             # The parameters are no activations: as a tuple they stay where they are.
@@ -43,10 +45,14 @@ class ReLU(Layer):
             self.save(raw=first.raw, moments=first.moments, affine=affine, finished=True)
         else:
             self.save(y=y, finished=True)
-        return y
+        return done if self._grad_enabled else y
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
+        if isinstance(dy, MaskedGradient):
+            if dy.relu == self.name and add is None:
+                return dy
+            dy = dy.finish(self.ops)
         if not kept.finished:
             return self.ops.relu_backward(dy, kept.y, add=add)
         if hasattr(kept, "y"):

@@ -12,7 +12,7 @@ from minidl import checks
 from minidl.initializers import Initializer, ones, zeros
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.value import MaskedGradient, Normalized, Origin, Value, finished
+from minidl.value import MaskedGradient, Normalized, Origin, Value, finished, materialize
 
 __all__ = ["BatchNorm2d"]
 
@@ -39,6 +39,8 @@ class BatchNorm2d(Layer):
 
     accepts_add = True
     accepts_masked = True
+    accepts_unfinished = True  # for the statistics that may come with a finished one
+    modes = ("training", "deferred")
     deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
 
     def __init__(
@@ -97,30 +99,37 @@ class BatchNorm2d(Layer):
         return self.sync and self.comm.size > 1
 
     def compute(self, x: Any) -> Any:
+        stats = None
+        if isinstance(x, Value):
+            stats, x = x.stats, materialize(self.ops, x).array
         if self.folded is not None:
             return x
-        moments, count = self._batch_moments(x) if self.training else (self._running_moments(), None)
+        moments, count = self._batch_moments(x, stats) if self.training else (self._running_moments(), None)
         self.save(x=x, moments=moments, count=count)
         return self._normalized(x, moments)
 
     def recompute(self, saved: SimpleNamespace, x: Any) -> Any:
+        if isinstance(x, Value):
+            x = materialize(self.ops, x).array
         return self._normalized(x, saved.moments)
 
     def _normalized(self, x: Any, moments: Any) -> Any:
         affine = self._affine
         if self.deferred:
-            return Value(origin=Origin((Normalized(x, moments, *affine),)))
+            return Value(origin=Origin((Normalized(x, moments, *affine, owner=self.name),)))
         return self.ops.batch_norm_apply(x, moments, *affine)
 
     @property
     def _affine(self) -> tuple[Any, Any]:
         return self.params.get("weight"), self.params.get("bias")
 
-    def _batch_moments(self, x: Any) -> tuple[Any, Any]:
+    def _batch_moments(self, x: Any, stats: Any) -> tuple[Any, Any]:
+        """Moments and count of the batch, from its statistics where they came with ``x``."""
         if prod(x.shape[:-1]) <= 1 and not self._synchronised and not (self._bound and x.shape[0] == 0):
             expected = "more than one value per channel in training"
             raise checks.bad_shape(self.name, "x", expected, x.shape, "use a larger batch or evaluation mode")
-        stats = self.ops.batch_norm_stats(x)
+        if stats is None:
+            stats = self.ops.batch_norm_stats(x)
         if self._synchronised:
             stats = self.comm.all_gather(stats)
         return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)
@@ -138,7 +147,9 @@ class BatchNorm2d(Layer):
             "accumulate": any(not g.first for g in (weight, bias) if g is not None),
         }
         ops, x, moments = self.ops, kept.x, kept.moments
-        if not _owes_mask(dy):
+        if isinstance(dy, MaskedGradient) and dy.norm == self.name:
+            kept.sums = ops.batch_norm_backward_sums(dy.parts, moments, **gradients)
+        elif not _owes_mask(dy):
             kept.sums = ops.batch_norm_backward_stats(finished(ops, dy), x, moments, **gradients)
         elif dy.term is not None:
             kept.sums = ops.batch_norm_relu_backward_stats(dy.dy, x, moments, *self._affine, **gradients)

@@ -11,6 +11,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
+from minidl.value import MaskedGradient, Normalized, Origin, Value, materialize
 
 __all__ = ["Conv2d", "ConvTranspose2d"]
 
@@ -84,6 +85,13 @@ class Conv2d(_Convolution):
         ValueError: bad sizes; an input that is not NHWC with C channels, or smaller than the kernel.
     """
 
+    accepts_unfinished = True  # for what a finished one was made of
+    # Modes of a fusion plan: in training, take the batch norm's statistics of the output on the way; mask the input's
+    # gradient for the ReLU below, and sum it for a batch norm under that.
+    statistics = False
+    masks = False
+    modes = ("training", "statistics", "masks")
+
     def __init__(
         self,
         in_channels: int,
@@ -123,9 +131,26 @@ class Conv2d(_Convolution):
         )
 
     def compute(self, x: Any) -> Any:
-        self.save(x=x)
+        below = {}
+        if isinstance(x, Value):
+            x = materialize(self.ops, x)
+            below, x = self._below(x.origin), x.array
+        self.save(x=x, **below)
         weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
+        if self.statistics and self.training:
+            y, stats = self.ops.conv2d_stats(x, weight, bias, **self.geometry, tf32=self.tf32)
+            return Value(y, stats=stats)
         return self.ops.conv2d(x, weight, bias, **self.geometry, tf32=self.tf32)
+
+    def _below(self, origin: Origin | None) -> dict[str, Any]:
+        """What the gradient of an input needs to be masked: of a ReLU over a batch norm, or over a sum with some."""
+        norms = [term for term in origin.terms if isinstance(term, Normalized)] if self.masks and origin else []
+        if not norms or not origin.relu:
+            return {}
+        norm, sole = norms[0], len(origin.terms) == 1
+        # The parameters are no activations: as a tuple they stay where they are.
+        facts = origin.owner, norm.owner, sole, (norm.gamma, norm.beta)
+        return {"raw": norm.raw, "moments": norm.moments, "below": facts}
 
     def backward_weight(self, dy: Any) -> None:
         x = self.saved().x
@@ -137,9 +162,13 @@ class Conv2d(_Convolution):
             self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
-        return self.ops.conv2d_backward_data(
-            dy, self.params["weight"], self.saved().x.shape, **self.geometry, add=add, tf32=self.tf32
-        )
+        kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}
+        if not hasattr(kept, "below"):
+            return self.ops.conv2d_backward_data(dy, weight, kept.x.shape, **options)
+        relu, norm, sole, affine = kept.below
+        y = None if sole else kept.x
+        dx, parts = self.ops.conv2d_backward_data_masked(dy, weight, kept.raw, kept.moments, *affine, y=y, **options)
+        return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts)
 
 
 class ConvTranspose2d(_Convolution):

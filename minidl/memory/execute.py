@@ -21,7 +21,7 @@ from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
 from minidl.store import TensorStore
 
-__all__ = ["Cues", "Engine", "ScriptedStore"]
+__all__ = ["Engine", "ScriptedStore"]
 
 _PASSES = ("forward", "backward_weight", "backward_data")
 
@@ -120,7 +120,7 @@ class ScriptedStore(TensorStore):
             self.clear()
 
     def watch(self, profiler: Profiler) -> Profiler:
-        return Cues(self, profiler.inner if isinstance(profiler, Cues) else profiler)
+        return _Cues(self, profiler)
 
     def cue(self, layer: str, pass_name: str, span: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """A context around one pass of a layer, as the profiler sees it."""
@@ -289,11 +289,11 @@ class ScriptedStore(TensorStore):
         return self.engine.view(self.engine.offset(item) + shift, item.shape, item.strides, item.dtype)
 
 
-class Cues:
+class _Cues:
     """A profiler that tells the store of each pass, and ``inner`` of all it is told."""
 
     def __init__(self, store: ScriptedStore, inner: Profiler):
-        self._store, self.inner = store, inner
+        self._store, self._inner = store, inner
 
     def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
-        return self._store.cue(layer, pass_name, self.inner.span(layer, pass_name, stream))
+        return self._store.cue(layer, pass_name, self._inner.span(layer, pass_name, stream))

@@ -11,7 +11,7 @@ from typing import Any
 from minidl import checks
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.memory.execute import Cues, Engine, ScriptedStore
+from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, Problem, problem
 from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
@@ -233,7 +233,7 @@ def _attach(model: Model, store: TensorStore) -> None:
     model.store = store
     for layer in model.layers:
         layer.store = store
-    model.observe(model.profiler.inner if isinstance(model.profiler, Cues) else model.profiler)
+    model.observe(model.observer)
 
 
 def _release(model: Model) -> None:

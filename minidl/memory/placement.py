@@ -15,7 +15,7 @@ from minidl.shapes import round_up
 
 __all__ = ["ALIGN", "Piece", "pack", "require_apart"]
 
-ALIGN = 512  # bytes, as of the GPU's own allocations
+ALIGN = 512  # bytes, as CuPy's own pool has it: kernels choose the width of their loads by addresses
 _SMALL = 256  # pieces below this part of the largest are placed when all others lie
 _ROUNDS = 8
 

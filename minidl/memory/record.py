@@ -33,7 +33,7 @@ from minidl.precision import Precision
 from minidl.profile import PassCost
 from minidl.store import Slot, TensorStore
 
-__all__ = ["Watcher", "record", "record_step", "root"]
+__all__ = ["Watcher", "blank", "record", "record_step", "root"]
 
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
 
@@ -273,8 +273,7 @@ def record_step(
         options: those of `minidl.Model`.
     """
     batch = checks.at_least("record", "batch", batch, 1)
-    for layer in graph.layers:  # starting weights are of no interest, and drawing them takes seconds
-        layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
+    blank(graph)
     watcher = Watcher()
     with dry_run(device, watcher) as log:
         store = _NotingStore(watcher)
@@ -331,6 +330,13 @@ def _runs(watcher: Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
         t: Run(layer, told(given), told(saved), told(result))
         for t, (layer, given, saved, result) in watcher.runs.items()
     }
+
+
+def blank(graph: Graph) -> Graph:
+    """The same graph, with starting weights of zero: for walks, where drawing them would take seconds."""
+    for layer in graph.layers:
+        layer.specs = [dataclasses.replace(spec, init=_nothing) for spec in layer.specs]
+    return graph
 
 
 def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from minidl.cuda.capture import used_bytes
+
 __all__ = ["COMPUTE", "MESSAGES", "SpanTime", "StepProfiler", "StepTimes"]
 
 COMPUTE, MESSAGES = "compute", "messages"
@@ -80,7 +82,7 @@ class StepProfiler:
         """
         begin = self._marks.set(None)
         self._open = spans = []
-        self._used = _bytes_in_use() if memory and self.on_gpu else None
+        self._used = used_bytes if memory and self.on_gpu else None
         try:
             yield
         finally:
@@ -213,9 +215,3 @@ class _CapturedMarks(_DeviceMarks):
     def _succeed(status: int) -> None:
         if status:
             raise RuntimeError(f"timing a captured step failed with CUDA driver error {status}")
-
-
-def _bytes_in_use() -> Any:
-    import cupy
-
-    return cupy.get_default_memory_pool().used_bytes

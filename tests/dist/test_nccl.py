@@ -56,6 +56,18 @@ def test_a_captured_step_equals_the_eager_one(ranks, tmp_path):
         assert answer["name"] == "nccl" and answer["devices"] == list(range(ranks)) and answer["nvls"] == ["0"]
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_compiled_training_gives_the_bits_of_eager_training(ranks, tmp_path):
+    done = job.run("compiled", ranks, tmp_path)
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["name"] == "nccl" and answer["found"] == done.answers[0]["found"], "ranks must agree to the bit"
+        for case, (eager, compiled) in answer["found"].items():
+            assert eager == compiled, case
+            losses = [loss for loss, _, _ in eager["losses"]]
+            assert len(set(losses)) == len(losses)
+
+
 def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
     done = job.run("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="0")
     assert done.status == 0, done.output

@@ -47,11 +47,21 @@ def test_a_ring_of_gradients_changes_no_bit(engine, tmp_path):
     for slots in (0, 1, 2, 9):
         out = tmp_path / str(slots)
         out.mkdir()
-        done = job.run("training", 3, out, "cpu", "0", str(slots), MINIDL_ENGINE=engine)
+        done = job.run("training", 3, out, "cpu", "0", "0", str(slots), MINIDL_ENGINE=engine)
         assert done.status == 0, done.output
         assert all(answer["weights"] == done.answers[0]["weights"] for answer in done.answers)
         weights.append(done.answers[0]["weights"])
     assert weights[0] == weights[1] == weights[2] == weights[3]
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (3, 4)])
+def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
+    """The last batch has two samples: some ranks, and some micro-batches, have none."""
+    (tmp_path / "alone").mkdir()
+    alone = job.run_alone("training", tmp_path / "alone", "cpu", "0", "1")
+    together = job.run("training", ranks, tmp_path, "cpu", "0", str(parts))
+    assert alone.status == together.status == 0, alone.output + together.output
+    assert_equal_training(together.answers, alone.answers[0])
 
 
 def test_in_shared_memory_the_size_of_messages_changes_no_bit(tmp_path):

@@ -1,7 +1,8 @@
-"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [SLOTS]``; the answer goes to OUT.
+"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [PARTS [SLOTS]]``; results to OUT.
 
 The network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of
-7 samples does not divide by any number of ranks but one.
+7 samples does not divide by any number of ranks but one. Steps cut into PARTS micro-batches have no batch norm, whose
+statistics are those of a micro-batch. With SLOTS, updates run within the backward pass.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from minidl.train import Trainer
 IGNORED = 3
 
 
-def network():
+def network(normed: bool):
+    def norm(name, x):
+        return m.BatchNorm2d(6, sync=True, name=name)(x) if normed else x
+
     graph = m.Graph()
     x = m.Conv2d(3, 6, 3, padding=1, name="conv1")(graph.input((8, 8, 3)))
-    x = m.MaxPool2d(2, name="pool")(m.ReLU(name="relu")(m.BatchNorm2d(6, sync=True, name="bn1")(x)))
-    x = m.BatchNorm2d(6, sync=True, name="bn2")(m.Add()(m.Conv2d(6, 6, 3, padding=1, name="conv2")(x), x))
+    x = m.MaxPool2d(2, name="pool")(m.ReLU(name="relu")(norm("bn1", x)))
+    x = norm("bn2", m.Add()(m.Conv2d(6, 6, 3, padding=1, name="conv2")(x), x))
     x = m.Dropout(0.2)(m.Flatten()(x))
     return graph.output(m.Linear(96, 4, name="fc")(x))
 
 
-def main(out: Path, device: str, group_bytes: int, slots: int = 0) -> None:
+def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0) -> None:
     comm = dist.init(device)
-    model = m.Model(network(), device=device, comm=comm, seed=3, group_bytes=group_bytes)
+    model = m.Model(network(not parts), device=device, comm=comm, seed=3, group_bytes=group_bytes)
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
     loaders = [
         data.Loader(
@@ -43,7 +47,7 @@ def main(out: Path, device: str, group_bytes: int, slots: int = 0) -> None:
     if slots:
         optimizer.update_in_backward(slots)
     loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm)
-    run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3)
+    run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3, accumulate=parts or 1)
     losses, train = [], run._train
 
     def recorded(batch):

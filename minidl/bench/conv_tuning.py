@@ -1,0 +1,252 @@
+"""Measures every kernel that could do a convolution, and keeps the fastest: what `minidl tune conv` does.
+
+Each pass of each distinct convolution is a question (`minidl.cuda.conv2d_family.Question`). All its candidates run on
+the same operands, which rotate past the cache, and must give the result of the kernel that is taken without tuning. A
+short race picks a few, which then take turns with that one; it stays unless another is faster by more than `GAIN`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from minidl.cuda import conv2d, conv2d_backward_data, conv2d_backward_weight
+from minidl.cuda.array import cast, copy_into, empty, from_host
+from minidl.cuda.conv2d import STORAGE, options
+from minidl.cuda.conv2d_family import Choice, Question, kernel
+from minidl.cuda.conv2d_tuned import asked, choice_record, question_of, question_record
+from minidl.cuda.device import DeviceRecord, current_device, import_cupy
+from minidl.cuda.launch import dry_run
+from minidl.graph import Graph
+from minidl.layer import Layer
+from minidl.memory import record as walk
+from minidl.precision import float32
+from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
+
+__all__ = [
+    "Contest",
+    "DeviceContest",
+    "Row",
+    "answer",
+    "case",
+    "describe",
+    "of_layer",
+    "of_network",
+    "race",
+    "spelt",
+    "tune",
+    "variants",
+]
+
+QUICK = Budget(samples=3, seconds=math.inf, sample_ms=0.6)
+CAREFUL = Budget(samples=3, seconds=math.inf, sample_ms=1.5)
+FINALISTS, TURNS = 3, 3
+GAIN = 0.01  # what is faster by less is as good
+MOST_SETS = 8
+ALIGNED = 64  # values
+PERIOD, SHIFTS = 1 << 22, 1 << 10  # random numbers, which repeat; places where arrays start among them
+# By how much results of two kernels may differ, of the largest value: they sum in another order, and round once.
+AGREE = {"fp32": 2e-4, "tf32": 2e-3, "bf16": 2.0**-7, "fp16": 2.0**-9}
+
+Row = dict[str, Any]
+Draw = Callable[[Sequence[int], Any], Any]
+
+
+def of_network(graph: Graph, batch: int, precision: str, device: DeviceRecord) -> Counter[Question]:
+    """What a training step of a network asks, and how often, found by walking it on shapes; the graph is used up."""
+    with asked() as heard:
+        walk(graph, batch, precision=precision, device=device)
+    return Counter(heard)
+
+
+def of_layer(layer: Layer, shape: Sequence[int], precision: str, device: DeviceRecord) -> Counter[Question]:
+    """What the passes of one layer ask on an input of this shape; the layer is used up."""
+    with dry_run(device), asked() as heard:
+        layer.to("cuda", precision)
+        y = layer.forward(empty(shape, layer.precision.storage))
+        layer.backward(empty(y.shape, y.dtype))
+    return Counter(heard)
+
+
+def variants(questions: Iterable[Question], device: DeviceRecord) -> list[tuple]:
+    """Every kernel that candidates for these questions launch, as `minidl.cuda.nvrtc.compile_all` takes them."""
+    with dry_run(device) as log:
+        for question in questions:
+            (call,) = _calls(question, empty, 1)
+            for choice in options(question, device):
+                with kernel(choice):
+                    call()
+    return log.variants
+
+
+def _calls(question: Question, draw: Draw, sets: int) -> list[Callable[[], Any]]:
+    """The question on so many sets of operands."""
+    which, conv, code, tf32 = question
+    storage = STORAGE[code]
+    places = {name: getattr(conv, name) for name in ("stride", "padding", "dilation", "groups")} | {"tf32": tf32}
+    w_shape = conv.out_channels, *conv.kernel, conv.channels // conv.groups
+    if which == "backward_weight":
+
+        def weight(dy: Any, x: Any, out: Any) -> Any:
+            conv2d_backward_weight(dy, x, **places, out=out)
+            return out
+
+        shapes = conv.y_shape, conv.x_shape
+        return [partial(weight, *(draw(s, storage) for s in shapes), empty(w_shape, float32)) for _ in range(sets)]
+    w = draw(w_shape, storage)
+    if which == "forward":
+        return [partial(conv2d, draw(conv.x_shape, storage), w, **places) for _ in range(sets)]
+    return [partial(conv2d_backward_data, draw(conv.y_shape, storage), w, conv.x_shape, **places) for _ in range(sets)]
+
+
+class Contest(Protocol):
+    """Candidates for one question, ready to run."""
+
+    def time(self, choice: Choice, budget: Budget) -> Timing:
+        """Milliseconds of a call."""
+
+    def error(self, choice: Choice) -> float:
+        """How far its result is from that of the first candidate, of the largest value."""
+
+
+class DeviceContest:
+    """On CuPy's current device, on random operands."""
+
+    def __init__(self, question: Question):
+        conv = question.conv
+        itemsize = STORAGE[question.code].itemsize
+        moved = itemsize * (math.prod(conv.x_shape) + math.prod(conv.y_shape))
+        sets = min(MOST_SETS, input_sets(moved, current_device().l2_bytes))
+        self._calls = _calls(question, _random, sets)
+        self._timer = DeviceTimer()
+        with kernel(options(question, current_device())[0]):
+            self._expected = cast(self._calls[0](), float32)
+        self._largest = float(abs(self._expected).max())
+
+    def time(self, choice: Choice, budget: Budget) -> Timing:
+        with kernel(choice):
+            return self._timer.replayed(self._calls, budget)
+
+    def error(self, choice: Choice) -> float:
+        with kernel(choice):
+            found = cast(self._calls[0](), float32)
+        return float(import_cupy().abs(found - self._expected).max()) / self._largest
+
+
+@functools.cache
+def _noise() -> Any:
+    return from_host(np.random.default_rng(0).standard_normal(PERIOD + SHIFTS * ALIGNED, np.float32))
+
+
+_drawn = itertools.count()
+
+
+def _random(shape: Sequence[int], dtype: Any) -> Any:
+    """Normal values that repeat, made on the device."""
+    flat, start = empty(math.prod(shape), float32), next(_drawn) % SHIFTS * ALIGNED
+    for first in range(0, flat.size, PERIOD):
+        part = flat[first : first + PERIOD]
+        copy_into(part, _noise()[start : start + part.size])
+    return cast(flat.reshape(shape), dtype)
+
+
+def race(
+    choices: Sequence[Choice], time: Callable[[Choice, Budget], Timing]
+) -> tuple[Choice, dict[Choice, float], float]:
+    """(the fastest, milliseconds of each, spread of the winner's). The first wins where it is about as fast."""
+    default = choices[0]
+    times = {choice: time(choice, QUICK).ms for choice in choices}
+    ranked = sorted(choices, key=times.__getitem__)
+    finalists = list(dict.fromkeys([default, *ranked[:FINALISTS]]))
+    samples: dict[Choice, list[float]] = {choice: [] for choice in finalists}
+    for _ in range(TURNS):
+        for choice in finalists:
+            samples[choice] += time(choice, CAREFUL).samples_ms
+    final = {choice: statistics.median(taken) for choice, taken in samples.items()}
+    best = min(finalists, key=final.__getitem__)
+    if final[best] >= (1 - GAIN) * final[default]:
+        best = default
+    return best, times | final, Timing(tuple(samples[best])).spread
+
+
+def answer(question: Question, choices: Sequence[Choice], contest: Contest) -> Row:
+    """The row of a table: the question, the choice, and what all candidates took.
+
+    Raises:
+        RuntimeError: when a candidate gives another result, which is an error of its kernel.
+    """
+    record = question_record(question)
+    bound = AGREE["fp32" if question.which == "backward_weight" and not question.tf32 else record["dtype"]]
+    for choice in choices[1:]:
+        error = contest.error(choice)
+        if not error <= bound:
+            raise RuntimeError(f"{choice} is {error:.1e} off {choices[0]} at {record}: a kernel gives wrong results")
+    best, times, spread = race(choices, contest.time)
+    return record | {
+        "choice": choice_record(best), "ms": times[best], "spread": spread, "default": choice_record(choices[0]),
+        "default_ms": times[choices[0]], "candidates": {str(choice): ms for choice, ms in times.items()},
+    }  # fmt: skip
+
+
+def tune(
+    questions: Iterable[Question],
+    device: DeviceRecord,
+    rows: list[Row],
+    save: Callable[[list[Row]], None],
+    *,
+    contest: Callable[[Question], Contest] = DeviceContest,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Answer what ``rows`` do not answer yet, and save after each answer, so that a run cut off can go on.
+
+    Args:
+        rows: of an earlier run.
+        save: is given all rows so far.
+        contest: makes the contest of a question.
+        progress: told what was found, line by line.
+
+    Returns:
+        A row for each of ``questions`` that more than one kernel can answer.
+    """
+    known = {question_of(row): row for row in rows}
+    choices = {question: options(question, device) for question in questions}
+    open_ones = [question for question in choices if question not in known and len(choices[question]) > 1]
+    for i, question in enumerate(open_ones):
+        row = known[question] = answer(question, choices[question], contest(question))
+        save(list(known.values()))
+        progress(f"{i + 1} of {len(open_ones)}: {describe(row)}")
+    return [known[question] for question in choices if question in known]
+
+
+def describe(row: Row) -> str:
+    """What was found, in one line."""
+    text = f"{case(row)} {row['pass']}: {row['default_ms'] * 1e3:.1f} us by {spelt(row['default'])}"
+    if row["choice"] == row["default"]:
+        return f"{text}, none faster"
+    return f"{text}, {row['ms'] * 1e3:.1f} us by {spelt(row['choice'])}"
+
+
+def case(row: Row) -> str:
+    """A row's convolution in short: ``8x27x27 96-192 3x3/2``; padding that keeps the size is not told."""
+    (n, h, w, c), (k, r, s, _), stride, dilation = (row[key] for key in ("x", "w", "stride", "dilation"))
+    pair = lambda values: "x".join(map(str, dict.fromkeys(values)))  # noqa: E731
+    text = f"{n}x{h}x{w} {c}-{k} {r}x{s}"
+    text += f"/{pair(stride)}" if max(stride) > 1 else ""
+    text += f" dilated {pair(dilation)}" if max(dilation) > 1 else ""
+    usual = [d * (size // 2) for d, size in zip(dilation, (r, s), strict=True)]
+    text += f" padded {pair(row['padding'])}" if row["padding"] != usual else ""
+    return text + (f" {row['groups']} groups" if row["groups"] > 1 else "")
+
+
+def spelt(choice: Sequence[Any]) -> str:
+    """A choice as it stands in a row, in words."""
+    family, tile, split = choice
+    return str(Choice(family, tile, tuple(split)))

@@ -1,0 +1,127 @@
+"""``minidl warm``: compiles every kernel of a network's training step ahead, on all cores, into the kernel cache."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import NamedTuple
+
+from minidl import checks, models
+from minidl.bench.setup import Setup
+from minidl.bench.step import TrainingStep
+from minidl.cuda import nvrtc
+from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
+from minidl.cuda.launch import dry_run
+from minidl.fusion import PLANS, fuse
+from minidl.graph import Graph
+from minidl.memory.record import blank
+
+__all__ = ["Built", "add_arguments", "compile_ahead", "kernels_of", "run"]
+
+Variant = tuple[str, tuple[tuple[str, int | str], ...]]
+
+
+def add_arguments(p: argparse.ArgumentParser) -> None:
+    """The options of ``minidl warm``."""
+    p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
+    p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
+    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
+    p.add_argument("--classes", type=int, help="default: usual for the network")
+    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    p.add_argument(
+        "--gpu", default="auto", choices=["auto", *BUILT_IN], help="auto: this machine's; others need no GPU"
+    )
+    p.add_argument("--threads", type=int, help="that compile; default: one for each core")
+    p.add_argument("--step", action="store_true", help="then run two steps on this machine's GPU, and time them")
+
+
+def run(a: argparse.Namespace) -> int:
+    """Walk the step on shapes, compile what the cache lacks, tell how long it took; the exit status.
+
+    Raises:
+        ValueError: for an option that cannot be.
+    """
+    if a.threads is not None:
+        checks.at_least("warm", "--threads", a.threads, 1)
+    if a.step and a.gpu != "auto":
+        raise checks.bad_value("warm", "--step", "without --gpu", f"--gpu {a.gpu}")
+    setup = Setup(a.model, a.batch, a.precision, "cuda", 1, a.image_size, a.classes, a.fusion)
+    device = _device(a.gpu)
+    built = compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, device, a.threads)
+    threads = a.threads or os.cpu_count()
+    print(
+        f"{setup.title} {a.precision}, {device.name}: {built.kernels} kernels, found in {built.walk_s:.1f} s; "
+        f"{built.missing} compiled by {threads} threads in {built.compile_s:.1f} s, into {nvrtc.cache_directory()}"
+    )
+    if a.step:
+        _time_steps(setup)
+    return 0
+
+
+class Built(NamedTuple):
+    """Kernels of a step, those of them that the cache lacked, seconds to find and to compile them."""
+
+    kernels: int
+    missing: int
+    walk_s: float
+    compile_s: float
+
+
+def compile_ahead(
+    graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord, threads: int | None = None
+) -> Built:
+    """Compile the kernels of a training step that the cache lacks, on all cores; the graph is used up.
+
+    Args:
+        batch: samples of each GPU.
+        fusion: as `minidl.fusion.fuse` takes it.
+        device: to compile for; it need not be there.
+        threads: default: one for each core.
+    """
+    started = time.perf_counter()
+    kernels = kernels_of(graph, batch, precision, fusion, device)
+    walked = time.perf_counter()
+    arch = nvrtc.target(device.arch)
+    missing = [kernel for kernel in kernels if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
+    nvrtc.compile_all(missing, arch, threads)
+    return Built(len(kernels), len(missing), walked - started, time.perf_counter() - walked)
+
+
+def kernels_of(graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord) -> list[Variant]:
+    """Every kernel of a training step and of an evaluation, as `minidl.cuda.nvrtc.compile_all` takes them.
+
+    Found by walking them on shapes: needs no GPU.
+    """
+    with dry_run(device) as log:
+        step = TrainingStep(blank(graph), batch=batch, device="cuda", precision=precision)
+        fuse(step.model, fusion)
+        step()
+        step.model.eval()
+        step.model.forward(step.x)
+    return log.variants
+
+
+def _device(name: str) -> DeviceRecord:
+    if name != "auto":
+        return BUILT_IN[name]
+    try:
+        return current_device()
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"--gpu auto: {error}; name the GPU to compile for: --gpu H200") from error
+
+
+def _time_steps(setup: Setup) -> None:
+    """What a program waits for before it trains, all kernels being in the cache."""
+    started = time.perf_counter()
+    step = TrainingStep(blank(setup.graph()), batch=setup.batch, device="cuda", precision=setup.precision)
+    fuse(step.model, setup.fusion)
+    step.ops.synchronize()
+    marks = [time.perf_counter()]
+    for _ in range(2):
+        step()
+        step.ops.synchronize()
+        marks.append(time.perf_counter())
+    ready, first, second = (b - a for a, b in zip([started, *marks], marks, strict=False))
+    print(f"model and batch on the GPU in {ready:.2f} s, first step in {first:.2f} s, second in {second * 1e3:.1f} ms")

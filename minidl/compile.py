@@ -1,0 +1,258 @@
+"""The training step as CUDA graphs in planned memory: what users and the `Trainer` run on a GPU.
+
+The first step runs as it is written and loads kernels; the second is recorded: what it allocates and releases, in
+order. From that record every array gets its place in one block (`minidl.memory.arena`), the same Python code is
+captured into it, and each step after is: copy the batch in, write the random key, launch. Forward, loss, backward,
+all-reduces and update are all inside; learning rate, loss scale and random key lie in device memory. The bits are those
+of eager steps, so it makes no difference when one is taken in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda import capture as engine
+from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.memory.arena import Lender, most_live, place
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.profile.spans import NULL_PROFILER
+from minidl.step import EagerStep
+
+__all__ = ["CompiledStep", "NotCapturable", "obstacle"]
+
+_SLAB = 64  # steps whose totals are allocated at once
+
+
+class NotCapturable(RuntimeError):
+    """The step does something that no CUDA graph can hold. Nothing was changed by trying."""
+
+
+def obstacle(model: Model, optimizer: SGD) -> str | None:
+    """Why steps of this model cannot be compiled, in a few words; None if nothing is known to be in the way."""
+    if model.ops.name != "cuda":
+        return f"CUDA graphs need a GPU, and the model is on the {model.ops.name}"
+    if not model.store.capturable:
+        return f"{type(model.store).__name__} moves saved tensors from the host, not from within a graph"
+    if model.comm.name not in ("solo", "nccl"):
+        return f"the {model.comm.name} engine adds gradients on the host; NCCL would not"
+    if model.observer is not NULL_PROFILER:
+        return "a profiler watches each pass of each layer"
+    if type(optimizer).step is not SGD.step:
+        return f"{type(optimizer).__name__} has a step of its own, which may decide on the host"
+    return None
+
+
+class CompiledStep:
+    """Takes training steps as `EagerStep` does, with the same bits, by replaying a CUDA graph.
+
+    Called with batches of the size of the first one it compiles them, in the second and third call; another size runs
+    eagerly, in the same memory. A change of mode (``model.eval()``, a layer's ``training``, a fusion plan) is noticed
+    and compiled anew; going back takes up the graph from before.
+
+    Args:
+        model, optimizer, loss, accumulate: as for `EagerStep`; with ``accumulate`` each micro-batch is one graph.
+
+    Attributes:
+        batch: samples of a compiled step on this rank; None before the first.
+        memory_bytes: what the compiled steps have allocated for all they make and drop.
+        least_bytes: the most that lives at once in one of them: no plan could do with less.
+
+    With several ranks all of them call it alike: the size of a rank's own part must not decide, so say ``eager=True``
+    on all ranks for a batch that is smaller on some.
+
+    Raises:
+        ValueError: where `obstacle` knows a reason.
+    """
+
+    def __init__(self, model: Model, optimizer: SGD, loss: SoftmaxCrossEntropy, *, accumulate: int = 1):
+        reason = obstacle(model, optimizer)
+        if reason is not None:
+            raise checks.impossible("CompiledStep", reason, "use EagerStep")
+        self.eager = EagerStep(model, optimizer, loss, accumulate=accumulate)
+        self.model = model
+        self.batch: int | None = None
+        self._programs: dict[Any, _Program] = {}
+        self._block: Any = None
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(program.bytes for program in self._programs.values())
+
+    @property
+    def least_bytes(self) -> int:
+        return max((program.least for program in self._programs.values()), default=0)
+
+    def __call__(self, images: Any, labels: Any, first_sample: int = 0, *, eager: bool = False) -> Totals:
+        """Take one step.
+
+        Args:
+            images, labels, first_sample: as for `EagerStep`. What they hold is copied.
+            eager: run this one as it is written.
+
+        Raises:
+            NotCapturable: on all ranks, in place of the step that would have been the first replay.
+        """
+        if self.batch is None and not eager:
+            self.batch = len(images)
+        if eager or len(images) != self.batch or self.model.observer is not NULL_PROFILER:
+            return self._lent(lambda: self.eager(images, labels, first_sample))
+        key = *(_form(array) for array in (images, labels)), self.model.modes()
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(self.eager, images, labels)
+        totals = program(images, labels, first_sample)
+        self._block = program.block or self._block
+        return totals
+
+    def evaluate(self, images: Any, labels: Any) -> Totals:
+        """As `EagerStep.evaluate`, in the memory of the steps."""
+        return self._lent(lambda: self.eager.evaluate(images, labels))
+
+    def _lent(self, work: Callable[[], Totals]) -> Totals:
+        """The totals of ``work``, whose arrays lie where the steps have theirs: none of them may outlive it."""
+        if self._block is None:
+            return work()
+        lending = engine.Lending(Lender(self._block.mem.size), self._block.ptr, engine.pooled)
+        with engine.lent(lending):
+            totals = work()
+            ops, array = totals.ops, totals.array
+        kept = ops.empty(array.shape, array.dtype)
+        ops.copy_into(kept, array)
+        return Totals(ops, kept, totals.num_classes)
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    """What a batch of another kind, which the door of the first, eager step refuses, differs in."""
+    return type(array), array.shape, str(array.dtype)
+
+
+class _Unit:
+    """One micro-batch of a program: its inputs at fixed places, its record, its graph."""
+
+    def __init__(self, images: Any, labels: Any, ops: Any):
+        self.images, self.labels = ops.empty(images.shape, images.dtype), ops.empty(labels.shape, labels.dtype)
+        self.events: tuple[int, ...] = ()
+        self.offsets: list[int] = []
+        self.graph: Any = None
+        self.totals: Any = None
+
+    def record(self, work: Callable[[], Totals]) -> Totals:
+        """Run ``work`` and note what it allocates."""
+        recording = engine.Recording(engine.pooled)
+        with engine.steady(), engine.allocating(recording):
+            result = work()
+            self.events = tuple(recording.events)
+        return result
+
+    def capture(self, work: Callable[[], Totals], base: int) -> None:
+        """Capture ``work`` into the planned places."""
+        replaying = engine.Replaying(self.events, self.offsets, base)
+        with engine.steady(), engine.allocating(replaying):
+            self.graph, totals = engine.capture(work)
+            replaying.finish()
+        self.totals = totals.array
+
+
+class _Program:
+    """The steps of one form of batch in one set of modes."""
+
+    def __init__(self, step: EagerStep, images: Any, labels: Any):
+        self.step, self.model, self.ops = step, step.model, step.model.ops
+        self.parts = step.parts(len(images))
+        self.block: Any = None
+        self.bytes = self.least = 0
+        self._warm = self._recorded = False
+        self._slab, self._free = None, 0
+        self._units: dict[tuple[bool, bool, int], _Unit] = {}
+        self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
+
+    def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
+        if not self._warm:
+            totals = self.step(images, labels, first_sample)
+            self._warm = True
+            return totals
+        if self._recorded and self.block is None:
+            self._plan()
+        if not self._units:
+            engine.release()
+        if self._count is not None:
+            self.ops.copy_into(self._count, self.step.loss.count(labels, self.step.num_classes))
+        rows = self._totals()
+        for i, (begin, end) in enumerate(self.parts):
+            unit = self._unit(i, images[begin:end], labels[begin:end])
+            self.ops.copy_into(unit.images, images[begin:end])
+            self.ops.copy_into(unit.labels, labels[begin:end])
+            if self.model.training:
+                self.model.random.advance(first_sample + begin, new_step=i == 0)
+            self.ops.copy_into(rows[i], self._run(i, unit))
+        self._recorded = True
+        return Totals(self.ops, rows, self.step.num_classes)
+
+    def _totals(self) -> Any:
+        """Where a step's totals go, one row for each micro-batch; reading may come late."""
+        if self._free == 0:
+            self._slab, self._free = self.ops.empty((_SLAB, len(self.parts), 4), np.float64), _SLAB
+        self._free -= 1
+        return self._slab[self._free]
+
+    def _role(self, i: int) -> tuple[bool, bool, int]:
+        begin, end = self.parts[i]
+        return i == 0, i == len(self.parts) - 1, end - begin
+
+    def _unit(self, i: int, images: Any, labels: Any) -> _Unit:
+        unit = self._units.get(self._role(i))
+        if unit is None:
+            unit = self._units[self._role(i)] = _Unit(images, labels, self.ops)
+        return unit
+
+    def _run(self, i: int, unit: _Unit) -> Any:
+        """Record the unit or replay it; its totals, good until the next."""
+        if unit.graph is not None:
+            self.model.random.write()
+            unit.graph.launch()
+            return unit.totals
+        with self.model.random.hold():
+            return unit.record(self._work(unit, i)).array
+
+    def _work(self, unit: _Unit, i: int) -> Callable[[], Totals]:
+        first, last, _ = self._role(i)
+        return lambda: self.step.part(unit.images, unit.labels, 0, self._count, first=first, last=last)
+
+    def _plan(self) -> None:
+        """Place what was recorded, allocate the block and capture all units; a collective."""
+        for unit in self._units.values():
+            unit.offsets, size = place(unit.events)
+            self.bytes = max(self.bytes, size)
+            self.least = max(self.least, most_live(unit.events))
+        failure = None
+        try:
+            engine.release()
+            block = engine.pooled(max(self.bytes, 1))
+            self._capture(block.ptr)
+        except Exception as error:  # whatever an operation raises that cannot be captured
+            failure = f"{type(error).__name__}: {error}"
+        failures = [text for text in self.model.comm.share(failure) if text is not None]
+        if failures:
+            self._forget()
+            raise NotCapturable(f"the step does not fit a CUDA graph: {failures[0]}")
+        self.block = block
+
+    def _capture(self, base: int) -> None:
+        captured = set()
+        with self.model.random.hold():
+            for i in range(len(self.parts)):
+                if self._role(i) not in captured:
+                    captured.add(self._role(i))
+                    unit = self._units[self._role(i)]
+                    unit.capture(self._work(unit, i), base)
+
+    def _forget(self) -> None:
+        """Python ran half a step that no device will run."""
+        self.model.abandon()
+        for unit in self._units.values():
+            unit.graph = unit.totals = None

@@ -1,0 +1,218 @@
+"""A piece of work as a CUDA graph whose memory is planned: recorded once, then captured into one block.
+
+CuPy asks the allocator of the current thread for every array and tells it when the last reference goes, so what a step
+allocates is seen whole, workspaces included. `Recording` writes it down while the step runs as usual; `Replaying` hands
+out the planned places while the same step is captured, and refuses a sequence that differs; `Lending` serves any other
+work from the same block.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from minidl.cuda.device import import_cupy
+
+__all__ = [
+    "Lending",
+    "Recording",
+    "Replaying",
+    "allocating",
+    "capture",
+    "lent",
+    "pooled",
+    "release",
+    "steady",
+    "used_bytes",
+]
+
+
+class Allocator(Protocol):
+    """What CuPy's function allocator calls; sizes are positive."""
+
+    def malloc(self, size: int, device: int) -> int:
+        """The address of ``size`` bytes."""
+
+    def free(self, address: int, device: int) -> None:
+        """Nothing refers to ``address`` any more."""
+
+
+class Recording:
+    """Notes what is allocated and released (as `minidl.memory.arena` reads it); the memory comes from ``malloc``.
+
+    Args:
+        malloc: size -> a memory pointer that keeps its memory while it lives, such as a CuPy pool's.
+    """
+
+    def __init__(self, malloc: Callable[[int], Any]):
+        self.events: list[int] = []
+        self._malloc = malloc
+        self._held: dict[int, tuple[int, Any]] = {}
+        self._made = 0
+
+    def malloc(self, size: int, device: int) -> int:
+        memory = self._malloc(size)
+        self._held[memory.ptr] = self._made, memory
+        self._made += 1
+        self.events.append(size)
+        return memory.ptr
+
+    def free(self, address: int, device: int) -> None:
+        self.events.append(~self._held.pop(address)[0])
+
+
+class Replaying:
+    """Hands out the planned places in the recorded order.
+
+    Attributes:
+        failure: what differed first from the record; None while nothing does.
+    """
+
+    def __init__(self, events: Sequence[int], offsets: Sequence[int], base: int):
+        self.failure: str | None = None
+        self._events, self._offsets, self._base = events, offsets, base
+        self._live: dict[int, int] = {}
+        self._at = self._made = 0
+        self._finished = False
+
+    def malloc(self, size: int, device: int) -> int:
+        self._expect(size)
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+        address = self._base + self._offsets[self._made]
+        self._live[address] = self._made
+        self._made += 1
+        return address
+
+    def free(self, address: int, device: int) -> None:
+        if not self._finished:  # a difference cannot be raised from here: `finish` tells
+            self._expect(~self._live.pop(address))
+
+    def _expect(self, event: int | None) -> None:
+        recorded = self._events[self._at] if self._at < len(self._events) else None
+        if self.failure is None and event != recorded:
+            self.failure = f"event {self._at} of the step {_words(event)}, of its record {_words(recorded)}"
+        self._at += 1
+
+    def finish(self) -> None:
+        """The work is done; what it kept is released when its owner likes.
+
+        Raises:
+            RuntimeError: when it did not do what the record says.
+        """
+        self._expect(None)
+        self._finished = True
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+
+def _words(event: int | None) -> str:
+    if event is None:
+        return "is its end"
+    return f"allocates {event:,} bytes" if event >= 0 else f"releases allocation {~event}"
+
+
+class Lending:
+    """Serves from a block while it has room, else from ``malloc``.
+
+    Args:
+        lender: `minidl.memory.arena.Lender` of the block at ``base``.
+    """
+
+    def __init__(self, lender: Any, base: int, malloc: Callable[[int], Any]):
+        self._lender, self._base, self._malloc = lender, base, malloc
+        self._outside: dict[int, Any] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """What the block has left."""
+        return self._lender.free
+
+    def malloc(self, size: int, device: int) -> int:
+        offset = self._lender.take(size)
+        if offset is not None:
+            return self._base + offset
+        memory = self._malloc(size)
+        self._outside[memory.ptr] = memory
+        return memory.ptr
+
+    def free(self, address: int, device: int) -> None:
+        if self._outside.pop(address, None) is None:
+            self._lender.give_back(address - self._base)
+
+
+_lending: list[Lending] = []
+
+
+@contextmanager
+def lent(lending: Lending) -> Iterator[None]:
+    """Within, CuPy's arrays of this thread come from a block that is in use as a whole."""
+    _lending.append(lending)
+    try:
+        with allocating(lending):
+            yield
+    finally:
+        _lending.remove(lending)
+
+
+def used_bytes() -> int:
+    """Bytes in use: of CuPy's pool, less what blocks that are being lent have left."""
+    return import_cupy().get_default_memory_pool().used_bytes() - sum(lending.free_bytes for lending in _lending)
+
+
+@contextmanager
+def allocating(allocator: Allocator) -> Iterator[None]:
+    """Within, CuPy's arrays of this thread come from ``allocator``."""
+    cupy = import_cupy()
+    with cupy.cuda.using_allocator(cupy.cuda.PythonFunctionAllocator(allocator.malloc, allocator.free).malloc):
+        yield
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """Within, Python's cycle collector rests: when it releases memory, it does so at another place each time."""
+    resting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if resting:
+            gc.enable()
+
+
+def pooled(size: int) -> Any:
+    """``size`` bytes of CuPy's pool."""
+    return import_cupy().get_default_memory_pool().malloc(size)
+
+
+def release() -> None:
+    """The pool gives back what nobody uses, so that what is made next and stays is not cut from a piece that it blocks.
+
+    Waits for the device.
+    """
+    import_cupy().get_default_memory_pool().free_all_blocks()
+
+
+def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Any, Any]:
+    """(CUDA graph of ``work``, what it returned); nothing runs. The graph may be launched on any stream.
+
+    Args:
+        stream: on which ``work`` finds itself; default: one of its own.
+
+    Raises:
+        RuntimeError: or whatever ``work`` raises: it waits for the device, for instance, or copies from the host.
+    """
+    cupy = import_cupy()
+    stream = stream or cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            result = work()
+        except BaseException:
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture is lost anyway
+                stream.end_capture()
+            raise
+        return stream.end_capture(), result

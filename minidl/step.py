@@ -1,0 +1,83 @@
+"""One training step: forward, loss, backward, messages and update, as a program that says so line by line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.data.loader import shard
+from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.model import Model
+from minidl.optim import SGD
+
+__all__ = ["EagerStep"]
+
+
+class EagerStep:
+    """Runs training steps operation by operation.
+
+    Args:
+        model, optimizer, loss: of one model, on one communicator.
+        accumulate: cut each batch into so many micro-batches of equal size (one more sample in the first ones), whose
+            gradients add up to those of the whole: it needs the memory of one. All but batch normalisation, whose
+            statistics are those of a micro-batch, computes what the whole batch would; a batch of fewer samples than
+            that has one micro-batch for each.
+
+    Raises:
+        ValueError: for parts that do not belong together, or an ``accumulate`` below 1.
+    """
+
+    def __init__(self, model: Model, optimizer: SGD, loss: SoftmaxCrossEntropy, *, accumulate: int = 1):
+        if optimizer.model is not model:
+            raise checks.bad_value("step", "optimizer", "that of the model", "another model's")
+        if loss.comm is not model.comm:
+            remedy = "make it with SoftmaxCrossEntropy(comm=comm)"
+            raise checks.bad_value("step", "loss", "on the model's communicator", loss.comm.name, remedy)
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.accumulate = checks.at_least("step", "accumulate", accumulate, 1)
+        self.num_classes = model.graph.output_node.shape[-1]
+
+    def __call__(self, images: Any, labels: Any, first_sample: int = 0, *, eager: bool = False) -> Totals:
+        """Take one step.
+
+        Args:
+            images, labels: this rank's part of the batch, on the model's device.
+            first_sample: global index of ``images[0]``, for dropout.
+            eager: as `minidl.compile.CompiledStep` has it; of no consequence here.
+
+        Returns:
+            The totals of the loss over all ranks; reading them waits for the device.
+        """
+        parts = self.parts(len(images))
+        if len(parts) == 1:
+            return self.part(images, labels, first_sample)
+        ops, count = self.model.ops, self.loss.count(labels, self.num_classes)
+        rows = ops.empty((len(parts), 4), np.float64)
+        for i, (begin, end) in enumerate(parts):
+            ends = {"first": i == 0, "last": i == len(parts) - 1}
+            totals = self.part(images[begin:end], labels[begin:end], first_sample + begin, count, **ends)
+            ops.copy_into(rows[i], totals.array)
+        return Totals(ops, rows, self.num_classes)
+
+    def parts(self, samples: int) -> list[tuple[int, int]]:
+        """Where the micro-batches of so many samples begin and end; as many on all ranks."""
+        number = self.accumulate if self.model.comm.size > 1 else max(min(self.accumulate, samples), 1)
+        return [shard(samples, i, number) for i in range(number)]
+
+    def part(
+        self, images: Any, labels: Any, first_sample: int, count: Any = None, *, first: bool = True, last: bool = True
+    ) -> Totals:
+        """One micro-batch: the first overwrites the gradients, the last sends them and updates."""
+        with self.model.store.step(len(images)):
+            logits = self.model.forward(images, grad=True, first_sample=first_sample, new_step=first)
+            totals = self.loss.forward(logits, labels, count=count)
+            self.model.backward(self.loss.backward(self.optimizer.loss_scale), accumulate=not first, send=last)
+        if last:
+            self.optimizer.step()
+        return totals
+
+    def evaluate(self, images: Any, labels: Any) -> Totals:
+        """The loss of a batch without a step; in what mode, the model decides."""
+        return self.loss.forward(self.model.forward(images, grad=False), labels, grad=False)

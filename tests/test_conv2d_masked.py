@@ -1,0 +1,116 @@
+"""Data gradients that are masked for the ReLU below, and summed for the batch norm below that: the bits of the separate
+passes where there are no sums, and their sums to a few units."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_hopper
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.device import current_device
+from minidl.precision import bfloat16, float32
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_ops import CASES as ALL
+from tests.test_conv2d_ops import cases, put
+from tests.tolerance import assert_close, draw
+
+FORWARD = ("stride", "padding", "dilation", "groups")
+KINDS = pytest.mark.parametrize(("joined", "added"), [(False, False), (False, True), (True, False), (True, True)])
+
+
+def operands(rng, case, storage, joined, added):
+    """dy, w, add and what is below, as host arrays."""
+    channels = case.x[3]
+    x = draw(rng, case.x, storage, offset=0.3)
+    moments = np.stack([rng.standard_normal(channels), rng.uniform(0.5, 2, channels)]).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, channels)).astype(np.float32)
+    y = np.maximum(draw(rng, case.x, float32), 0).astype(storage) if joined else None
+    add = draw(rng, case.x, storage) if added else None
+    return draw(rng, case.y, storage), draw(rng, case.w, storage), add, x, moments, gamma, beta, y
+
+
+def check(ops, case, *hosts):
+    """The masked gradient and its sums, against those of separate passes; None where no kernel does it on the way."""
+    dy, w, add, x, moments, gamma, beta, y = (None if h is None else ops.from_host(h) for h in hosts)
+    plain = ops.conv2d_backward_data(dy, w, x.shape, add=add, **case.options)
+    found, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, gamma, beta, y=y, add=add, **case.options)
+    if parts is None:
+        assert ops.to_host(found).tobytes() == ops.to_host(plain).tobytes()
+        return None
+    output = ops.batch_norm_apply(x, moments, gamma, beta, relu=True) if y is None else y
+    expected = ops.relu_backward(plain, output)
+    assert ops.to_host(found).tobytes() == ops.to_host(expected).tobytes()
+    gradients = put(ops, *(np.full(case.x[3], np.nan, np.float32) for _ in range(2)))
+    sums = ops.to_host(ops.batch_norm_backward_sums(parts, moments, dgamma=gradients[0], dbeta=gradients[1]))
+    g = ops.to_host(expected).astype(np.float64).reshape(-1, case.x[3])
+    centred = (hosts[3].astype(np.float64).reshape(g.shape) - hosts[4][0]) * hosts[4][1]
+    for row, gradient, terms in zip(sums, reversed(gradients), (g, g * centred), strict=True):
+        scale = np.abs(terms).max(initial=0.0)
+        assert_close(row, terms.sum(0), float32, terms=len(g), scale=scale)
+        assert_close(ops.to_host(gradient), row, float32, scale=scale)
+    return ops.to_host(found).tobytes(), sums.tobytes()
+
+
+@KINDS
+@cases(ALL)
+def test_masking_on_the_way_is_masking_afterwards(ops, case, dtype, joined, added, rng):
+    check(ops, case, *operands(rng, case, dtype, joined, added))
+
+
+@SIXTEEN
+@KINDS
+@cases(CASES)
+def test_in_each_family(forced_ops, case, storage, joined, added, rng):  # noqa: F811
+    check(forced_ops, case, *operands(rng, case, storage, joined, added))
+
+
+@KINDS
+@cases(CASES)
+@pytest.mark.parametrize("share", [1, 3])
+def test_with_every_tile(cuda_ops, case, joined, added, share, rng, monkeypatch):
+    """Each part that is read has been written, and no matter by which block."""
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    hosts = operands(rng, case, bfloat16, joined, added)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    few = dataclasses.replace(current_device(), multiprocessors=2)
+    empty = conv2d_hopper.empty
+
+    def poisoned(shape, dtype):
+        array = empty(shape, dtype)
+        array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(conv2d_hopper, "empty", poisoned)
+    try:
+        for tile in conv2d_hopper.candidates(conv, True, current_device()):
+            found = []
+            for device in (current_device(), few):
+                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
+                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+                conv2d_hopper.plan.cache_clear()
+                with family("hopper"):
+                    found.append(check(cuda_ops, case, *hosts))
+            assert found[0] == found[1], tile
+    finally:
+        conv2d_hopper.plan.cache_clear()
+
+
+@cases(FEW)
+def test_a_nan_in_the_gradient_is_seen(forced_ops, case, rng):  # noqa: F811
+    """Where the ReLU was positive: behind its zeros nothing counts."""
+    dy, w, add, x, moments, gamma, beta, y = operands(rng, case, bfloat16, True, True)
+    y[...], add[..., 1] = 1, np.nan
+    y[..., 2], add[..., 2] = 0, np.nan
+    args = [None if h is None else forced_ops.from_host(h) for h in (dy, w, x, moments, gamma, beta)]
+    y, add = put(forced_ops, y, add)
+    found, parts = forced_ops.conv2d_backward_data_masked(*args, y=y, add=add, **case.options)
+    if parts is not None:
+        sums = forced_ops.to_host(forced_ops.batch_norm_backward_sums(parts, args[3]))
+        found = forced_ops.to_host(found).astype(np.float32)
+        assert np.isnan(sums[:, 1]).all() and np.isnan(sums).sum() == 2
+        assert np.isnan(found[..., 1]).all() and not found[..., 2].any()

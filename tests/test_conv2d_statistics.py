@@ -1,0 +1,143 @@
+"""A convolution that takes the statistics of its output: those of the values as stored, whatever kernel took them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_hopper
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.conv2d_statistics import Patches
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float32
+from tests.test_batch_norm_ops import assert_stats
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_ops import CASES as ALL
+from tests.test_conv2d_ops import cases, put
+from tests.tolerance import draw
+
+FORWARD = ("stride", "padding", "dilation", "groups")
+
+
+def operands(rng, case, storage, ratio=0.0):
+    """x, w and a bias that moves every channel so many deviations of the others from zero."""
+    w = draw(rng, case.w, storage, scale=(case.terms[0]) ** -0.5)
+    return draw(rng, case.x, storage), w, (ratio + draw(rng, case.w[0], float32)).astype(np.float32)
+
+
+def check(ops, case, x, w, bias):
+    """Output and statistics of one call, as host arrays, checked against each other and against `conv2d`."""
+    x, w, bias = put(ops, x, w, bias)
+    y, stats = ops.conv2d_stats(x, w, bias, **case.options)
+    y, stats, expected = (ops.to_host(array) for array in (y, stats, ops.conv2d(x, w, bias, **case.options)))
+    assert y.tobytes() == expected.tobytes()
+    assert_stats(stats, y)
+    return y, stats
+
+
+@cases(ALL)
+def test_statistics_are_those_of_the_output(ops, case, dtype, rng):
+    check(ops, case, *operands(rng, case, dtype))
+
+
+@SIXTEEN
+@pytest.mark.parametrize("ratio", [0.0, 1e3])
+@cases(CASES)
+def test_in_each_family(forced_ops, case, storage, ratio, rng):  # noqa: F811
+    check(forced_ops, case, *operands(rng, case, storage, ratio))
+
+
+@cases([case for case in CASES if case.stride == (1, 1)])
+@pytest.mark.parametrize("share", [1, 3])
+def test_of_every_tile(cuda_ops, case, share, rng, monkeypatch):
+    """Each entry that is read has been written, and no matter by which block."""
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    hosts = operands(rng, case, bfloat16, 10.0)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    few = dataclasses.replace(current_device(), multiprocessors=2)
+    empty = conv2d_hopper.empty
+
+    def poisoned(shape, dtype):
+        array = empty(shape, dtype)
+        array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(conv2d_hopper, "empty", poisoned)
+    outputs = []
+    try:
+        for tile in conv2d_hopper.candidates(conv, False, current_device()):
+            found = []
+            for device in (current_device(), few):
+                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
+                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+                conv2d_hopper.plan.cache_clear()
+                with family("hopper"):
+                    y, stats = check(cuda_ops, case, *hosts)
+                found.append(stats.tobytes())
+                outputs.append(y.tobytes())
+            assert found[0] == found[1], tile
+    finally:
+        conv2d_hopper.plan.cache_clear()
+    assert len(set(outputs)) == 1
+
+
+@cases(FEW)
+def test_a_nan_stays_in_its_channel(forced_ops, case, rng):  # noqa: F811
+    x, w, bias = operands(rng, case, bfloat16)
+    w[3, ..., 0] = np.nan
+    _, stats = forced_ops.conv2d_stats(*put(forced_ops, x, w, bias), **case.options)
+    channels = case.w[0]
+    wrong = np.isnan(forced_ops.to_host(stats)[1:].reshape(2, channels))
+    assert wrong[:, 3].all() and wrong.sum() == 2
+
+
+@cases(FEW)
+def test_constant_channels_have_no_variance(forced_ops, case):  # noqa: F811
+    x, w = np.ones(case.x, bfloat16), np.zeros(case.w, bfloat16)
+    bias = np.linspace(-1e3, 1e3, case.w[0]).astype(bfloat16).astype(np.float32)
+    _, stats = forced_ops.conv2d_stats(*put(forced_ops, x, w, bias), **case.options)
+    mean, squares = forced_ops.to_host(stats)[1:].reshape(2, -1)
+    assert np.array_equal(mean, bias.astype(np.float64)) and not squares.any()
+
+
+@cases(FEW)
+def test_batches_beyond_a_launch_are_read_again(forced_ops, case, rng, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(conv2d_hopper, "ROW_LIMIT", case.x[1] * case.x[2])
+    check(forced_ops, case, *operands(rng, case, bfloat16))
+
+
+def test_patches_cover_an_image():
+    for images, height, width, down, across in ((1, 1, 300, 1, 64), (3, 30, 17, 28, 8), (2, 56, 56, 28, 8)):
+        patches = Patches(images, height, width, down, across)
+        assert patches.count == images * -(-height // down) * -(-width // across)
+
+
+@pytest.mark.parametrize("device", ["A100", "H200"])
+def test_only_where_the_kernel_cannot_is_the_output_read_again(device):
+    from minidl import cuda as ops
+
+    with dry_run(BUILT_IN[device]) as log:
+        x, w = ops.empty((2, 14, 14, 64), bfloat16), ops.empty((72, 3, 3, 64), bfloat16)
+        ops.conv2d_stats(x, w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+    names = [launch.name for launch in log.launches]
+    assert ("batch_norm_stats_kernel" in names) == (device == "A100")
+    assert names[-1] == "batch_norm_merge_kernel"
+
+
+def test_statistics_need_no_module_state():
+    """The cached plans of both kinds of forward pass live side by side."""
+    from minidl import cuda as ops
+
+    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    with dry_run() as log:
+        x, w = ops.empty((2, 14, 14, 64), bfloat16), ops.empty((72, 3, 3, 64), bfloat16)
+        for _ in range(2):
+            ops.conv2d_stats(x, w, **options)
+            ops.conv2d(x, w, **options)
+    found = [dict(launch.defines).get("STATISTICS") for launch in log.launches if "STATISTICS" in dict(launch.defines)]
+    assert found == [1, 0, 1, 0]

@@ -1,0 +1,184 @@
+"""Convolution of float32 on Hopper's matrix units: operands are rounded to TF32, products and sums are float32's.
+
+On whole numbers nothing is rounded, so every bit is that of the definition; what is rounded, and how, has laws apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_hopper
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.launch import dry_run
+from minidl.precision import float32
+from tests.reference import conv2d as reference
+from tests.test_conv2d_families import CASES as SIXTEEN_BIT
+from tests.test_conv2d_families import CUT, GUARD
+from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.tolerance import assert_close, draw, draw_integers
+
+CASES = [
+    *SIXTEEN_BIT,
+    Case("fours", (2, 9, 10, 12), (20, 3, 3), padding=(1, 1)),
+    Case("fours-1x1", (3, 14, 13, 36), (140, 1, 1)),
+    Case("fours-stride-2", (3, 11, 10, 44), (4, 3, 3), stride=(2, 2), padding=(1, 1)),
+]
+SOME = [case for case in CASES if case.name in ("fours", "channels-over-stages", "stride-3-2-dilated", "1x1", "linear")]
+
+
+@pytest.fixture
+def hopper(cuda_ops):
+    if current_device().arch != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    with family("hopper"):
+        yield cuda_ops
+
+
+def both(ops, case, x, w, dy, forward_bias=None, **backward):
+    """Output and data gradient."""
+    options = case.options | {"tf32": True}
+    y = ops.conv2d(x, w, forward_bias, **options)
+    return y, ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **options, **backward)
+
+
+def draws(rng, case):
+    return tuple(draw_integers(rng, shape, float32) for shape in (case.x, case.w, case.y))
+
+
+def expected_of(case, x, w, dy, bias=None, dbias=None, add=None):
+    y = reference.conv2d(x, w, bias, **case.options)
+    return y, reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add)
+
+
+# -- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_taken_where_rounding_is_allowed():
+    from minidl import cuda as ops
+
+    def kernels(device, channels, tf32):
+        case = Case("any", (2, 9, 10, channels), (32, 3, 3), padding=(1, 1))
+        with dry_run(BUILT_IN[device]) as log:
+            for shape, call in ((case.x, ops.conv2d), (case.y, ops.conv2d_backward_data)):
+                more = () if call is ops.conv2d else (case.x,)
+                call(ops.empty(shape, float32), ops.empty(case.w, float32), *more, **case.options, tf32=tf32)
+        return {launch.name for launch in log.launches}
+
+    assert kernels("H200", 32, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
+    assert kernels("H200", 16, False) == kernels("A100", 16, True) == {"conv2d_kernel"}
+    assert kernels("H200", 3, True) == {"conv2d_kernel", "widen_kernel"}
+    assert "conv2d_kernel" in kernels("H200", 16, True), "half of each stage would be empty"
+    assert "conv2d_kernel" in kernels("H200", 18, True)
+    with family("hopper"), pytest.raises(ValueError, match="family"):
+        kernels("H200", 16, False)
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@cases(CASES)
+def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, rng):
+    hosts = draws(rng, case)
+    some = [draw_integers(rng, shape, float32) for shape in (case.w[0], case.x[3], case.x)]
+    for found, expected in zip(both(hopper, case, *put(hopper, *hosts)), expected_of(case, *hosts), strict=True):
+        np.testing.assert_array_equal(hopper.to_host(found), expected)
+    given = dict(zip(("forward_bias", "bias", "add"), put(hopper, *some), strict=True))
+    found = both(hopper, case, *put(hopper, *hosts), **given)
+    for one, expected in zip(found, expected_of(case, *hosts, *some), strict=True):
+        np.testing.assert_array_equal(hopper.to_host(one), expected)
+
+
+def rounded(x):
+    """To TF32, ten bits after the leading one, to nearest; no value lies half way."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@cases([case for case in SOME if max(case.terms[:2]) < 1000])  # the units cut long sums off
+def test_operands_are_rounded_to_nearest(hopper, case, rng):
+    """Sources, by the copy engine, and filters: sums of rounded operands differ by float32's own rounding alone."""
+    hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
+    hosts = [(host.view(np.uint32) | np.uint32(1)).view(np.float32) for host in hosts]
+    found = [hopper.to_host(array) for array in both(hopper, case, *put(hopper, *hosts))]
+    near = expected_of(case, *map(rounded, hosts))
+    for one, expected, terms in zip(found, near, case.terms[:2], strict=True):
+        assert_close(one, expected, terms=terms, scale=CUT)
+    exact = expected_of(case, *hosts)
+    for one, expected, terms in zip(found, exact, case.terms[:2], strict=True):
+        assert_close(one, expected, terms=terms, scale=4, tf32=True)
+
+
+@cases(CASES)
+@pytest.mark.parametrize("share", [1, 3])
+def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
+    hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
+    some = put(hopper, *(draw(rng, shape, float32) for shape in (case.x, case.w[0], case.x[3])))
+    options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    results = {}
+    # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
+    few = dataclasses.replace(current_device(), multiprocessors=2)
+    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "current_device", lambda: few)
+    try:
+        for tile in conv2d_hopper.candidates(conv, False, few, 0):
+            monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+            conv2d_hopper.plan.cache_clear()
+            results[tile] = [hopper.to_host(y) for y in both(hopper, case, *put(hopper, *hosts), **options)]
+    finally:
+        conv2d_hopper.plan.cache_clear()
+    first = results[conv2d_hopper.TILES[0]]
+    assert len(results) == len(conv2d_hopper.TILES)
+    for found in results.values():
+        for a, b in zip(found, first, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
+    hosts, add = draws(rng, case), draw(rng, case.x, float32)
+    x, w, dy = put(hopper, *hosts)
+    expected = [hopper.to_host(y) for y in both(hopper, case, x, w, dy, add=hopper.from_host(add))]
+    for before, after in ((4, 8), (3, 2), (1, 1)):
+        x, dy, other = (pitched(hopper, host, before, after) for host in (hosts[0], hosts[2], add))
+        for a, b in zip(expected, both(hopper, case, x, w, dy, add=other), strict=True):
+            np.testing.assert_array_equal(a, hopper.to_host(b))
+
+
+@cases(CASES)
+def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
+    hosts = draws(rng, case)
+    placed, buffers = put(hopper, *hosts), []
+
+    def guarded(shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = hopper.empty(size + 2 * GUARD, np.uint8)
+        buffer.fill(255)  # NaN
+        buffers.append((buffer, size))
+        return buffer[GUARD : GUARD + size].view(dtype).reshape(shape)
+
+    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+    for found, expected in zip(both(hopper, case, *placed), expected_of(case, *hosts), strict=True):
+        np.testing.assert_array_equal(hopper.to_host(found), expected)
+    assert len(buffers) == 2
+    for buffer, size in buffers:
+        host = hopper.to_host(buffer)
+        assert (host[:GUARD] == 255).all() and (host[GUARD + size :] == 255).all()
+
+
+@cases(SOME)
+def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(hopper, case, rng):
+    x, w, dy = draws(rng, case)
+    for bad in (np.nan, np.inf):
+        hurt, pain = x.copy(), dy.copy()
+        hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
+        w_ones = np.ones_like(w)
+        found = both(hopper, case, *put(hopper, hurt, w_ones, pain))
+        with np.errstate(invalid="ignore"):
+            expected = expected_of(case, hurt, w_ones, pain)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(np.isfinite(hopper.to_host(one)), np.isfinite(other))

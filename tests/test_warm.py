@@ -1,0 +1,92 @@
+"""Compiling ahead: every kernel that a training step launches, found on shapes."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+
+import pytest
+
+import minidl as m
+from minidl import cli
+from minidl.bench import warm
+from minidl.bench.step import TrainingStep
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import observed
+
+
+def kernels(device, precision="bf16", fusion="none"):
+    return warm.kernels_of(m.models.build("resnet20", (32, 32, 3), 10), 4, precision, fusion, device)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What would be compiled, by how many threads; of these nothing is there yet but the first."""
+    calls = []
+    monkeypatch.setattr(
+        warm.nvrtc, "compile_all", lambda kernels, arch, threads: calls.append((kernels, arch, threads))
+    )
+    first = kernels(BUILT_IN["H100"])[0]
+    monkeypatch.setattr(warm.nvrtc, "is_built", lambda stem, arch, defines: (stem, tuple(defines.items())) == first)
+    return calls
+
+
+def test_the_kernels_of_a_step_are_those_of_its_parts_each_once():
+    found = kernels(BUILT_IN["H200"])
+    stems = {stem for stem, _ in found}
+    assert {"conv2d_hopper", "conv2d_stem", "batch_norm", "activation", "loss", "optim", "channel_sum"} <= stems
+    assert len(set(found)) == len(found)
+    assert not any(stem.endswith("hopper") for stem, _ in kernels(BUILT_IN["A100"]))
+    assert set(kernels(BUILT_IN["H200"], fusion="elementwise")) != set(found)
+
+
+def test_the_command_tells_what_it_compiled(compiled, capsys):
+    words = ["warm", "--model", "resnet20", "--batch", "4", "--gpu", "H100", "--threads", "3"]
+    assert cli.main(words) == 0
+    ((missing, arch, threads),) = compiled
+    assert missing == kernels(BUILT_IN["H100"])[1:] and arch == "sm_90a" and threads == 3
+    out = capsys.readouterr().out
+    assert f"{len(missing) + 1} kernels" in out and f"{len(missing)} compiled by 3 threads" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpu", "H100", "--step"), "--step must be without --gpu, got '?--gpu H100"),
+        (("--gpu", "H100", "--threads", "0"), "--threads must be an integer of at least 1, got 0"),
+        (("--gpu", "H100", "--batch", "0"), "--batch must be an integer of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(compiled, words, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["warm", "--model", "resnet20", *words])
+    assert re.search(message, capsys.readouterr().err) and not compiled
+
+
+def test_without_a_gpu_one_must_be_named(compiled, monkeypatch, capsys):
+    def none():
+        raise RuntimeError("no usable GPU")
+
+    monkeypatch.setattr(warm, "current_device", none)
+    with pytest.raises(SystemExit):
+        cli.main(["warm"])
+    assert "no usable GPU; name the GPU to compile for: --gpu H200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_a_real_step_launches_nothing_else(cuda_ops, precision):
+    from minidl.cuda.device import current_device
+
+    known, seen = set(kernels(current_device(), precision)), set()
+
+    @contextmanager
+    def note(stem, name, defines):
+        seen.add((stem, tuple(sorted(defines.items()))))
+        yield
+
+    with observed(note):
+        step = TrainingStep(m.models.build("resnet20", (32, 32, 3), 10), batch=4, device="cuda", precision=precision)
+        step()
+        step.model.eval()
+        step.model.forward(step.x)
+    assert seen and seen <= known, seen - known
