@@ -234,7 +234,7 @@ class Model:
     def modes(self) -> tuple[Any, ...]:
         """What decides, beside shapes, on the work of a step: equal values, equal work."""
         folded = any(layer.folded is not None for _, layer in self._modes)
-        return self.arena.connected, folded, *(read(layer) for read, layer in self._modes)
+        return self.arena.connected, self.store, folded, *(read(layer) for read, layer in self._modes)
 
     # -- modes and state --------------------------------------------------------------------------------------------
 

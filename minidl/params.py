@@ -231,6 +231,7 @@ class Arena:
         after the backward pass. After an error within one, part of the weights are those of the next step.
         """
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
+        self.connected += 1
         rounded = self.wire is not self.grad
         sizes = [m.end - m.begin for m in self.messages]
         self._places = _ring_places(sizes, self.slots)

@@ -12,10 +12,11 @@ import minidl as m
 from minidl import checkpoint, cli, models
 from minidl.compile import CompiledStep
 from minidl.cuda.launch import dry_run, observed
-from minidl.fusion import fuse
+from minidl.fusion import PLANS, fuse
 from minidl.memory import Infeasible, Joint, Race, Violation, limit_memory, pin, problem, validate, widen
 from minidl.memory.execute import ScriptedStore
 from minidl.memory.joint import PAIRED_GROUP
+from minidl.memory.limited import unbound
 from minidl.memory.placement import Piece, pack, require_apart
 from minidl.memory.program import prove
 from minidl.memory.record import record_step
@@ -53,13 +54,8 @@ def _labels(name: str, image: int, batch: int) -> tuple[int, ...]:
 def _planned(case, fusion: str = "none"):
     """A recording, and plans for it: all moved, much made again, both, pairs of blocks, nothing."""
     name, image, batch, precision = case
-    graph = _graph(name, image)
     with dry_run():
-        fuse(m.Model(graph, device="cuda", precision=precision), fusion)
-    deferred = {layer.name: layer.deferred for layer in graph.layers if hasattr(layer, "deferred")}
-    graph = _graph(name, image)
-    for layer in graph.layers:
-        layer.deferred = deferred.get(layer.name, False)
+        graph = unbound(_model(case, fusion).graph)
     recording = record_step(graph, batch, precision=precision)
     trace = recording.trace
     times = [1e-3 + (step.bytes + step.flop / 10) * 1e-9 for step in trace.steps]
@@ -111,7 +107,7 @@ def _require_same_tensors(plain: list, planned: list) -> None:
                 assert old[1] == new[1] and owner.setdefault(new[0], old[0]) == old[0], f"{name} meets another tensor"
 
 
-@pytest.mark.parametrize("fusion", ["none", "elementwise"])
+@pytest.mark.parametrize("fusion", PLANS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_every_kernel_meets_the_tensors_of_an_unplanned_step(case, fusion):
     """And no stream touches bytes that another may still be using; over two steps in the same memory."""
@@ -200,7 +196,7 @@ def _by_script(model, script, make):
 
 
 @pytest.mark.parametrize("device", [CUDA])
-@pytest.mark.parametrize("fusion", ["none", "elementwise"])
+@pytest.mark.parametrize("fusion", PLANS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_any_plan_gives_the_same_bits(case, fusion, device):
     from minidl.cuda.copies import CopyEngine

@@ -25,7 +25,7 @@ from minidl.memory.trace import Trace
 from minidl.model import Model
 from minidl.store import TensorStore
 
-__all__ = ["LimitedMemory", "limit_memory"]
+__all__ = ["LimitedMemory", "limit_memory", "unbound"]
 
 _WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
@@ -89,7 +89,7 @@ class LimitedMemory:
         model = self._model
         frozen = [s.full_name for s in model.arena.segments if not s.trainable]
         recording = record_step(
-            _bare(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
+            unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
             slots=model.arena.slots,
         )  # fmt: skip
@@ -241,18 +241,18 @@ def _release(model: Model) -> None:
         _attach(model, TensorStore())
 
 
-def _bare(graph: Graph) -> Graph:
+def unbound(graph: Graph) -> Graph:
     """The network once more, with layers that belong to no model: same modes, no arrays."""
     bare = Graph()
     for node in graph.nodes:
-        layer = None if node.layer is None else _bare_layer(node.layer)
+        layer = None if node.layer is None else _unbound_layer(node.layer)
         bare.nodes.append(Node(bare, node.index, layer, node.inputs, node.shape))
         bare._names[node.name] = bare.nodes[-1]
     bare.output(bare.nodes[graph.output_node.index])
     return bare
 
 
-def _bare_layer(layer: Layer) -> Layer:
+def _unbound_layer(layer: Layer) -> Layer:
     bare = copy.copy(layer)
     fresh: Mapping[str, Any] = vars(Layer(layer.name))
     keep = ("name", "specs", "buffer_specs", "training", "seed")
