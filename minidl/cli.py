@@ -198,7 +198,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         optimizer.update_in_backward()
     memory = None
     if a.memory_limit is not None:
-        memory = limit_memory(model, -(-a.batch // comm.size), a.memory_limit, momentum=a.momentum)
+        part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+        memory = limit_memory(model, part, a.memory_limit, momentum=a.momentum)
 
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)

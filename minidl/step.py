@@ -37,6 +37,9 @@ class EagerStep:
             raise checks.bad_value("step", "loss", "on the model's communicator", loss.comm.name, remedy)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = checks.at_least("step", "accumulate", accumulate, 1)
+        if self.accumulate > 1 and model.arena.slots:
+            remedy = "gradients of micro-batches add up; keep them, without update_in_backward()"
+            raise checks.bad_value("step", "accumulate", "1 with a ring of gradients", accumulate, remedy)
         self.num_classes = model.graph.output_node.shape[-1]
 
     def __call__(self, images: Any, labels: Any, first_sample: int = 0, *, eager: bool = False) -> Totals:

@@ -12,6 +12,7 @@ from minidl import models
 from minidl.cuda.launch import dry_run
 from minidl.params import _ring_places
 from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
+from minidl.step import EagerStep
 from tests.conftest import CUDA
 
 CASES = [("resnet20", "fp32"), ("resnet20", "bf16"), ("unet", "fp32"), ("lenet", "fp32")]
@@ -116,6 +117,8 @@ def test_what_a_ring_cannot_do_is_refused():
             model.backward(dy(), **options)
     with pytest.raises(RuntimeError, match="update before backward"):
         optimizer.step()
+    with pytest.raises(ValueError, match="accumulate must be 1 with a ring of gradients, got 2"):
+        EagerStep(model, optimizer, loss, accumulate=2)
     model.backward(dy())
     with pytest.raises(RuntimeError, match="the learning rate changes when part of a step is done"):
         optimizer.set_lr(0.01)
