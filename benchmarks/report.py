@@ -249,13 +249,13 @@ def limited_steps() -> str:
     rows = [
         [
             row["case"], row["arm"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", f"{row['ratio_to_bound']:.2f}",
-            f"{row['predicted_ratio']:.2f}", f"{gib(row['peak_bytes'])} of {gib(row['need_bytes'])}",
-            gib(row["moved_bytes"]), gib(row["made_again_bytes"]),
+            f"{row['predicted_ratio']:.2f}", gib(row["need_bytes"]),
+            gib(row["limit_bytes"]), gib(row["peak_bytes"]), gib(row["moved_bytes"]), gib(row["made_again_bytes"]),
         ]
         for row in limited
     ]  # fmt: skip
     head = ["network, images, batch", "plan, limit", "ms", "times unlimited", "times bound", "predicted"]
-    parts = [markdown([*head, "peak GiB of need", "moved GiB", "made again GiB"], rows)]
+    parts = [markdown([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)]
     rows = []
     for case, row in {row["case"]: row for row in limited}.items():
         rows.append([case, "minidl", f"{row['unlimited_ms']:.1f}", gib(row["need_bytes"])])
