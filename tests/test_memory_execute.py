@@ -516,6 +516,15 @@ def test_limits_that_cannot_be_are_refused():
         limit_memory(model, 8, 0.5)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_only_results_lie_outside_the_arena(case):
+    """The logits and the loss's totals, which the caller may keep; the key of dropout."""
+    recording, _ = _planned(case)
+    outside = [a for a in recording.allocations if a.handed_out]
+    names = {recording.trace.tensors[a.tensor].name for a in outside if a.tensor is not None and a.nbytes > 64}
+    assert len(names) == 1 and names.pop().partition(":")[0] == _graph(*case[:2]).output_node.name
+
+
 def test_placements_never_overlap(rng):
     tight = []
     for _ in range(60):

@@ -211,6 +211,7 @@ class _NotingStore(TensorStore):
         saved = mapped(dict(self._items), self._watcher.seen)
         self._watcher.runs[self._watcher.step] = layer, given, saved, mapped(result, self._watcher.seen)
         self._note_remade(layer, inputs, result)
+        self._items = {}  # they live as long as in any step
         return result
 
     def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
