@@ -134,3 +134,22 @@ class Judge:
         self.engine.calls.append(("kernel", offset))
         self.engine.use("compute", offset, high - low)
         return int(self.engine.tags[offset // ALIGN]), array.nbytes
+
+
+def require_apart(pieces, offsets, total):
+    """Refuse a placement with two pieces on the same bytes at the same time, or one outside the arena."""
+    held = []
+    by_end = sorted(range(len(pieces)), key=lambda i: pieces[i].end)
+    gone = 0
+    for i in sorted(range(len(pieces)), key=lambda i: pieces[i].begin):
+        while gone < len(by_end) and pieces[by_end[gone]].end < pieces[i].begin:
+            if by_end[gone] in held:
+                held.remove(by_end[gone])
+            gone += 1
+        low, high = offsets[i], offsets[i] + pieces[i].bytes
+        if low < 0 or high > total or low % ALIGN:
+            raise ValueError(f"piece {i} lies at {low}..{high} of an arena of {total} bytes")
+        for j in held:
+            if pieces[j].bytes and low < offsets[j] + pieces[j].bytes and offsets[j] < high:
+                raise ValueError(f"pieces {i} and {j} hold the same bytes at the same time")
+        held.append(i)

@@ -17,7 +17,7 @@ from minidl.memory import Infeasible, Joint, Race, Violation, limit_memory, pin,
 from minidl.memory.execute import ScriptedStore
 from minidl.memory.joint import PAIRED_GROUP
 from minidl.memory.limited import unbound
-from minidl.memory.placement import Piece, pack, require_apart
+from minidl.memory.placement import Piece, pack
 from minidl.memory.program import prove
 from minidl.memory.record import record_step
 from minidl.memory.script import write
@@ -26,7 +26,7 @@ from minidl.step import EagerStep
 from minidl.store import TensorStore
 from tests.conftest import CUDA
 from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
-from tests.memory_engine import DryEngine, Hazard, Judge
+from tests.memory_engine import DryEngine, Hazard, Judge, require_apart
 
 CASES = [("resnet20", 32, 8, "bf16"), ("resnet50", 64, 2, "tf32"), ("unet", 64, 2, "bf16"), ("mixed", 16, 3, "fp32")]
 

@@ -12,7 +12,7 @@ from minidl import checks
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
-from minidl.memory.gaps import LEAST, Problem, problem
+from minidl.memory.gaps import LEAST, problem
 from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Plan, human
@@ -43,8 +43,8 @@ class LimitedMemory:
 
     def __init__(self, model: Model, batch: int, limit: str | float, **options: Any):
         self._model, self._batch, self._options = model, batch, options
-        recording, self._problem = self._recorded(batch)
-        self.need = self._problem.peak
+        recording = self._recorded(batch)
+        self.need = problem(recording.trace, least=options["least"]).peak
         self.limit = parse_limit(limit, self.need)
         self._require_plan(recording.trace)
         self.script = self._script(recording, self.limit)
@@ -85,15 +85,14 @@ class LimitedMemory:
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
-    def _recorded(self, batch: int) -> tuple[Recording, Problem]:
+    def _recorded(self, batch: int) -> Recording:
         model = self._model
         frozen = [s.full_name for s in model.arena.segments if not s.trainable]
-        recording = record_step(
+        return record_step(
             unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
-            slots=model.arena.slots,
+            slots=model.arena.slots, input_grad=model.input_grad,
         )  # fmt: skip
-        return recording, problem(recording.trace, least=self._options["least"])
 
     def _script(self, recording: Recording, limit: int) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
@@ -124,7 +123,7 @@ class LimitedMemory:
 
     def _smaller(self, samples: int) -> Script:
         """A script for a smaller batch, which fits into the arenas that are there."""
-        recording, _ = self._recorded(samples)
+        recording = self._recorded(samples)
         engine = self.store.engine
         limit = self.limit
         for _ in range(3):

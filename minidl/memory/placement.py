@@ -13,7 +13,7 @@ import numpy as np
 
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "Piece", "pack", "require_apart"]
+__all__ = ["ALIGN", "Piece", "pack"]
 
 ALIGN = 512  # bytes, as CuPy's own pool has it: kernels choose the width of their loads by addresses
 _SMALL = 256  # pieces below this part of the largest are placed when all others lie
@@ -89,26 +89,3 @@ def _most_held(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
     changes = np.concatenate((sizes, -sizes))
     order = np.lexsort((changes, times))  # what ends goes before what begins
     return int(changes[order].cumsum().max(initial=0))
-
-
-def require_apart(pieces: Sequence[Piece], offsets: Sequence[int], total: int) -> None:
-    """An independent look at a placement.
-
-    Raises:
-        ValueError: two pieces that hold the same bytes at the same time, or one outside the arena.
-    """
-    held: list[int] = []
-    by_end = sorted(range(len(pieces)), key=lambda i: pieces[i].end)
-    gone = 0
-    for i in sorted(range(len(pieces)), key=lambda i: pieces[i].begin):
-        while gone < len(by_end) and pieces[by_end[gone]].end < pieces[i].begin:
-            if by_end[gone] in held:
-                held.remove(by_end[gone])
-            gone += 1
-        low, high = offsets[i], offsets[i] + pieces[i].bytes
-        if low < 0 or high > total or low % ALIGN:
-            raise ValueError(f"piece {i} lies at {low}..{high} of an arena of {total} bytes")
-        for j in held:
-            if pieces[j].bytes and low < offsets[j] + pieces[j].bytes and offsets[j] < high:
-                raise ValueError(f"pieces {i} and {j} hold the same bytes at the same time")
-        held.append(i)
