@@ -25,6 +25,7 @@ from minidl.fusion import PLANS, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
+from minidl.memory import limit_memory
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import precision
@@ -82,6 +83,13 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    p.add_argument(
+        "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
+    )
+    p.add_argument(
+        "--gradients", default="keep", choices=["keep", "ring"],
+        help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
+    )  # fmt: skip
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
@@ -198,6 +206,13 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
             workers=a.workers, **transfer, **normal, **kwargs,
         )  # fmt: skip
 
+    if a.gradients == "ring":
+        optimizer.update_in_backward()
+    memory = None
+    if a.memory_limit is not None:
+        part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+        memory = limit_memory(model, part, a.memory_limit, momentum=a.momentum)
+
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
@@ -214,6 +229,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
         network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
         print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
+        if memory is not None:
+            print(f"memory: {memory.describe()}", flush=True)
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer, profile)

@@ -22,7 +22,6 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.spans import NULL_PROFILER
 from minidl.step import EagerStep
-from minidl.store import TensorStore
 
 __all__ = ["CompiledStep", "NotCapturable", "obstacle"]
 
@@ -37,11 +36,11 @@ def obstacle(model: Model, optimizer: SGD) -> str | None:
     """Why steps of this model cannot be compiled, in a few words; None if nothing is known to be in the way."""
     if model.ops.name != "cuda":
         return f"CUDA graphs need a GPU, and the model is on the {model.ops.name}"
-    if type(model.store) is not TensorStore:
+    if not model.store.capturable:
         return f"{type(model.store).__name__} moves saved tensors from the host, not from within a graph"
     if model.comm.name not in ("solo", "nccl"):
         return f"the {model.comm.name} engine adds gradients on the host; NCCL would not"
-    if model.profiler is not NULL_PROFILER:
+    if model.observer is not NULL_PROFILER:
         return "a profiler watches each pass of each layer"
     if type(optimizer).step is not SGD.step:
         return f"{type(optimizer).__name__} has a step of its own, which may decide on the host"
@@ -100,7 +99,7 @@ class CompiledStep:
         """
         if self.batch is None and not eager:
             self.batch = len(images)
-        if eager or len(images) != self.batch or self.model.profiler is not NULL_PROFILER:
+        if eager or len(images) != self.batch or self.model.observer is not NULL_PROFILER:
             return self._lent(lambda: self.eager(images, labels, first_sample))
         key = *(_form(array) for array in (images, labels)), self.model.modes()
         program = self._programs.get(key)

@@ -72,6 +72,7 @@ class Layer:
         self._bound = False  # part of a model, which then counts the steps and owns the arena
         self._arena: Arena | None = None  # only a layer that works alone owns one
         self._grad_enabled = True
+        self._again = False  # within `rerun`
         self._taken: SimpleNamespace | None = None
         self._checked: Any = None  # table, shapes and dtypes of the last inputs that passed the door
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
@@ -94,6 +95,14 @@ class Layer:
         """The forward pass on arrays already checked; keeps what backward needs with `save`."""
         raise NotImplementedError
 
+    def recompute(self, saved: SimpleNamespace, *x: Any) -> Any:
+        """What `compute` gave on ``x`` in this step, bit for bit, once more: nothing is saved, no statistics move.
+
+        Args:
+            saved: what that forward pass saved.
+        """
+        return self.compute(*x)
+
     def backward_weight(self, dy: Any) -> None:
         """Write the parameter gradients into the views that `grad` names. Default: no parameters."""
 
@@ -109,8 +118,16 @@ class Layer:
 
     def save(self, **items: Any) -> None:
         """Keep arrays and facts for the backward pass: the only road to the store."""
-        if self._grad_enabled:
+        if self._grad_enabled and not self._again:
             self.store.save(self.name, items)
+
+    def rerun(self, saved: SimpleNamespace, *x: Any) -> Any:
+        """`recompute` with saving switched off: for stores that make tensors again."""
+        self._again = True
+        try:
+            return self.recompute(saved, *x)
+        finally:
+            self._again = False
 
     def saved(self) -> SimpleNamespace:
         """What `save` kept in the forward pass that this backward pass belongs to."""
@@ -176,7 +193,7 @@ class Layer:
             if self.training:
                 self.random.advance()
         with self.profiler.span(self.name, "forward"):
-            y = self.compute(*arrays)
+            y = self.store.run(self, arrays)
         return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:

@@ -82,7 +82,8 @@ class Model:
         self.comm = comm
         self._kernels = tuned.settle(self.ops, comm)
         self.store = store or TensorStore()
-        self.profiler = profiler
+        self.observer = profiler
+        self.profiler = profiler = self.store.watch(profiler)
         self.random = RandomCounter(seed)
         taken = [layer.name for layer in graph.layers if layer.ops is not None]
         if taken:
@@ -197,6 +198,7 @@ class Model:
             layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
             single = node.inputs[0] if len(node.inputs) == 1 else None
             dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
+            self.arena.make_room()
             if not layer.needs_input_grad:
                 continue
             if single is not None:
@@ -232,7 +234,7 @@ class Model:
     def modes(self) -> tuple[Any, ...]:
         """What decides, beside shapes, on the work of a step: equal values, equal work."""
         folded = any(layer.folded is not None for _, layer in self._modes)
-        return self.arena.connected, folded, *(read(layer) for read, layer in self._modes)
+        return self.arena.connected, self.store, folded, *(read(layer) for read, layer in self._modes)
 
     # -- modes and state --------------------------------------------------------------------------------------------
 
@@ -257,7 +259,8 @@ class Model:
 
     def observe(self, profiler: Profiler) -> None:
         """Let ``profiler`` see every pass and message from now on."""
-        self.profiler = self.arena.profiler = profiler
+        self.observer = profiler
+        profiler = self.profiler = self.arena.profiler = self.store.watch(profiler)
         for layer in self.layers:
             layer.profiler = profiler
 

@@ -140,6 +140,8 @@ class SGD:
             ValueError: when it is negative or not finite.
         """
         _finite("lr", lr)
+        if lr != self._lr and self.arena.updating:
+            raise checks.order("SGD", "the learning rate changes when part of a step is done", "set it before backward")
         if lr != self._lr:
             self.ops.assign(self.control[LR : LR + 1], [lr])
             self._lr = float(lr)
@@ -196,7 +198,7 @@ class SGD:
         with self.model.profiler.span("optimizer", "update"):
             self.ops.sgd_update(
                 arena.master[part],
-                arena.grad[part],
+                arena.gradient(begin, end),
                 self._velocity_of(begin, end),
                 arena.working[part] if self._mixed else None,
                 self.segment_of[begin // ALIGN : end // ALIGN],
@@ -204,6 +206,24 @@ class SGD:
                 self.control,
                 nesterov=self.nesterov,
             )
+
+    def update_in_backward(self, slots: int | None = None) -> None:
+        """From now on update each message's layers within the backward pass; gradients then need ``slots`` messages.
+
+        Weights, momentum and checkpoints stay those of `step` after the backward pass, bit for bit; `step` finishes the
+        last messages. ResNet-152 then holds 5 % of its gradients on one rank. An error within a backward pass leaves
+        weights of two steps behind: go on from a checkpoint.
+
+        Args:
+            slots: messages held at once; default: 1 on one rank, 4 on several, where some are under way.
+
+        Raises:
+            ValueError: where the whole gradient decides on each update: loss scaling (float16) skips overflowing steps.
+        """
+        if self.scales_loss:
+            expected = "a precision without loss scaling, which must see all gradients before it updates any"
+            raise checks.bad_value("SGD", "update_in_backward", expected, self.model.precision.name, "use bf16")
+        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._update)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Momentum by parameter name, and the control array, as host copies."""

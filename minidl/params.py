@@ -6,13 +6,15 @@ update, whatever parameter groups they belong to. Frozen parameters lie behind i
 
     master   float32   every parameter                     | trainable, backward order | frozen |
     working  storage   what products read; is ``master`` for float32
-    grad     float32   trainable part only
+    grad     float32   trainable part only; with `Arena.ring`, a few messages of it at a time
     wire     what is sent of it; is ``grad`` unless messages are rounded
 """
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,6 +116,8 @@ class LayerParams(Mapping[str, Any]):
 
     def gradients(self) -> dict[str, Any]:
         """The gradients as they stand, float32, by name (trainable parameters only)."""
+        if self._arena.slots:
+            raise checks.order("gradients", "they are gone when their update is done", "read them without a ring")
         return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
 
     def restart(self) -> None:
@@ -136,6 +140,7 @@ class Message:
     work: Work | None = None
     cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
     own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
+    updated: bool = False  # in this step, within the backward pass
 
     @property
     def name(self) -> str:
@@ -181,6 +186,10 @@ class Arena:
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
         self._written: set[str] = set()
         self._abandoned = False
+        self.slots = 0  # messages that ``grad`` holds at a time; 0: all
+        self._update: Callable[[int, int], None] | None = None
+        self._ready: deque[Message] = deque()  # started, not updated yet; only with slots
+        self._begun: set[str] = set()  # first layers of messages that have gradients; only with slots
         self.connected = 0  # how often: each time the messages are others
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
@@ -217,6 +226,40 @@ class Arena:
         if shared:
             self.grad = self.wire
 
+    def ring(self, slots: int, update: Callable[[int, int], None]) -> None:
+        """Hold the gradients of ``slots`` neighbouring messages: each message is updated within the backward pass.
+
+        ``update(begin, end)`` is called between two layers, when all layers of the message have run backward and its
+        all-reduce is over, before another message takes its slot. Weights, momentum and their bits are those of updates
+        after the backward pass. After an error within one, part of the weights are those of the next step.
+        """
+        if self.sharded:
+            raise checks.order("gradients", "a ring of an arena that is sharded", "choose one of the two")
+        self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
+        self.connected += 1
+        rounded = self.wire is not self.grad
+        sizes = [m.end - m.begin for m in self.messages]
+        self._places = _ring_places(sizes, self.slots)
+        size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
+        if size >= self.trainable_size:
+            self._places, size = self._begins, self.trainable_size
+        self.grad = self.ops.zeros((size,), np.dtype(np.float32))
+        self.wire = self.ops.empty((size,), self.wire.dtype) if rounded else self.grad
+        self.settle()
+        self.begin_step()
+
+    def _at(self, begin: int) -> int:
+        """Where in ``grad`` the element lies that would be number ``begin`` if it held all."""
+        if not self.slots:
+            return begin
+        number = bisect.bisect_right(self._begins, begin) - 1
+        return self._places[number] + begin - self._begins[number]
+
+    def gradient(self, begin: int, end: int) -> Any:
+        """The gradients of elements ``begin`` to ``end``, which belong to one message."""
+        at = self._at(begin)
+        return self.grad[at : at + end - begin]
+
     # -- one backward pass ------------------------------------------------------------------------------------------
 
     def connect(self, comm: Communicator, group_bytes: int = 0, message_dtype: np.dtype = float32) -> None:
@@ -245,10 +288,15 @@ class Arena:
                 self.messages.append(Message(begin, end, (name,)))
         self._message_of = {name: m for m in self.messages for name in m.layers}
         self._share_out()
+        self._begins = [m.begin for m in self.messages]
+        if self.slots:
+            self.ring(self.slots, self._update)
         self.begin_step()
 
     def shard(self) -> None:
         """From now on each rank gets the sum of its part of every message only, in chunks of the segment table."""
+        if self.slots:
+            raise checks.order("gradients", "sharding of an arena that is a ring", "choose one of the two")
         self.sharded = True
         self._share_out()
 
@@ -277,7 +325,12 @@ class Arena:
                 raise checks.order(
                     "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
                 )
-            message.waiting = len(message.layers)
+            message.waiting, message.updated = len(message.layers), False
+        if self.slots and (accumulate or not send):
+            remedy = "make the optimizer without update_in_backward(), or take whole batches"
+            raise checks.order("gradients", "micro-batches add up what a ring of slots does not hold", remedy)
+        self._ready.clear()
+        self._begun.clear()
         self._abandoned = False
         self._send = send
         if not accumulate:
@@ -287,7 +340,16 @@ class Arena:
         """The gradient's view, and whether this is the first contribution of the step."""
         first = segment.full_name not in self._written
         self._written.add(segment.full_name)
-        return self.view(segment, self.grad), first
+        if self.slots:
+            self._clear_padding(self._message_of[segment.layer])
+        return self.gradient(segment.offset, segment.offset + segment.size).reshape(segment.shape), first
+
+    def _clear_padding(self, message: Message) -> None:
+        """Before a message's first gradient: what another one left between the segments is no gradient of theirs."""
+        if message.waiting == len(message.layers) and message.layers[0] not in self._begun:
+            self._begun.add(message.layers[0])
+            if any(s.stop - s.offset > s.size for name in message.layers for s in self._layers[name]):
+                self.gradient(message.begin, message.end).fill(0)
 
     def ready(self, layer: str) -> None:
         """Count a layer as done and start its message when it was the last of it."""
@@ -299,13 +361,29 @@ class Arena:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
             span = partial(self.profiler.span, message.name, "all_reduce")
-            part = self.wire[message.begin : message.end]
+            at = self._at(message.begin)
+            part = self.wire[at : at + message.end - message.begin]
             if self.wire is not self.grad:
-                self.ops.copy_into(part, self.grad[message.begin : message.end])
+                self.ops.copy_into(part, self.gradient(message.begin, message.end))
             if self.sharded:
                 message.work = self.comm.start_reduce_scatter(part, message.cuts, span, message.name)
             else:
                 message.work = self.comm.start_all_reduce(part, span, message.name)
+            if self.slots:
+                self._ready.append(message)
+
+    def make_room(self) -> None:
+        """Between two layers of a backward pass: with a ring, update messages until the next one has a slot."""
+        while self.slots and len(self._ready) >= self.slots:
+            message = self._ready.popleft()
+            self._arrive(message)
+            message.updated = True
+            self._update(message.begin, message.end)
+
+    @property
+    def updating(self) -> bool:
+        """Whether part of the present step's update is done."""
+        return any(message.updated for message in self.messages)
 
     def abandon(self, *, started: bool = True) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
@@ -320,20 +398,42 @@ class Arena:
 
     def finished(self) -> Iterator[Message]:
         """The messages in the order they were started, each waited for (on the device's stream, not the host)."""
-        for message in self.messages:
+        left = [message for message in self.messages if not message.updated]
+        for message in left:
             if message.work is None or self._abandoned:
                 raise checks.order(
                     f"message of {', '.join(message.layers)}", "update before backward", "call model.backward() first"
                 )
         self._written.clear()  # once used, gradients are not added to
-        for message in self.messages:
-            with self.profiler.span(message.name, "wait"):
-                message.work.wait()
-            message.work = None
-            if self.wire is not self.grad:
-                own = slice(*message.own)
-                self.ops.copy_into(self.grad[own], self.wire[own])
+        for message in left:
+            self._arrive(message)
             yield message
+        for message in self.messages:
+            message.updated = False
+        self._ready.clear()
+
+    def _arrive(self, message: Message) -> None:
+        """Wait for a message, on the device's stream."""
+        with self.profiler.span(message.name, "wait"):
+            message.work.wait()
+        message.work = None
+        if self.wire is not self.grad:
+            begin, end = message.own
+            at = self._at(begin)
+            self.ops.copy_into(self.gradient(begin, end), self.wire[at : at + end - begin])
+
+
+def _ring_places(sizes: Sequence[int], slots: int) -> list[int]:
+    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
+    places: dict[int, int] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lowest = 0
+        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
+            if places[j] - lowest >= sizes[i]:
+                break
+            lowest = max(lowest, places[j] + sizes[j])
+        places[i] = lowest
+    return [places[i] for i in range(len(sizes))]
 
 
 def _drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:

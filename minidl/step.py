@@ -37,6 +37,9 @@ class EagerStep:
             raise checks.bad_value("step", "loss", "on the model's communicator", loss.comm.name, remedy)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = checks.at_least("step", "accumulate", accumulate, 1)
+        if self.accumulate > 1 and model.arena.slots:
+            remedy = "gradients of micro-batches add up; keep them, without update_in_backward()"
+            raise checks.bad_value("step", "accumulate", "1 with a ring of gradients", accumulate, remedy)
         self.num_classes = model.graph.output_node.shape[-1]
 
     def __call__(self, images: Any, labels: Any, first_sample: int = 0, *, eager: bool = False) -> Totals:
@@ -70,9 +73,10 @@ class EagerStep:
         self, images: Any, labels: Any, first_sample: int, count: Any = None, *, first: bool = True, last: bool = True
     ) -> Totals:
         """One micro-batch: the first overwrites the gradients, the last sends them and updates."""
-        logits = self.model.forward(images, grad=True, first_sample=first_sample, new_step=first)
-        totals = self.loss.forward(logits, labels, count=count)
-        self.model.backward(self.loss.backward(self.optimizer.loss_scale), accumulate=not first, send=last)
+        with self.model.store.step(len(images)):
+            logits = self.model.forward(images, grad=True, first_sample=first_sample, new_step=first)
+            totals = self.loss.forward(logits, labels, count=count)
+            self.model.backward(self.loss.backward(self.optimizer.loss_scale), accumulate=not first, send=last)
         if last:
             self.optimizer.step()
         return totals

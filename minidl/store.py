@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,8 @@ def _is_slot(item: Any) -> bool:
 class TensorStore:
     """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
 
+    capturable = True  # a step of this store can be captured in a CUDA graph
+
     def __init__(self) -> None:
         self._slots: dict[Hashable, Slot] = {}
         self._stacks: dict[str, list[dict[str, Any]]] = {}
@@ -69,6 +72,18 @@ class TensorStore:
             else:
                 frame[name] = item
         self._stacks.setdefault(owner, []).append(frame)
+
+    def step(self, samples: int) -> AbstractContextManager[None]:
+        """A context around forward, loss and backward of one training step of so many samples."""
+        return nullcontext()
+
+    def run(self, layer: Any, inputs: tuple[Any, ...]) -> Any:
+        """``layer``'s forward pass on ``inputs``. Subclasses that run it once more later note what it was given."""
+        return layer.compute(*inputs)
+
+    def watch(self, profiler: Any) -> Any:
+        """The profiler that layers are to call: ``profiler``, or one that tells this store where the step is, too."""
+        return profiler
 
     def take(self, owner: str) -> SimpleNamespace:
         """What ``owner`` saved last, by name; its slots are released when no other layer needs them.

@@ -370,12 +370,12 @@ def test_what_is_in_the_way_is_named(cpu_ops):
 
     def seen(**changed):
         stand_in = {"ops": type("Ops", (), {"name": "cuda"}), "store": model.store, "comm": model.comm}
-        stand_in |= {"profiler": model.profiler} | changed
+        stand_in |= {"observer": model.observer} | changed
         return obstacle(type("Model", (), stand_in), optimizer)
 
     assert seen() is None
-    assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {})())
-    assert "a profiler watches" in seen(profiler=object())
+    assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {"capturable": False})())
+    assert "a profiler watches" in seen(observer=object())
     assert "the shm engine adds gradients on the host" in seen(comm=type("Shm", (), {"name": "shm"}))
     optimizer = type("Pruned", (m.SGD,), {"step": lambda self: None}).__new__(type("P", (m.SGD,), {"step": None}))
     assert "P has a step of its own" in seen()

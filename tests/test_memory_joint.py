@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minidl.memory import Infeasible, Joint, Link, best, check, pin, problem
-from minidl.memory.joint import KEEP, OFFLOAD, REBUILD
+from minidl.memory.joint import KEEP, LARGEST_GROUP, OFFLOAD, PAIRED_GROUP, REBUILD
 from minidl.memory.policies import cheap, geeps, static, vdnn
 from minidl.memory.rebuild import recipes
 from minidl.memory.times import CEILINGS, link_of, measured, modelled
@@ -32,9 +32,12 @@ def _cheapest(joint: Joint, capacity: int, price: float, times) -> float:
     own: dict[int, tuple] = {}
     for run in joint.runs:
         own |= dict(zip(run, joint.usable(run), strict=True))
-    ways = [(KEEP, OFFLOAD) if own[i] is None else (KEEP, OFFLOAD, REBUILD) for i in range(len(gaps))]
+    ways = [[dict(zip(run, row, strict=True)) for row in joint._ways(run, joint.usable(run))] for run in joint.runs]
+    ways += [[{i: KEEP}, {i: OFFLOAD}] for i in joint.apart]
     least = np.inf
-    for choices in itertools.product(*ways):
+    for parts in itertools.product(*ways):
+        picked = {i: choice for part in parts for i, choice in part.items()}
+        choices = [picked[i] for i in range(len(gaps))]
         cost = sum(
             2 * price * gap.bytes if c == OFFLOAD else own[i].ms if c == REBUILD else 0.0
             for i, (gap, c) in enumerate(zip(gaps, choices, strict=True))
@@ -50,24 +53,25 @@ def _fits(joint: Joint, choices, own, capacity: int) -> bool:
     usage = p.usage.copy()
     for run in joint.runs:
         picked = [choices[i] for i in run]
-        needs = joint._needs(run, picked, [own[i] for i in run])
+        needs = joint._needs(run, np.array([picked]), [own[i] for i in run])[0]
         for i, choice, need in zip(run, picked, needs, strict=True):
             gap = p.gaps[i]
             if choice == OFFLOAD:
-                usage[gap.start : joint._fetch(run, i, need)] -= gap.bytes
+                usage[gap.start : joint._fetch(i, need, joint.begin[run[0]])] -= gap.bytes
             elif choice == REBUILD:
                 usage[gap.start : min(need, gap.stop + 1)] -= gap.bytes
                 usage[need] += own[i].beside
     return bool((usage <= capacity).all())
 
 
-def test_the_joint_plan_is_the_cheapest_combination(rng):
+@pytest.mark.parametrize("largest", [LARGEST_GROUP, PAIRED_GROUP])
+def test_the_joint_plan_is_the_cheapest_combination(largest, rng):
     mixed = 0
     for _ in range(120):
         trace = random_trace(rng, int(rng.integers(3, 9)), jitter=2)
         p = problem(trace, (int(rng.integers(0, 2)), int(rng.integers(0, 2))), least=0)
         times = rng.uniform(0.1, 3, len(trace)).tolist()
-        joint = Joint(p, times, granule=1)
+        joint = Joint(p, times, granule=1, largest=largest)
         for price in (0.01, 0.1):
             limit = int(rng.integers(p.floor, p.peak + 1))
             plan = joint.solve(limit, price)
@@ -108,7 +112,33 @@ def test_a_recipe_makes_its_tensor_from_saved_ones():
     out = at["layer1.1.relu_out:y"][1]
     assert names(out)[-1] == "layer1.1.relu_out forward"
     assert sources(out) == {"layer1.1.conv3:y", "layer1.0.relu_out:y"}
-    assert at["input:x"][1] is None, "the batch cannot be made again"
+    assert "input:x" not in at, "the batch is the caller's"
+
+
+@pytest.mark.parametrize(("name", "image", "batch"), NETWORKS)
+def test_pairs_of_blocks_meet_any_limit_that_can_be_met(name, image, batch):
+    trace = real_trace(name, image, batch)
+    p = problem(trace, least=4096)
+    paired = Joint(p, _times(trace), largest=PAIRED_GROUP)
+    for share in (0.0, 0.1, 0.5, 1.0):
+        plan = paired.solve(int(p.floor + share * (p.peak - p.floor)), 1e-7)
+        assert check(trace, plan).peak <= plan.capacity
+
+
+def test_pairs_of_blocks_make_block_outputs_again():
+    """Of two residual blocks the output of one need not travel; alone, a block has nothing to make its output from."""
+    trace = real_trace("resnet152", 64, 8)
+    p, times = problem(trace, least=1 << 15), _times(trace)
+    limit = int(p.floor + 0.1 * (p.peak - p.floor))
+    alone, paired = (Joint(p, times, largest=size).solve(limit, 1e-6) for size in (LARGEST_GROUP, PAIRED_GROUP))
+    assert paired.moved_bytes < 0.5 * alone.moved_bytes
+
+    def outputs(plan):
+        return {trace.tensors[d.tensor].name for d in plan.chosen("recompute")} & {
+            f"layer3.{k}.relu_out:y" for k in range(36)
+        }
+
+    assert len(outputs(paired)) > 10 and not outputs(alone)
 
 
 def test_slow_links_rebuild_and_fast_ones_move():

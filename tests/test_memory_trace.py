@@ -102,15 +102,32 @@ def test_a_small_network_is_traced_as_it_is_counted_by_hand():
 
 
 def test_base_load_of_the_small_network():
-    """Everything evicted at the loss: parameters, what the loss itself holds, and nothing else."""
+    """Everything evicted at the loss: parameters, the batch, what the loss itself holds, and nothing else."""
     trace = record(_toy(), 3, momentum=0)
     p = problem(trace, (0, 0), least=0)
     state = sum(trace.resident_bytes.values())
-    held = sum(t.bytes for t in trace.tensors if not t.resident and trace.loss in t.touches)
+    held = sum(t.bytes for t in trace.tensors if t.kind == "input" or (not t.resident and trace.loss in t.touches))
     assert p.base[trace.loss] == state + held + trace.steps[trace.loss].workspace
-    saved = {"input:x", "relu:y", "add:y"}
+    saved = {"relu:y", "add:y"}
     assert {trace.tensors[g.tensor].name for g in p.gaps} == saved
     assert p.usage[trace.loss] - p.base[trace.loss] == sum(t.bytes for t in trace.tensors if t.name in saved)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_every_pass_is_seen_to_touch_what_its_layer_reads_and_makes(precision):
+    """Whatever way a kernel takes its arrays: as arguments, or behind tensor maps."""
+    graph = models.build("resnet50", (64, 64, 3), 10)
+    inputs = {node.name: [graph.nodes[i].name for i in node.inputs] for node in graph.nodes}
+    trace = record(graph, 4, precision=precision)
+    maker = {tensor.name.partition(":")[0]: tensor for tensor in trace.tensors if tensor.name.endswith((":y", ":x"))}
+    seen = 0
+    for t, step in enumerate(trace.steps):
+        if step.pass_name == "forward" and step.layer in ("Conv2d", "BatchNorm2d", "ReLU", "Add"):
+            for name in [*inputs[step.name], step.name]:
+                if name in maker:
+                    seen += 1
+                    assert t in maker[name].touches, f"{step.title} and {maker[name].name}"
+    assert seen > 300
 
 
 def test_steps_carry_the_model_work_of_their_layers():

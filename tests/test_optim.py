@@ -7,6 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.sharded import ShardedSGD
 
 f32 = np.float32
 
@@ -115,3 +116,15 @@ def test_impossible_settings_are_refused(cpu_ops, rng):
         m.SGD(model, 0.1, groups=[m.ParameterGroup("fc1.*", lr_scale=-1)])
     with pytest.raises(ValueError, match="unknown parameter pattern 'conv"):
         m.SGD(model, 0.1, groups=[m.ParameterGroup("conv*")])
+
+
+def test_gradients_are_shared_out_or_a_ring_but_not_both(cpu_ops):
+    def model():
+        return m.Model(models.build("resnet20", (8, 8, 3), 4))
+
+    with pytest.raises(RuntimeError, match="choose one of the two"):
+        ShardedSGD(model(), 0.1).update_in_backward()
+    ring = m.SGD(model(), 0.1)
+    ring.update_in_backward()
+    with pytest.raises(RuntimeError, match="choose one of the two"):
+        ShardedSGD(ring.model, 0.1)

@@ -39,13 +39,13 @@ def array_type() -> type:
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array whose values are whatever was there: the only way in which the table and the layers allocate."""
     dry = active_dry_run()
-    return import_cupy().empty(shape, dtype) if dry is None else dry.made(np.empty(shape, dtype))
+    return import_cupy().empty(shape, dtype) if dry is None else dry.made(shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros."""
     dry = active_dry_run()
-    return import_cupy().zeros(shape, dtype) if dry is None else dry.made(np.zeros(shape, dtype))
+    return import_cupy().zeros(shape, dtype) if dry is None else dry.made(shape, dtype)
 
 
 def from_host(host: Any, dtype: Any = None) -> Any:
@@ -53,7 +53,7 @@ def from_host(host: Any, dtype: Any = None) -> Any:
     host = np.asarray(host, dtype)
     dry = active_dry_run()
     if dry is not None:
-        return dry.made(np.empty(host.shape, host.dtype))
+        return dry.made(host.shape, host.dtype)
     return import_cupy().array(host, order="C")
 
 

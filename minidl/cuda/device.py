@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import numpy as np
 
 from minidl import checks
 
@@ -99,9 +102,13 @@ class DryRun:
     device: DeviceRecord
     launches: list[Launch] = field(default_factory=list)
     watcher: Watcher | None = None
+    memory: Callable[[int], Any] | None = None  # for so many bytes: a buffer, or None for memory of their own
 
-    def made(self, array: Any) -> Any:
-        """``array``, of which the watcher is told."""
+    def made(self, shape: Any, dtype: Any) -> Any:
+        """A new array, of which the watcher is told; nobody touches what is in it."""
+        array = np.empty(shape, dtype)
+        if self.memory is not None and (buffer := self.memory(array.nbytes)) is not None:
+            array = np.ndarray(array.shape, array.dtype, buffer)
         if self.watcher is not None:
             self.watcher.allocated(array)
         return array

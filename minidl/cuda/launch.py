@@ -182,7 +182,16 @@ def _record(
         sizes = tuple(map(int, grid)), tuple(map(int, block))
         dry.launches.append(Launch(stem, name, tuple(sorted(defines.items())), *sizes, int(shared)))
         if dry.watcher is not None:
-            dry.watcher.launched(name, args)
+            dry.watcher.launched(name, tuple(_behind_maps(args)))
+
+
+def _behind_maps(args: tuple) -> Iterator[Any]:
+    """``args`` with the arrays that tensor maps describe in the place of the maps."""
+    for argument in args:
+        if type(argument) is TensorMaps:
+            yield from argument.arrays
+        else:
+            yield argument
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,14 @@ class BatchNorm2d(Layer):
             return x
         moments, count = self._batch_moments(x, stats) if self.training else (self._running_moments(), None)
         self.save(x=x, moments=moments, count=count)
+        return self._normalized(x, moments)
+
+    def recompute(self, saved: SimpleNamespace, x: Any) -> Any:
+        if isinstance(x, Value):
+            x = materialize(self.ops, x).array
+        return self._normalized(x, saved.moments)
+
+    def _normalized(self, x: Any, moments: Any) -> Any:
         affine = self._affine
         if self.deferred:
             return Value(origin=Origin((Normalized(x, moments, *affine, owner=self.name),)))

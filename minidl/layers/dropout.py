@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 from minidl import checks
@@ -42,6 +43,9 @@ class Dropout(Layer):
         key = self.random.key(self.ops)
         self.save(key=key)
         return self.ops.dropout(x, self.p, key, self.stream)
+
+    def recompute(self, saved: SimpleNamespace, x: Any) -> Any:
+        return x if saved.key is None else self.ops.dropout(x, self.p, saved.key, self.stream)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         key = self.saved().key

@@ -7,6 +7,7 @@ trusting whoever made it. Plans and traces are plain records. Nothing here needs
 
 from minidl.memory.gaps import Gap, Problem, problem
 from minidl.memory.joint import Joint, best
+from minidl.memory.limited import LimitedMemory, limit_memory
 from minidl.memory.pinning import pin
 from minidl.memory.plan import Decision, Infeasible, Plan
 from minidl.memory.program import Operation, Race, program, validate
@@ -21,6 +22,7 @@ __all__ = [
     "Gap",
     "Infeasible",
     "Joint",
+    "LimitedMemory",
     "Link",
     "Operation",
     "Plan",
@@ -35,6 +37,7 @@ __all__ = [
     "Violation",
     "best",
     "check",
+    "limit_memory",
     "measure",
     "pin",
     "problem",

@@ -3,8 +3,8 @@
 A training step allocates the same sizes in the same order every time. What one step did is written down as events, in
 order: a size is a new allocation (numbered from 0), and ``~number`` the release of an earlier one. `place` gives each
 allocation an offset so that no two that live at once overlap. Least total size is NP-hard (dynamic storage allocation,
-Garey and Johnson 1979, problem SR2); largest first, each into the tightest hole among those that live with it, comes
-within a few per cent of `most_live`, which no placement can beat. `Lender` hands the same block out to steps that were
+Garey and Johnson 1979, problem SR2); what `minidl.memory.placement` finds comes within a few per cent of `most_live`,
+which no placement can beat. `Lender` hands the same block out to steps that were
 not recorded.
 """
 
@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minidl.memory.placement import ALIGN, Piece, pack
 from minidl.shapes import round_up
 
 __all__ = ["ALIGN", "Lender", "most_live", "place"]
-
-ALIGN = 512  # bytes, as CuPy's own pool has it: kernels choose the width of their loads by addresses
 
 
 def _lifetimes(events: Sequence[int]) -> np.ndarray:
@@ -48,27 +47,7 @@ def most_live(events: Sequence[int]) -> int:
 
 def place(events: Sequence[int]) -> tuple[list[int], int]:
     """Offsets of the allocations in bytes, multiples of `ALIGN`, and the size of the whole."""
-    lives = _lifetimes(events)
-    sizes, begins, ends = lives.T
-    offsets = np.zeros(len(lives), np.int64)
-    placed = np.zeros(len(lives), np.bool_)
-    for i in np.lexsort((begins, begins - ends, -sizes)):
-        beside = np.flatnonzero(placed & (begins < ends[i]) & (ends > begins[i]))
-        offsets[i] = _tightest(offsets[beside], sizes[beside], sizes[i])
-        placed[i] = True
-    return offsets.tolist(), int((offsets + sizes).max(initial=0))
-
-
-def _tightest(offsets: np.ndarray, sizes: np.ndarray, size: int) -> int:
-    """Where ``size`` bytes fit best between blocks that may overlap each other; behind the last if nowhere."""
-    order = np.argsort(offsets, kind="stable")
-    starts = offsets[order]
-    reached = np.maximum.accumulate(np.concatenate([[0], starts + sizes[order]]))
-    holes = starts - reached[:-1]
-    fitting = np.flatnonzero(holes >= size)
-    if not fitting.size:
-        return int(reached[-1])
-    return int(reached[fitting[np.argmin(holes[fitting])]])
+    return pack([Piece(int(size), int(begin), int(end) - 1) for size, begin, end in _lifetimes(events)])
 
 
 class Lender:

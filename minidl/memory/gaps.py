@@ -22,7 +22,7 @@ from minidl import checks
 from minidl.memory.plan import Decision, Plan, infeasible
 from minidl.memory.trace import Trace
 
-__all__ = ["WINDOW", "Gap", "Problem", "blocks", "occupied", "problem"]
+__all__ = ["LEAST", "WINDOW", "Gap", "Problem", "blocks", "occupied", "problem"]
 
 WINDOW = (1, 1)
 LEAST = 1 << 20
@@ -121,7 +121,8 @@ def problem(trace: Trace, window: tuple[int, int] = WINDOW, least: int = LEAST, 
             change[tensor.last + 1] -= tensor.bytes
         before = [t for t in tensor.touches if t <= trace.loss]
         after = [t for t in tensor.touches if t > trace.loss]
-        movable = tensor.saved or (state and tensor.resident)
+        # The batch is the caller's: its memory cannot be given to others.
+        movable = (tensor.saved and not tensor.given) or (state and tensor.resident)
         if not movable or not after or not (before or tensor.given) or tensor.bytes < max(least, 1):
             continue
         leave, back = (before[-1] if before else -1), after[0]

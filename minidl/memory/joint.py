@@ -29,6 +29,7 @@ __all__ = ["Joint", "best"]
 
 KEEP, OFFLOAD, REBUILD = range(3)
 LARGEST_GROUP = 6
+PAIRED_GROUP = 12
 MOST_OPTIONS = 1500
 RESERVES = (0.0, 0.03, 0.07, 0.15)
 PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
@@ -41,10 +42,20 @@ class Joint:
         problem: the candidates.
         times_ms: of each step of the trace.
         granule: bytes of a unit; default as for `pin`.
+        largest: tensors of blocks that are joined. With more than `LARGEST_GROUP` two neighbouring residual blocks are
+            one, so that the output of the second may be made again from that of the first; in such blocks, either all
+            is moved or only what cannot be made again.
     """
 
-    def __init__(self, problem: Problem, times_ms: Sequence[float], granule: int | None = None):
-        self.problem = problem
+    def __init__(
+        self,
+        problem: Problem,
+        times_ms: Sequence[float],
+        granule: int | None = None,
+        *,
+        largest: int = LARGEST_GROUP,
+    ):
+        self.problem, self.largest = problem, largest
         self.recipes = recipes(problem, times_ms)
         self.granule = granule or granule_of([gap.bytes for gap in problem.gaps])
         apart = crossing(problem.gaps)
@@ -71,7 +82,7 @@ class Joint:
                 recipe is not None and set(recipe.sources) & set(joined[-1])
                 for recipe in (self.recipes[i] for i in run)
             )
-            if linked and len(joined[-1]) + len(run) <= LARGEST_GROUP:
+            if linked and len(joined[-1]) + len(run) <= self.largest:
                 joined[-1] = joined[-1] + run
             else:
                 joined.append(list(run))
@@ -89,22 +100,37 @@ class Joint:
         largest = sorted((p for p, r in enumerate(own) if r is not None), key=lambda p: -self.gaps[run[p]].bytes)
         count = 1 << len(run)
         for p in largest:
-            count = count * 3 // 2
-            if count > MOST_OPTIONS:
+            if not self._paired(run):
+                count = count * 3 // 2
+            if count > (1 << PAIRED_GROUP if self._paired(run) else MOST_OPTIONS):
                 own[p] = None
         return own
 
-    def _needs(self, run: Sequence[int], choices: Sequence[int], own: Sequence[Recipe | None]) -> list[int]:
-        """The step before which each tensor of a block must be there."""
+    def _paired(self, run: Sequence[int]) -> bool:
+        return self.largest > LARGEST_GROUP and len(run) > LARGEST_GROUP
+
+    def _ways(self, run: Sequence[int], own: Sequence[Recipe | None]) -> np.ndarray:
+        """(combinations, tensors) all choices that are considered in a block."""
+        again = (KEEP, REBUILD) if self._paired(run) else (KEEP, OFFLOAD, REBUILD)
+        ways = [(KEEP, OFFLOAD) if recipe is None else again for recipe in own]
+        found = list(itertools.product(*ways))
+        if self._paired(run):
+            found.append((OFFLOAD,) * len(run))  # whatever the limit, this fits
+        return np.array(found, np.int64).reshape(-1, len(run))
+
+    def _needs(self, run: Sequence[int], choices: np.ndarray, own: Sequence[Recipe | None]) -> np.ndarray:
+        """(combinations, tensors) the step before which each tensor of a block must be there."""
         latest = max(self.gaps[i].stop for i in run)
-        need = [self.problem.gaps[i].back for i in run]
+        need = np.tile([self.problem.gaps[i].back for i in run], (len(choices), 1))
         place = {i: p for p, i in enumerate(run)}
         made = sorted(range(len(run)), key=lambda p: -self.problem.trace.tensors[self.gaps[run[p]].tensor].first)
         for p in made:  # those made last first: what they are made from must be there as early as they
-            if choices[p] == REBUILD:
-                need[p] = min(need[p], latest)  # while the steps around still belong to this block
-                for source in own[p].sources:
-                    need[place[source]] = min(need[place[source]], need[p])
+            again = choices[:, p] == REBUILD
+            if not again.any():
+                continue
+            need[again, p] = np.minimum(need[again, p], latest)  # while the steps around still belong to this block
+            for source in own[p].sources:
+                need[again, place[source]] = np.minimum(need[again, place[source]], need[again, p])
         return need
 
     def _table(self, run: Sequence[int], steps: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -123,40 +149,34 @@ class Joint:
         key = tuple(key)
         if key in self._cache:
             return self._cache[key]
-        ways = [(KEEP, OFFLOAD) if recipe is None else (KEEP, OFFLOAD, REBUILD) for recipe in own]
-        rows = [self._row(run, steps, choices, own) for choices in itertools.product(*ways)]
-        table = tuple(np.array(column) for column in zip(*rows, strict=True))
-        self._cache[key] = table
+        table = self._cache[key] = self._rows(run, steps, self._ways(run, own), own)
         return table
 
-    def _row(
-        self, run: Sequence[int], steps: np.ndarray, choices: Sequence[int], own: Sequence[Recipe | None]
-    ) -> tuple:
-        usage = np.zeros(len(steps), np.int64)
+    def _rows(
+        self, run: Sequence[int], steps: np.ndarray, choices: np.ndarray, own: Sequence[Recipe | None]
+    ) -> tuple[np.ndarray, ...]:
         need = self._needs(run, choices, own)
-        kept = moved = 0
-        ms = 0.0
-        for p, (i, choice) in enumerate(zip(run, choices, strict=True)):
-            gap = self.gaps[i]
+        usage = np.zeros((len(choices), len(steps)), np.int64)
+        kept, moved = np.zeros(len(choices), np.int64), np.zeros(len(choices), np.int64)
+        ms, codes = np.zeros(len(choices)), np.zeros(len(choices), np.int64)
+        for p, i in enumerate(run):
+            gap, choice = self.gaps[i], choices[:, p]
             size = -(-gap.bytes // self.granule)
-            if choice == KEEP:
-                kept += size
-                usage[(gap.start <= steps) & (steps <= gap.stop)] += size
-                continue
-            begin = need[p]
-            if choice == OFFLOAD:
-                moved += 2 * gap.bytes
-                begin = self._fetch(run, i, begin)
-            else:
-                ms += own[p].ms
-                usage[steps == begin] += -(-own[p].beside // self.granule)
-            usage[(begin <= steps) & (steps <= gap.stop)] += size
-        return usage, kept, moved, ms, sum(choice * 3**p for p, choice in enumerate(choices))
+            keep, move, again = choice == KEEP, choice == OFFLOAD, choice == REBUILD
+            back = np.where(move, self._fetch(i, need[:, p], self.begin[run[0]]), need[:, p])
+            begin = np.where(keep, gap.start, back)
+            usage += size * ((begin[:, None] <= steps) & (steps <= gap.stop))
+            kept += size * keep
+            moved += 2 * gap.bytes * move
+            if again.any():
+                ms += own[p].ms * again
+                usage += -(-own[p].beside // self.granule) * (again[:, None] & (steps == need[:, p, None]))
+            codes += choice * 3**p
+        return usage, kept, moved, ms, codes
 
-    def _fetch(self, run: Sequence[int], i: int, need: int) -> int:
-        """The step at which the copy of gap ``i`` back may begin when it has to be there by ``need``."""
-        early = max(need - self.problem.window[1], self.begin[run[0]])
-        return min(self.problem.gaps[i].stop + 1, early)
+    def _fetch(self, i: int, need: np.ndarray, begin: int) -> np.ndarray:
+        """The step at which the copy of gap ``i`` back may begin: it is needed at ``need``, its block at ``begin``."""
+        return np.minimum(self.problem.gaps[i].stop + 1, np.maximum(need - self.problem.window[1], begin))
 
     def solve(self, capacity: int, price: float) -> Plan:
         """The cheapest plan at ``price`` milliseconds for each byte moved.
@@ -199,7 +219,8 @@ class Joint:
         for run, code in zip(self.runs, codes, strict=True):
             choices = [int(code) // 3**p % 3 for p in range(len(run))]
             own = self.usable(run)
-            for i, choice, need, recipe in zip(run, choices, self._needs(run, choices, own), own, strict=True):
+            needs = self._needs(run, np.array([choices]), own)[0].tolist()
+            for i, choice, need, recipe in zip(run, choices, needs, own, strict=True):
                 decisions[i] = self._decision(run, i, choice, need, recipe)
         assert all(d is not None for d in decisions)
         return _finished(self.problem, capacity, self.granule, decisions, policy)
@@ -209,7 +230,8 @@ class Joint:
         if choice == REBUILD:
             return Decision(gap.tensor, "recompute", gap.leave, gap.leave + 1, need, need, recipe.steps)
         name = "keep" if choice == KEEP else "offload"
-        return Decision(gap.tensor, name, gap.leave, gap.start, self._fetch(run, i, need), need)
+        fetch = int(self._fetch(i, np.int64(need), self.begin[run[0]]))
+        return Decision(gap.tensor, name, gap.leave, gap.start, fetch, need)
 
 
 def _finished(
@@ -242,9 +264,9 @@ def best(
     problem.require(capacity)
     plans = [pin(problem, int(c)) for r in RESERVES if (c := capacity * (1 - r)) >= problem.floor]
     if rebuild and plans[0].moved_bytes:
-        joint = Joint(problem, times_ms)
         both_ms = (1 / link.out_gb_per_s + 1 / link.in_gb_per_s) / 2e6
-        plans += [joint.solve(capacity, price * both_ms) for price in PRICES]
+        for joint in (Joint(problem, times_ms), Joint(problem, times_ms, largest=PAIRED_GROUP)):
+            plans += [joint.solve(capacity, price * both_ms) for price in PRICES]
     found: tuple[Plan, Timeline] | None = None
     for plan in dict.fromkeys(plans):
         plan = widen(problem.trace, dataclasses.replace(plan, capacity=capacity))

@@ -54,12 +54,13 @@ class Options:
 
     def pruned(self) -> Options:
         """Without those that another one beats in all three numbers."""
-        order = np.lexsort((-self.most, self.cost, self.kappa))
+        order = np.lexsort((self.cost, self.most, self.kappa))
         order = order[self.most[order] >= 0]
-        kappa, most, cost = self.kappa[order], self.most[order], self.cost[order]
-        new = np.ones(len(order), bool)  # equal ones stand side by side
-        new[1:] = (kappa[1:] != kappa[:-1]) | (most[1:] != most[:-1]) | (cost[1:] != cost[:-1])
-        order, kappa, most, cost = order[new], kappa[new], most[new], cost[new]
+        new = np.ones(len(order), bool)  # of those alike but for their cost, side by side, the cheapest
+        new[1:] = (np.diff(self.kappa[order]) != 0) | (np.diff(self.most[order]) != 0)
+        order = order[new]
+        order = order[np.lexsort((-self.most[order], self.cost[order], self.kappa[order]))]
+        most, cost = self.most[order], self.cost[order]
         # Whoever beats another keeps no more units and so stands before it.
         beaten = np.tril((most >= most[:, None]) & (cost <= cost[:, None]), -1).any(axis=1)
         order = order[~beaten]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from minidl.memory.trace import Trace
 
-__all__ = ["CHOICES", "Decision", "Infeasible", "Plan", "human", "infeasible"]
+__all__ = ["CHOICES", "Decision", "Infeasible", "Plan", "human", "infeasible", "too_small"]
 
 CHOICES = ("keep", "offload", "recompute")
 SCHEMA = 1
@@ -117,10 +117,14 @@ def human(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-def infeasible(trace: Trace, capacity: int, base: Sequence[int], hint: str = "take a smaller batch") -> Infeasible:
+def infeasible(trace: Trace, capacity: int, base: Sequence[int]) -> Infeasible:
     """The error for a limit that one step alone exceeds: the step, what it needs, the smallest feasible limit."""
     at = max(range(len(base)), key=lambda t: base[t])
-    needed = int(base[at])
+    return too_small(trace, capacity, at, int(base[at]))
+
+
+def too_small(trace: Trace, capacity: int, at: int, needed: int) -> Infeasible:
+    """The error for a limit below ``needed``, which is due to step ``at``."""
     step = trace.steps[at]
     held = sorted(((t.bytes, t.name) for t in trace.tensors if at in t.touches and not t.resident), reverse=True)
     parts = [f"{name} {human(size)}" for size, name in held[:_NAMED]]
@@ -133,7 +137,7 @@ def infeasible(trace: Trace, capacity: int, base: Sequence[int], hint: str = "ta
     return Infeasible(
         f"memory limit {human(capacity)} is too small: {step.title} alone needs {human(needed)} "
         f"({listed}; always there: {human(state)} of parameters, gradients and momentum; the rest on its way in or "
-        f"out); the smallest feasible limit is {needed} bytes; {hint}",
+        f"out); the smallest feasible limit is {needed} bytes; take a smaller batch",
         at,
         needed,
     )

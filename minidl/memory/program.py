@@ -12,13 +12,13 @@ No wait that others imply is ever issued; each one that is left out is therefore
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minidl.memory.plan import Decision, Plan
 from minidl.memory.trace import Trace
 
-__all__ = ["STREAMS", "Operation", "Race", "program", "validate"]
+__all__ = ["STREAMS", "Operation", "Race", "program", "prove", "validate"]
 
 STREAMS = ("compute", "out", "in")
 
@@ -90,10 +90,16 @@ def _rebuild_reads(trace: Trace, away: dict[int, Decision]) -> dict[int, list[tu
             touched[t].append(i)
     reads: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for i, d in away.items():
-        made = {j for r in d.recipe for j in touched[r] if trace.tensors[j].touches[0] == r}
+        made = {j for r in d.recipe for j in touched[r] if _makes(trace, r, j)}
         for j in {j for r in d.recipe for j in touched[r]} - made:
             reads[j].append(("rebuild", i))
     return reads
+
+
+def _makes(trace: Trace, step: int, i: int) -> bool:
+    """Whether running forward step ``step`` once more makes tensor ``i`` anew instead of reading it."""
+    tensor = trace.tensors[i]
+    return tensor.again and not tensor.given and tensor.touches[0] == step
 
 
 class _Issuer:
@@ -203,7 +209,16 @@ def validate(trace: Trace, plan: Plan, operations: Sequence[Operation]) -> None:
         Race: an operation that is missing, twice or in the wrong place; a wait for what is not issued yet; two
             operations on the same memory (or on memory that may have been handed over) that are not ordered.
     """
-    place, before = _relation(operations)
+    prove(trace, plan, *_relation(operations))
+
+
+def prove(trace: Trace, plan: Plan, place: Mapping[tuple[str, int], int], before: Sequence[int]) -> None:
+    """As `validate`, for any account of what happens before what, such as the edges of a captured CUDA graph.
+
+    Args:
+        place: number of each operation (kind, index); steps in order.
+        before: for each number the set (as bits) of the operations that have ended when this one starts.
+    """
     _require_complete(trace, plan, place)
 
     def ordered(early: tuple[str, int], late: tuple[str, int], why: str) -> None:
@@ -243,7 +258,7 @@ def _relation(operations: Sequence[Operation]) -> tuple[dict[tuple[str, int], in
     return place, before
 
 
-def _require_complete(trace: Trace, plan: Plan, place: dict[tuple[str, int], int]) -> None:
+def _require_complete(trace: Trace, plan: Plan, place: Mapping[tuple[str, int], int]) -> None:
     wanted = {("step", t) for t in range(len(trace))} | {("rebuild", d.tensor) for d in plan.chosen("recompute")}
     wanted |= {(kind, d.tensor) for d in plan.chosen("offload") for kind in ("copy_out", "copy_in")}
     if wanted != place.keys():
@@ -255,7 +270,7 @@ def _require_complete(trace: Trace, plan: Plan, place: dict[tuple[str, int], int
 
 
 def _require_handover(
-    trace: Trace, stays: Sequence[_Stay], place: dict[tuple[str, int], int], before: Sequence[int]
+    trace: Trace, stays: Sequence[_Stay], place: Mapping[tuple[str, int], int], before: Sequence[int]
 ) -> None:
     """Whoever takes memory at a step starts after everybody who used memory that was given away before that step."""
     free = 0

@@ -57,7 +57,7 @@ def _recipe(
     back: int,
     times_ms: Sequence[float],
 ) -> Recipe | None:
-    if trace.tensors[target].given:
+    if trace.tensors[target].given or not trace.tensors[target].again:
         return None
     steps: set[int] = set()
     sources: set[int] = set()
@@ -72,6 +72,8 @@ def _recipe(
         for i in touched[r]:
             tensor = trace.tensors[i]
             if not tensor.given and tensor.first == r:
+                if not tensor.again and i in gap_of:
+                    sources.add(gap_of[i])
                 continue
             if i in gap_of:
                 sources.add(gap_of[i])
@@ -79,7 +81,7 @@ def _recipe(
                 continue
             elif tensor.saved and tensor.last >= back:
                 continue  # small or short-lived: it is there
-            elif tensor.given:
+            elif tensor.given or not tensor.again:
                 return None
             else:
                 todo.append(tensor.first)

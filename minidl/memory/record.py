@@ -13,22 +13,27 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import DeviceRecord, active_dry_run
 from minidl.cuda.launch import dry_run
 from minidl.graph import Graph
+from minidl.layer import Layer
 from minidl.loss import SoftmaxCrossEntropy
+from minidl.memory.nested import mapped, parts
+from minidl.memory.recording import Allocation, Place, Recording, Run
 from minidl.memory.trace import Step, Tensor, Trace
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.precision import Precision
 from minidl.profile import PassCost
 from minidl.store import Slot, TensorStore
 
-__all__ = ["blank", "record"]
+__all__ = ["Watcher", "blank", "record", "record_step", "root"]
 
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
 
@@ -43,14 +48,17 @@ class _Memory:
     freed: int | None = None  # order of the event that freed it
     touches: set[int] = dataclasses.field(default_factory=set)
     saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
+    again: bool = False  # running the pass that made it makes it again
 
 
-class _Watcher:
+class Watcher:
     """Notes allocations, frees, kernel arguments and spans of one dry run."""
 
     def __init__(self) -> None:
         self.all: list[_Memory] = []
         self.passes: list[tuple[str, str]] = []
+        self.ticks: list[tuple[int, int]] = []
+        self.runs: dict[int, tuple[Layer, Any, dict[str, Any], Any]] = {}
         self.parts: dict[int, list[tuple[int, int, Tensor, set[int]]]] = {}  # of arenas: (begin, end, what, touches)
         self._live: dict[int, tuple[weakref.ref, _Memory]] = {}
         self._order = 0
@@ -59,7 +67,7 @@ class _Watcher:
     # -- what the dry run tells -------------------------------------------------------------------------------------
 
     def allocated(self, array: np.ndarray) -> None:
-        memory = _Memory(array.nbytes, self._tick(), len(self.passes) - 1 if self._open else -1)
+        memory = _Memory(array.nbytes, self._tick(), self.step)
         self.all.append(memory)
         key = id(array)
         self._live[key] = weakref.ref(array, lambda _: self._freed(key)), memory
@@ -79,11 +87,11 @@ class _Watcher:
                 self._touch_parts(argument)
 
     def _touch_parts(self, array: np.ndarray) -> None:
-        root = _root(array)
-        parts = self.parts.get(id(root))
+        whole = root(array)
+        parts = self.parts.get(id(whole))
         if parts is None:
             return
-        offset = _address(array) - _address(root)
+        offset = _address(array) - _address(whole)
         at = max(bisect.bisect_right(parts, offset, key=lambda part: part[0]) - 1, 0)
         while at < len(parts) and parts[at][0] < offset + array.nbytes:
             if offset < parts[at][1]:
@@ -96,11 +104,13 @@ class _Watcher:
         if pass_name in _PASSES:
             assert not self._open, f"{layer} {pass_name} opens within another pass"
             self.passes.append((layer, pass_name))
+            begin = self._tick()
             self._open += 1
             try:
                 yield
             finally:
                 self._open -= 1
+                self.ticks.append((begin, self._tick()))
         else:
             yield
 
@@ -110,17 +120,34 @@ class _Watcher:
         """The allocation that ``array`` is a view of; None for anything else, such as a kernel's plain arguments."""
         if not isinstance(array, np.ndarray):
             return None
-        found = self._live.get(id(_root(array)))
+        found = self._live.get(id(root(array)))
         return found[1] if found is not None else None
+
+    def seen(self, array: Any) -> Any:
+        """``array`` as (allocation, offset, shape, strides, dtype); parameters and what is no array stay themselves."""
+        memory = self.find(array)
+        if memory is None or self.is_arena(memory):
+            return array
+        return _Seen(memory, _address(array) - _address(root(array)), array.shape, array.strides, array.dtype)
+
+    @property
+    def step(self) -> int:
+        """The pass that is open; -1 between passes."""
+        return len(self.passes) - 1 if self._open else -1
 
     def divide(self, array: np.ndarray | None, kind: str, segments: list[tuple[str, int, int]]) -> None:
         """Tell the parts of an arena apart: (name, first byte, last byte + 1)."""
         if array is not None and array.nbytes:
             parts = [(a, b, Tensor(f"{name}:{kind}", kind, b - a, (), given=True), set()) for name, a, b in segments]
-            self.parts[id(_root(array))] = parts
+            self.parts[id(root(array))] = parts
 
     def _tick(self) -> int:
         self._order += 1
+        return self._order
+
+    @property
+    def now(self) -> int:
+        """The latest tick."""
         return self._order
 
     def workspaces(self) -> list[int]:
@@ -152,10 +179,20 @@ class _Watcher:
         return any(self._live[key][1] is memory for key in self.parts)
 
 
-class _NotingStore(TensorStore):
-    """Keeps everything and notes who saved what under which name."""
+class _Seen(NamedTuple):
+    """A `Place` before the tensors of the trace have their numbers."""
 
-    def __init__(self, watcher: _Watcher) -> None:
+    memory: _Memory
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+
+
+class _NotingStore(TensorStore):
+    """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
+
+    def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
 
@@ -164,7 +201,28 @@ class _NotingStore(TensorStore):
             memory = self._watcher.find(item)
             if memory is not None:
                 memory.saved.append((owner, name))
+        self._items = items
         super().save(owner, items)
+
+    def run(self, layer: Layer, inputs: tuple[Any, ...]) -> Any:
+        self._items: Mapping[str, Any] = {}
+        given = mapped(inputs, self._watcher.seen)
+        result = layer.compute(*inputs)
+        saved = mapped(dict(self._items), self._watcher.seen)
+        self._watcher.runs[self._watcher.step] = layer, given, saved, mapped(result, self._watcher.seen)
+        self._note_remade(layer, inputs, result)
+        self._items = {}  # they live as long as in any step
+        return result
+
+    def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
+        """Which arrays of the result another run would make anew, instead of handing on what was saved."""
+        aside = Watcher()
+        with dry_run(active_dry_run().device, aside):
+            once_more = layer.rerun(SimpleNamespace(**self._items), *inputs)
+            for array, other in zip(parts(result), parts(once_more), strict=True):
+                memory = self._watcher.find(array)
+                if memory is not None and aside.find(other) is not None:
+                    memory.again = True
 
     def hold(self, array: Any) -> Slot:
         return Slot(array)
@@ -174,7 +232,7 @@ def record(
     graph: Graph,
     batch: int,
     *,
-    precision: str = "fp32",
+    precision: str | Precision = "fp32",
     momentum: float = 0.9,
     device: DeviceRecord | None = None,
     **facts: Any,
@@ -195,26 +253,84 @@ def record(
         ValueError: for a batch below one or an unknown precision.
         RuntimeError: when the graph's layers belong to a model already.
     """
+    return record_step(graph, batch, precision=precision, momentum=momentum, device=device, facts=facts).trace
+
+
+def record_step(
+    graph: Graph,
+    batch: int,
+    *,
+    precision: str | Precision = "fp32",
+    momentum: float = 0.9,
+    device: DeviceRecord | None = None,
+    facts: Mapping[str, Any] | None = None,
+    slots: int = 0,
+    **options: Any,
+) -> Recording:
+    """As `record`, with all that an executor needs beside the trace.
+
+    Args:
+        slots: of a ring of gradients (`minidl.SGD.update_in_backward`); 0: all are kept.
+        options: those of `minidl.Model`.
+    """
     batch = checks.at_least("record", "batch", batch, 1)
     blank(graph)
-    watcher = _Watcher()
+    watcher = Watcher()
     with dry_run(device, watcher) as log:
-        model = Model(graph, device="cuda", precision=precision, store=_NotingStore(watcher), profiler=watcher)
+        store = _NotingStore(watcher)
+        model = Model(graph, device="cuda", precision=precision, store=store, profiler=watcher, **options)
         optimizer = SGD(model, 0.1, momentum)
+        if slots:
+            optimizer.update_in_backward(slots)
         loss = SoftmaxCrossEntropy()
         loss.profiler = watcher
         ops, storage = model.ops, model.precision.storage
         x = ops.empty((batch, *graph.nodes[0].shape), storage)
         labels = ops.empty((batch, *graph.output_node.shape[:-1]), np.int32)
         _name_arenas(watcher, model, optimizer)
-        loss.forward(model.forward(x), labels)
+        before = len(watcher.all)
+        logits = model.forward(x)
+        totals = loss.forward(logits, labels)
         model.backward(loss.backward(optimizer.loss_scale))
         optimizer.step()
         steps = _steps(watcher, model, loss, optimizer, batch)
-        tensors = _tensors(watcher, watcher.find(x))
+        tensors, numbers = _tensors(watcher, watcher.find(x))
+        allocations = _allocations(watcher, watcher.all[before:], numbers)
+        del logits, totals
     first_gradient = watcher.passes.index(("loss", "backward_data"))
-    known = {"batch": batch, "precision": model.precision.name, "device": log.device.name, **facts}
-    return Trace(tuple(steps), tuple(tensors), first_gradient, known)
+    known = {"batch": batch, "precision": model.precision.name, "device": log.device.name, **(facts or {})}
+    trace = Trace(tuple(steps), tuple(tensors), first_gradient, known)
+    return Recording(trace, allocations, tuple(watcher.ticks), _runs(watcher, numbers), log.device)
+
+
+def _allocations(watcher: Watcher, made: list[_Memory], numbers: Mapping[int, int]) -> tuple[Allocation, ...]:
+    """What the step makes; nobody asks for memory for empty arrays."""
+    found = []
+    for memory in made:
+        end = memory.freed if memory.freed is not None else watcher.now
+        stays = memory.freed is None or memory.step < 0
+        number = numbers.get(id(memory))
+        if memory.nbytes:
+            found.append(Allocation(memory.nbytes, memory.step, number, memory.order, end, stays))
+    return tuple(found)
+
+
+def _runs(watcher: Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
+    """The forward passes, with the numbers of the tensors; what lives within one pass only has none."""
+
+    def place(item: Any) -> Any:
+        if not isinstance(item, _Seen):
+            return item
+        memory, *rest = item
+        return Place(numbers[id(memory)], *rest) if id(memory) in numbers else None
+
+    def told(what: Any) -> Any:
+        return mapped(what, place, _Seen)
+
+    return {
+        t: Run(layer, told(given), told(saved), told(result))
+        for t, (layer, given, saved, result) in watcher.runs.items()
+    }
 
 
 def blank(graph: Graph) -> Graph:
@@ -228,7 +344,8 @@ def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def _root(array: np.ndarray) -> np.ndarray:
+def root(array: np.ndarray) -> np.ndarray:
+    """The array that ``array`` is a view of."""
     return array if array.base is None else array.base
 
 
@@ -241,7 +358,7 @@ def _is_local(memory: _Memory) -> bool:
     return memory.step >= 0 and memory.touches <= {memory.step} and not memory.saved
 
 
-def _name_arenas(watcher: _Watcher, model: Model, optimizer: SGD) -> None:
+def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
     arena = model.arena
     own = [(s.full_name, s) for s in arena.segments]
 
@@ -251,24 +368,29 @@ def _name_arenas(watcher: _Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(arena.master, "weight", parts(4, False))
     if arena.working is not arena.master:
         watcher.divide(arena.working, "working", parts(arena.working.itemsize, False))
-    watcher.divide(arena.grad, "gradient", parts(4, True))
+    watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
     watcher.divide(optimizer.velocity, "momentum", parts(4, True))
 
 
-def _tensors(watcher: _Watcher, batch: _Memory) -> list[Tensor]:
-    """Everything that lives beyond one step; what is made before the first step and never moves comes last."""
-    tensors, company = [], 0
+def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
+    """Everything that lives beyond one step, and the numbers of those that the step makes.
+
+    What is made before the first step and never moves comes last.
+    """
+    tensors, numbers, company = [], {}, 0
     made = Counter()
     for memory in watcher.all:
         if watcher.is_arena(memory) or _is_local(memory):
             continue
+        if memory.freed is not None and memory.freed < watcher.ticks[0][0]:
+            continue  # gone before the step
         if memory.step < 0 and memory is not batch and not memory.saved:
             company += memory.nbytes
             continue
-        touches = tuple(sorted(memory.touches))
-        if not touches:
+        if not memory.touches:
             continue  # nobody reads it on the device
         given = memory.step < 0
+        touches = tuple(sorted(memory.touches if given else memory.touches | {memory.step}))
         owner = "input" if given else watcher.passes[memory.step][0]
         what = _what(memory, owner, given, watcher)
         name = f"{owner}:{what}"
@@ -277,13 +399,14 @@ def _tensors(watcher: _Watcher, batch: _Memory) -> list[Tensor]:
             name = f"{name}.{made[name]}"
         kind = "input" if given else _kind(watcher.passes[memory.step][1])
         savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
-        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers))
+        numbers[id(memory)] = len(tensors)
+        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, memory.again))
     tensors += watcher.arena_tensors()
     rest = watcher.arena_bytes - sum(t.bytes for t in tensors if t.resident)
-    return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)]
+    return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)], numbers
 
 
-def _what(memory: _Memory, owner: str, given: bool, watcher: _Watcher) -> str:
+def _what(memory: _Memory, owner: str, given: bool, watcher: Watcher) -> str:
     if given:
         return "x"
     if watcher.passes[memory.step][1] != "forward":
@@ -296,7 +419,7 @@ def _kind(pass_name: str) -> str:
     return "activation" if pass_name == "forward" else "gradient_of_activation"
 
 
-def _steps(watcher: _Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
+def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
     """The passes with their workspaces and model work; a second span of one pass gets what its operands weigh."""
     itemsize = model.precision.storage.itemsize
     shapes = model.graph.shapes((batch, *model.graph.nodes[0].shape))

@@ -155,7 +155,7 @@ def _rebuild(ledger: _Ledger, d: Decision, t: int) -> int:
     trace, made, most = ledger.trace, {}, 0
     for r in d.recipe:
         for i in ledger.touched[r]:
-            if i in ledger.born[r]:
+            if i in ledger.born[r] and trace.tensors[i].again:
                 made[i] = trace.tensors[i].bytes if i != d.tensor else 0
             elif i not in made and not ledger.here.get(i, False):
                 what = f"{trace.tensors[d.tensor].name} is rebuilt from {trace.tensors[i].name}, which is away"

@@ -50,6 +50,8 @@ class PlannedStore(TensorStore):
         ValueError: for a plan that rebuilds tensors or moves parameters, or needs more host memory than there is.
     """
 
+    capturable = False
+
     def __init__(self, trace: Trace, plan: Plan, host_limit: int | None = None):
         super().__init__()
         needed = check(trace, plan).host_peak

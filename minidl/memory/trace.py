@@ -64,6 +64,8 @@ class Tensor:
         saved: kept for the backward pass by a layer, so that a store may move it.
         given: there before the first step (the batch, parameters).
         savers: who keeps it, as ``<layer>.<name given to save>``.
+        again: running the forward pass that makes it once more gives it again; False for what is then read instead (the
+            moments of a batch norm).
     """
 
     name: str
@@ -73,6 +75,7 @@ class Tensor:
     saved: bool = False
     given: bool = False
     savers: tuple[str, ...] = ()
+    again: bool = True
 
     @property
     def resident(self) -> bool:

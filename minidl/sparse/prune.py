@@ -244,7 +244,8 @@ class PrunedSGD(SGD):
 
     def _update(self, begin: int, end: int) -> None:
         # With no gradient, no momentum and no value, neither momentum nor decay moves a dropped weight.
-        self.arena.grad[begin:end] *= self._mask[begin:end]
+        gradient = self.arena.gradient(begin, end)
+        gradient *= self._mask[begin:end]
         super()._update(begin, end)
 
     def _prune(self, sparsity: float) -> None:

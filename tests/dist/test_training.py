@@ -40,6 +40,20 @@ def test_n_ranks_equal_one(ranks, group_bytes, alone, tmp_path):
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4]), "it must have learnt, or equality says little"
 
 
+@pytest.mark.parametrize("engine", ["shm", "mpi"])
+def test_a_ring_of_gradients_changes_no_bit(engine, tmp_path):
+    """Updates within the backward pass, with messages of three ranks under way; from one slot to more than needed."""
+    weights = []
+    for slots in (0, 1, 2, 9):
+        out = tmp_path / str(slots)
+        out.mkdir()
+        done = job.run("training", 3, out, "cpu", "0", "0", str(slots), MINIDL_ENGINE=engine)
+        assert done.status == 0, done.output
+        assert all(answer["weights"] == done.answers[0]["weights"] for answer in done.answers)
+        weights.append(done.answers[0]["weights"])
+    assert weights[0] == weights[1] == weights[2] == weights[3]
+
+
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (3, 4)])
 def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
     """The last batch has two samples: some ranks, and some micro-batches, have none."""

@@ -30,7 +30,8 @@ def model(trace: Trace, window: tuple[int, int] = (1, 1), least: int = 1, state:
             alive = tensor.resident or (tensor.given and t <= tensor.touches[-1])
             alive = alive or (tensor.touches and tensor.touches[0] <= t <= tensor.touches[-1])
             full[t] += tensor.bytes if alive else 0
-        if not (tensor.saved or (state and tensor.resident)) or tensor.bytes < least:
+        own = tensor.saved and not tensor.given  # the batch is the caller's
+        if not (own or (state and tensor.resident)) or tensor.bytes < least:
             continue
         before = [t for t in tensor.touches if t <= trace.loss] or ([-1] if tensor.given else [])
         after = [t for t in tensor.touches if t > trace.loss]

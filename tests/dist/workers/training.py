@@ -1,8 +1,8 @@
-"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [PARTS]``; results go to OUT.
+"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [PARTS [SLOTS]]``; results to OUT.
 
 The network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of
 7 samples does not divide by any number of ranks but one. Steps cut into PARTS micro-batches have no batch norm, whose
-statistics are those of a micro-batch.
+statistics are those of a micro-batch. With SLOTS, updates run within the backward pass.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def network(normed: bool):
     return graph.output(m.Linear(96, 4, name="fc")(x))
 
 
-def main(out: Path, device: str, group_bytes: int, parts: int | None = None) -> None:
+def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0) -> None:
     comm = dist.init(device)
-    model = m.Model(network(parts is None), device=device, comm=comm, seed=3, group_bytes=group_bytes)
+    model = m.Model(network(not parts), device=device, comm=comm, seed=3, group_bytes=group_bytes)
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
     loaders = [
         data.Loader(
@@ -44,6 +44,8 @@ def main(out: Path, device: str, group_bytes: int, parts: int | None = None) -> 
         for split in ("train", "test")
     ]  # fmt: skip
     optimizer = m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3)
+    if slots:
+        optimizer.update_in_backward(slots)
     loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm)
     run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3, accumulate=parts or 1)
     losses, train = [], run._train

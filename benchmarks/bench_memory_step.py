@@ -1,0 +1,357 @@
+"""Training steps under a limit of GPU memory: against no limit, against the link's bound, beside PyTorch's ways.
+
+    python benchmarks/bench_memory_step.py --model resnet152 --batch 64 --limit 25% [--precision bf16] [--json PATH]
+    python benchmarks/bench_memory_step.py --model unet --batch 32 --limit 55% 60%
+
+Each arm runs alone: what the others held is given back first, so that the peak that the driver reports is its own. Ours
+are CUDA graphs of the whole step, update included; for each limit the joint plan (keep, move, make again) and moving
+alone. Losses, gradients, momentum and weights after some steps must be those of the run without a limit, bit for bit.
+PyTorch (the same layers, bf16 by autocast, channels_last, eager): as it is, with saved tensors on the host
+(torch.autograd.graph.save_on_cpu, pinned), with torch.utils.checkpoint around runs of layers.
+
+The bound of a plan is max(forward, out / rate) + max(backward and making again, in / rate), with the measured times of
+the step without a limit and the rate of the link measured in this run, both directions at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minidl import models
+from minidl.bench.step import TrainingStep
+from minidl.cuda import nvrtc
+from minidl.cuda.device import current_device
+from minidl.cuda.launch import dry_run
+from minidl.memory import Infeasible, limit_memory
+from minidl.memory.plan import Plan, human
+from minidl.memory.times import CEILINGS, SHARE, modelled
+from minidl.profile.results import result, write
+from minidl.profile.tables import show
+from minidl.profile.timing import Timing
+
+CHECKED = 3
+Step = Callable[[], Any]
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--model", default="resnet152")
+    p.add_argument("--image-size", type=int)
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--precision", default="bf16")
+    p.add_argument("--limit", nargs="+", default=["25%"], help="of GPU memory, or of what a step needs")
+    p.add_argument("--arms", nargs="+", default=["joint", "moved"], choices=["joint", "moved"])
+    p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
+    p.add_argument("--share", type=float, default=SHARE, help="of the roofline that the planner takes a pass to reach")
+    p.add_argument("--blocks", type=int, default=7, help="timed blocks of steps")
+    p.add_argument("--steps", type=int, default=4, help="steps in a block")
+    p.add_argument("--checkpoints", type=int, nargs="*", default=[16], help="runs of layers for torch.utils.checkpoint")
+    p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-save-on-cpu", "torch-checkpoint"])
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
+    a = p.parse_args()
+    a.image_size = a.image_size or (256 if a.model == "unet" else 224)
+    return a
+
+
+def graph(a: argparse.Namespace) -> Any:
+    return models.build(a.model, (a.image_size, a.image_size, 3), 2 if a.model == "unet" else 1000)
+
+
+# -- what the driver says ---------------------------------------------------------------------------------------------
+
+
+def used_bytes() -> int:
+    """Bytes of the device that are taken, by everybody."""
+    import cupy
+
+    free, total = cupy.cuda.runtime.memGetInfo()
+    return total - free
+
+
+def empty() -> None:
+    """Give back what nobody uses."""
+    import cupy
+
+    gc.collect()
+    cupy.cuda.Device().synchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+
+
+def link_rate(count: int = 256 << 20) -> float:
+    """Bytes/s each way, both at once."""
+    import cupy
+
+    device, host = cupy.empty(2 * count, np.uint8), cupy.cuda.pinned_memory.PinnedMemory(2 * count)
+    out, into = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    copy, samples = cupy.cuda.runtime.memcpyAsync, []
+    for _ in range(4):
+        cupy.cuda.Device().synchronize()
+        begun = time.perf_counter()
+        copy(host.ptr, device.data.ptr, count, 2, out.ptr)
+        copy(device.data.ptr + count, host.ptr + count, count, 1, into.ptr)
+        out.synchronize()
+        into.synchronize()
+        samples.append(time.perf_counter() - begun)
+    return count / sorted(samples)[1]
+
+
+def timed(step: Step, a: argparse.Namespace, wait: Callable[[], None]) -> Timing:
+    samples = []
+    step()
+    for _ in range(a.blocks):
+        wait()
+        begun = time.perf_counter()
+        for _ in range(a.steps):
+            step()
+        wait()
+        samples.append((time.perf_counter() - begun) / a.steps * 1e3)
+    return Timing(tuple(samples))
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+def bits(step: TrainingStep) -> list[bytes]:
+    """Losses, gradients, weights, statistics and momentum after the first steps."""
+    ops, seen = step.ops, []
+    for _ in range(CHECKED):
+        seen.append(ops.to_host(step().array).tobytes())
+    seen.append(ops.to_host(step.model.arena.grad).tobytes())
+    return seen + [
+        value.tobytes() for value in (*step.model.state_dict().values(), *step.optimizer.state_dict().values())
+    ]
+
+
+def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict[str, Any]:
+    """One arm: bits of the first steps, times of the replayed graph, peak of the driver."""
+    empty()
+    before = used_bytes()
+    step = TrainingStep(graph(a), batch=a.batch, device="cuda", precision=a.precision)
+    found: dict[str, Any] = {"limit": limit}
+    if limit is not None:
+        begun = time.perf_counter()
+        plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
+        times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
+        options = {"rebuild": rebuild, "times": times}
+        try:
+            memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
+        except ValueError as error:
+            if plan is None:
+                raise
+            print(f"planning anew: {error}", flush=True)
+            memory = limit_memory(step.model, a.batch, limit, **options)
+        found["plan_s"] = time.perf_counter() - begun
+        found |= {"script": memory.script, "predicted": memory.predicted}
+        found |= {"limit_bytes": memory.limit, "need_bytes": memory.need}
+    found["bits"] = bits(step)
+    eager = used_bytes() - before
+    empty()  # the graph is captured on another stream, with a pool of its own
+    replay = step.capture()
+    found["timing"] = timed(replay, a, _synchronize)
+    found["peak_bytes"] = max(used_bytes() - before, eager)
+    if limit is None:
+        found["forward_ms"] = forward_ms(a, step)
+        found["state"] = step.model.state_dict()
+    return found
+
+
+def _synchronize() -> None:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
+def forward_ms(a: argparse.Namespace, step: TrainingStep) -> float:
+    """The forward half of the step, loss included, as a graph of its own."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for capture in (False, True):
+            if capture:
+                stream.begin_capture()
+            step.loss.forward(step.model.forward(step.x), step.labels)
+            if capture:
+                half = stream.end_capture()
+        return timed(lambda: half.launch(stream), a, _synchronize).ms
+
+
+# -- PyTorch ----------------------------------------------------------------------------------------------------------
+
+
+def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: int = 0) -> dict[str, Any]:
+    import torch
+
+    from minidl.bench.torch_twin import TorchGraph, from_nhwc
+
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = a.precision == "tf32"
+    empty()
+    before = used_bytes()
+    peer = TorchGraph(graph(a)).load(state).to("cuda")
+    network = Checkpointed(peer, runs) if arm == "torch-checkpoint" else peer
+    optimizer = torch.optim.SGD(peer.parameters(), 0.01, 0.9, weight_decay=1e-4)
+    rng = np.random.default_rng(0)
+    x = from_nhwc(rng.standard_normal((a.batch, a.image_size, a.image_size, 3), np.float32), "cuda")
+    shape = (a.batch, a.image_size, a.image_size) if a.model == "unet" else (a.batch,)
+    t = torch.from_numpy(rng.integers(0, 2, shape)).to("cuda")
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(a.precision)
+
+    def step() -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=half or torch.bfloat16, enabled=half is not None):
+            if arm == "torch-save-on-cpu":
+                with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                    loss = torch.nn.functional.cross_entropy(network(x), t)
+            else:
+                loss = torch.nn.functional.cross_entropy(network(x), t)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    short = argparse.Namespace(blocks=2, steps=1) if arm == "torch-save-on-cpu" else a
+    step()
+    timing = timed(step, short, torch.cuda.synchronize)
+    allocated = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return {"timing": timing, "peak_bytes": used_bytes() - before, "allocated_bytes": allocated}
+
+
+class Checkpointed:
+    """The twin in ``runs`` runs of layers, each made again in the backward pass."""
+
+    def __init__(self, peer: Any, runs: int):
+        self.peer = peer
+        cuts = np.linspace(0, len(peer.steps), runs + 1).astype(int)
+        self.runs = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+
+    def __call__(self, x: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        values = {0: x}
+        for run in self.runs:
+            names = list(values)
+            kept = [i for i in (*names, *(self.peer.steps[s][0] for s in run)) if self._needed(i, run)]
+            given = [values[i] for i in names]
+            values = dict(zip(kept, checkpoint(self._part, run, names, kept, *given, use_reentrant=False), strict=True))
+        return values[self.peer.output]
+
+    def _needed(self, i: int, run: range) -> bool:
+        return i == self.peer.output or self.peer.last[i] > self.peer.steps[run[-1]][0]
+
+    def _part(self, run: range, names: list[int], kept: list[int], *given: Any) -> tuple[Any, ...]:
+        values = dict(zip(names, given, strict=True))
+        for s in run:
+            index, inputs = self.peer.steps[s]
+            values[index] = self.peer.layers[self.peer.keys[s]](*(values[i] for i in inputs))
+        return tuple(values[i] for i in kept)
+
+
+# -- the rows ---------------------------------------------------------------------------------------------------------
+
+
+def compile_ahead(a: argparse.Namespace) -> None:
+    """All kernels of the step at once, on all cores."""
+    device = current_device()
+    network = graph(a)
+    for layer in network.layers:  # starting weights are of no interest, and drawing them takes seconds
+        layer.specs = [dataclasses.replace(spec, init=lambda rng, shape: np.zeros(shape)) for spec in layer.specs]
+    with dry_run(device) as log:
+        TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision)()
+    nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+
+
+def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """All arms of one network; what is known so far is written after each."""
+    compile_ahead(a)
+    rate = link_rate()
+    plain = ours(a, None)
+    found = {"without a limit": plain}
+    print(
+        f"link {rate / 1e9:.1f} GB/s each way; no limit {plain['timing'].ms:.2f} ms, {plain['peak_bytes']}", flush=True
+    )
+    for limit, arm in itertools.product(a.limit, a.arms):
+        try:
+            found[f"{arm} {limit}"] = ours(a, limit, arm == "joint")
+        except Infeasible as error:
+            print(f"{arm} {limit}: {error}", flush=True)
+        report(a, found, {}, rate)
+    peers: dict[str, dict[str, Any]] = {}
+    for arm in a.peers:
+        for runs in a.checkpoints if arm == "torch-checkpoint" else [0]:
+            name = f"{arm}-{runs}" if runs else arm
+            try:
+                peers[name] = theirs(a, arm, plain["state"], runs)
+            except Exception as error:  # a peer that cannot run is a finding, not the end
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
+                continue
+            print(f"{name}: {peers[name]['timing'].ms:.2f} ms, {human(peers[name]['peak_bytes'])}", flush=True)
+            rows = report(a, found, peers, rate)
+    return rows if peers else report(a, found, peers, rate)
+
+
+def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float) -> list[dict[str, Any]]:
+    plain = found["without a limit"]
+    rows = [row(a, one, plain, peers, rate, arm) for arm, one in found.items()]
+    if a.json:
+        write(a.json, result("bench_memory_step", rows))
+    return rows
+
+
+def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> dict[str, Any]:
+    timing, whole, forward = found["timing"], plain["timing"].ms, plain["forward_ms"]
+    script, more = found.get("script"), {}
+    floor = whole
+    if script is not None:
+        run = found["predicted"]
+        moved = script.plan.moved_bytes / rate * 1e3
+        again = run.rebuild_ms / run.compute_ms * whole  # the planner's share of the step, in measured time
+        floor = max(forward, moved) + max(whole - forward + again, moved)
+        more = {
+            "limit_bytes": found["limit_bytes"], "arena_bytes": script.arena_bytes, "host_bytes": script.host_bytes,
+            "kept_bytes": script.plan.kept_bytes, "moved_bytes": script.plan.moved_bytes,
+            "made_again_bytes": script.plan.rebuilt_bytes, "predicted_ratio": run.total_ms / run.compute_ms,
+            "plan_s": found["plan_s"], "need_bytes": found["need_bytes"],
+        }  # fmt: skip
+    return {
+        "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}", "pass": "step", "dtype": a.precision, "arm": arm,
+        "ms": timing.ms, "spread": timing.spread, "floor_ms": floor, "unlimited_ms": whole, "ratio": timing.ms / whole,
+        "ratio_to_bound": timing.ms / floor, "identical": found["bits"] == plain["bits"],
+        "peak_bytes": found["peak_bytes"], "unlimited_peak_bytes": plain["peak_bytes"], "link_gb_per_s": rate / 1e9,
+        "peers": {name: peer["timing"].ms for name, peer in peers.items()},
+        "peer_spreads": {name: peer["timing"].spread for name, peer in peers.items()},
+        "peer_peak_bytes": {name: peer["peak_bytes"] for name, peer in peers.items()}, **more,
+    }  # fmt: skip
+
+
+def main() -> None:
+    a = arguments()
+    rows = measure(a)
+    limited = sorted(rows[1:], key=lambda row: -row["ratio"])
+    table = [
+        [r["case"], r["arm"], f"{r['ms']:.1f}", f"{r['spread']:.1%}", f"{r['ratio']:.2f}", f"{r['ratio_to_bound']:.2f}",
+         human(r["peak_bytes"]), str(r["identical"])]
+        for r in [*limited, rows[0]]
+    ]  # fmt: skip
+    show("steps under a limit", ["case", "arm", "ms", "spread", "× free", "× bound", "peak", "same bits"], table)
+    if not all(row["identical"] for row in rows):
+        raise SystemExit("a limited step gave other bits")
+
+
+if __name__ == "__main__":
+    main()

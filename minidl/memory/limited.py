@@ -1,0 +1,261 @@
+"""Training steps within a limit of GPU memory: record, plan, place, carry out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from minidl import checks
+from minidl.graph import Graph, Node
+from minidl.layer import Layer
+from minidl.memory.execute import Engine, ScriptedStore
+from minidl.memory.gaps import LEAST, problem
+from minidl.memory.joint import best
+from minidl.memory.limit import host_budget, parse_limit
+from minidl.memory.plan import Plan, human
+from minidl.memory.record import record_step
+from minidl.memory.recording import Recording
+from minidl.memory.script import Script, fitted, write
+from minidl.memory.simulate import Link, Timeline, check, timeline
+from minidl.memory.times import CEILINGS, link_of, modelled
+from minidl.memory.trace import Trace
+from minidl.model import Model
+from minidl.store import TensorStore
+
+__all__ = ["LimitedMemory", "limit_memory", "unbound"]
+
+_WINDOWS = ((1, 1), (0, 0))
+_RATES = CEILINGS["H200"]
+
+
+class LimitedMemory:
+    """What `limit_memory` returns: the plan, and a context for each training step.
+
+    Attributes:
+        limit: bytes.
+        need: bytes that a step takes without a limit.
+        script: of the largest batch: plan, offsets, bytes of the arena and on the host.
+        predicted: the simulator's step.
+    """
+
+    def __init__(self, model: Model, batch: int, limit: str | float, **options: Any):
+        self._model, self._batch, self._options = model, batch, options
+        recording = self._recorded(batch)
+        self.need = problem(recording.trace, least=options["least"]).peak
+        self.limit = parse_limit(limit, self.need)
+        self._require_plan(recording.trace)
+        self.script = self._script(recording, self.limit)
+        self._require_host()
+        times = self._times(recording.trace)
+        self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
+        _release(model)  # another limit's memory
+        make = options["engine"] or _gpu
+        self.store = ScriptedStore(make(self.script.arena_bytes, self.script.host_bytes), self._script_for)
+        self._scripts = {batch: self.script}
+        _attach(model, self.store)
+
+    def step(self, samples: int | None = None) -> AbstractContextManager[None]:
+        """A context around forward, loss and backward of one training step; the `Trainer` opens it by itself.
+
+        Args:
+            samples: of this step; default and at most: those of the plan. A smaller number gets a plan of its own, in
+                the same memory, when it comes for the first time.
+
+        Raises:
+            ValueError: for more samples than were planned for.
+        """
+        return self.store.step(self._batch if samples is None else samples)
+
+    def _script_for(self, samples: int) -> Script:
+        if samples not in self._scripts:
+            if not 1 <= samples <= self._batch:
+                remedy = "limit_memory with the largest batch"
+                raise checks.bad_value("memory", "samples", f"in 0..{self._batch}", samples, remedy)
+            self._scripts[samples] = self._smaller(samples)
+        return self._scripts[samples]
+
+    def release(self) -> None:
+        """Give the memory back: the model keeps everything again, as without a limit."""
+        _release(self._model)
+        self._scripts.clear()
+        del self.store
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def _recorded(self, batch: int) -> Recording:
+        model = self._model
+        frozen = [s.full_name for s in model.arena.segments if not s.trainable]
+        return record_step(
+            unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
+            device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
+            slots=model.arena.slots, input_grad=model.input_grad,
+        )  # fmt: skip
+
+    def _script(self, recording: Recording, limit: int) -> Script:
+        trace, times = recording.trace, self._times(recording.trace)
+        ready = self._options["plan"]
+        if ready is not None and ready.trace == trace.digest:
+            return self._ready(recording, dataclasses.replace(ready, capacity=limit))
+
+        def plan(capacity: int) -> Plan:
+            for window in _WINDOWS:
+                p = problem(trace, window, self._options["least"])
+                if capacity >= p.floor or window == _WINDOWS[-1]:
+                    return best(p, capacity, times, self._link, rebuild=self._options["rebuild"])[0]
+            raise AssertionError("the last window is always tried")
+
+        script = fitted(recording, limit, plan)
+        check(trace, script.plan)
+        return script
+
+    def _ready(self, recording: Recording, plan: Plan) -> Script:
+        """The script of a plan that somebody made before."""
+        check(recording.trace, plan)
+        script = write(recording, plan)
+        held = script.arena_bytes + script.beside
+        if held > plan.capacity:
+            remedy = "plan for a lower limit, or leave plan= out"
+            raise checks.bad_value("memory", "plan", f"within {human(plan.capacity)}", human(held), remedy)
+        return script
+
+    def _smaller(self, samples: int) -> Script:
+        """A script for a smaller batch, which fits into the arenas that are there."""
+        recording = self._recorded(samples)
+        engine = self.store.engine
+        limit = self.limit
+        for _ in range(3):
+            script = self._script(recording, limit)
+            over = script.arena_bytes - engine.arena_bytes
+            if over <= 0 and script.host_bytes <= engine.host_bytes:
+                return script
+            limit -= max(over, 0)
+        remedy = "drop the last batch, or make batches of one size"
+        raise checks.bad_value("memory", "samples", "a batch that fits into the arenas planned", samples, remedy)
+
+    def _times(self, trace: Trace) -> list[float]:
+        times = self._options["times"]
+        return times(trace) if times is not None else modelled(trace, _RATES)
+
+    @property
+    def _link(self) -> Link:
+        return self._options["link"] or link_of(_RATES)
+
+    def _require_plan(self, trace: Trace) -> None:
+        plan = self._options["plan"]
+        if plan is not None and plan.trace != trace.digest:
+            expected = "one for this model, batch and GPU"
+            raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
+
+    def _require_host(self) -> None:
+        needed, budget = self.script.host_bytes, self._options["host_limit"]
+        if budget is None and (whole := host_budget()) is not None:
+            budget = whole // self._model.comm.local_size
+        if budget is not None and needed > budget:
+            remedy = "take a higher memory limit, or a smaller batch"
+            raise checks.bad_value("memory", "host memory", f"at least {human(needed)}", human(budget), remedy)
+
+    def describe(self) -> str:
+        """One line: the limit, what is kept, moved and made again, and what that should cost."""
+        plan, run = self.script.plan, self.predicted
+        slower = run.total_ms / run.compute_ms if run.compute_ms else 1.0
+        held = self.script.arena_bytes + self.script.beside
+        return (
+            f"{human(held)} of {human(self.need)} (limit {human(self.limit)}): kept {human(plan.kept_bytes)}, "
+            f"moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step {slower:.2f} "
+            f"times the one without a limit"
+        )
+
+
+def limit_memory(
+    model: Model,
+    batch: int,
+    limit: str | float,
+    *,
+    momentum: float = 0.9,
+    rebuild: bool = True,
+    host_limit: int | None = None,
+    times: Callable[[Trace], list[float]] | None = None,
+    link: Link | None = None,
+    least: int = LEAST,
+    plan: Plan | None = None,
+    engine: Callable[[int, int], Engine] | None = None,
+) -> LimitedMemory:
+    """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
+
+        memory = limit_memory(model, batch=256, limit="25%")
+        with memory.step(len(x)):
+            totals = loss.forward(model.forward(x), labels)
+            model.backward(loss.backward(optimizer.loss_scale))
+        optimizer.step()
+
+    The loss is `SoftmaxCrossEntropy`. Every plan gives the bits of a step without a limit. All memory is allocated
+    here: the arena of the steps on the device, what travels on the host. The limit is for training steps, parameters,
+    gradients, momentum and the batch included; the CUDA context and loaded kernels come on top, and so do the
+    activations of evaluation between steps.
+
+    Args:
+        batch: most samples of a step.
+        limit: ``"8GB"``, ``"7.5GiB"``, bytes; ``"25%"`` or 0.25 of what a step needs without a limit.
+        momentum: 0 if the optimizer keeps no state.
+        rebuild: False only moves tensors.
+        host_limit: bytes that may lie on the host; default: what the system leaves, shared by the host's ranks.
+        times: milliseconds of each step of a trace; default: FLOP and bytes at a share of an H200's roofline.
+        link: to the host; default: an H200's.
+        least: bytes; smaller tensors stay.
+        plan: made before for this model, batch and limit (``memory.script.plan``): planning large networks takes
+            seconds.
+        engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
+
+    Raises:
+        Infeasible: one pass alone needs more than the limit: which, its tensors, the smallest limit that is enough.
+        ValueError: a limit that is none, more host memory than there is, a model that is not on a GPU.
+    """
+    if model.ops.name != "cuda":
+        raise checks.bad_value("memory", "model", "on a GPU", f"one on the {model.ops.name}", "use device='cuda'")
+    batch = checks.at_least("memory", "batch", batch, 1)
+    return LimitedMemory(
+        model, batch, limit, momentum=momentum, rebuild=rebuild, host_limit=host_limit, times=times, link=link,
+        least=least, plan=plan, engine=engine,
+    )  # fmt: skip
+
+
+def _gpu(arena_bytes: int, host_bytes: int) -> Engine:
+    from minidl.cuda.copies import CopyEngine
+
+    return CopyEngine(arena_bytes, host_bytes)
+
+
+def _attach(model: Model, store: TensorStore) -> None:
+    model.store = store
+    for layer in model.layers:
+        layer.store = store
+    model.observe(model.observer)
+
+
+def _release(model: Model) -> None:
+    if isinstance(model.store, ScriptedStore):
+        _attach(model, TensorStore())
+
+
+def unbound(graph: Graph) -> Graph:
+    """The network once more, with layers that belong to no model: same modes, no arrays."""
+    bare = Graph()
+    for node in graph.nodes:
+        layer = None if node.layer is None else _unbound_layer(node.layer)
+        bare.nodes.append(Node(bare, node.index, layer, node.inputs, node.shape))
+        bare._names[node.name] = bare.nodes[-1]
+    bare.output(bare.nodes[graph.output_node.index])
+    return bare
+
+
+def _unbound_layer(layer: Layer) -> Layer:
+    bare = copy.copy(layer)
+    fresh: Mapping[str, Any] = vars(Layer(layer.name))
+    keep = ("name", "specs", "buffer_specs", "training", "seed")
+    vars(bare).update({name: value for name, value in fresh.items() if name not in keep})
+    bare.specs = list(layer.specs)
+    bare.training = True
+    return bare

@@ -1,0 +1,149 @@
+"""Updates within the backward pass: the same bits with a few messages' gradients in memory, or a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import models
+from minidl.cuda.launch import dry_run
+from minidl.params import _ring_places
+from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
+from minidl.step import EagerStep
+from tests.conftest import CUDA
+
+CASES = [("resnet20", "fp32"), ("resnet20", "bf16"), ("unet", "fp32"), ("lenet", "fp32")]
+
+
+def _model(name: str, precision: str, device: str, **options) -> m.Model:
+    width = {"width": 8, "depth": 3} if name == "unet" else {}
+    graph = models.build(name, (32, 32, 3), 2 if name == "unet" else 10, **width)
+    return m.Model(graph, device=device, precision=precision, seed=5, **options)
+
+
+def _batches(model: m.Model, name: str, steps: int):
+    rng = np.random.default_rng(3)
+    for _ in range(steps):
+        x = rng.standard_normal((4, 32, 32, 3), np.float32).astype(model.precision.storage)
+        labels = rng.integers(0, 2, (4, 32, 32) if name == "unet" else (4,)).astype(np.int32)
+        yield model.ops.from_host(x), model.ops.from_host(labels)
+
+
+def _train(model, optimizer, name, steps=3) -> list[bytes]:
+    loss = m.SoftmaxCrossEntropy()
+    seen = []
+    for i, (x, labels) in enumerate(_batches(model, name, steps)):
+        optimizer.set_lr(0.05 / (i + 1))
+        totals = loss.forward(model.forward(x), labels)
+        seen.append(model.ops.to_host(totals.array).tobytes())
+        model.backward(loss.backward())
+        optimizer.step()
+    seen.append(model.ops.to_host(model.arena.master).tobytes())  # padding included
+    return seen + [a.tobytes() for a in (*model.state_dict().values(), *optimizer.state_dict().values())]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("group_bytes", [0, 30_000])
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_a_ring_gives_the_same_bits(name, precision, group_bytes, device):
+    def trained(slots: int | None) -> list[bytes]:
+        model = _model(name, precision, device, group_bytes=group_bytes)
+        optimizer = m.SGD(model, 0.05, 0.9, 1e-4)
+        if slots is not None:
+            optimizer.update_in_backward(slots)
+            sizes = [message.end - message.begin for message in model.arena.messages]
+            worst = max(sum(sizes[i : i + slots]) for i in range(len(sizes)))
+            assert worst <= model.arena.grad.size <= min(1.25 * worst, model.arena.trainable_size)
+        return _train(model, optimizer, name)
+
+    kept = trained(None)
+    for slots in (1, 2, 5):
+        assert trained(slots) == kept
+
+
+def test_pruning_and_a_ring_give_the_same_bits():
+    def trained(ring: bool) -> list[bytes]:
+        model = _model("resnet20", "fp32", "cpu", group_bytes=30_000)
+        optimizer = PrunedSGD(model, 0.05, 0.9, pruning=Pruning(CubicSchedule(0.5, 1, 2, frequency=1)))
+        if ring:
+            optimizer.update_in_backward(1)
+        return _train(model, optimizer, "resnet20")
+
+    assert trained(True) == trained(False)
+
+
+def test_neighbours_never_share_a_place(rng):
+    for _ in range(50):
+        sizes, slots = rng.integers(1, 100, int(rng.integers(1, 30))).tolist(), int(rng.integers(1, 6))
+        places = _ring_places(sizes, slots)
+        for i in range(len(sizes)):
+            for j in range(max(i - slots + 1, 0), i):
+                assert places[i] + sizes[i] <= places[j] or places[j] + sizes[j] <= places[i]
+
+
+def test_gradients_of_large_networks_take_a_few_per_cent():
+    """On one rank; and a ring is never larger than what it replaces."""
+    for name, least in (("resnet50", 0.85), ("resnet152", 0.9), ("vgg16", 0.2)):
+        with dry_run():
+            graph = models.build(name, (64, 64, 3), 1000)
+            for layer in graph.layers:
+                layer.specs = [
+                    dataclasses.replace(spec, init=lambda rng, shape: np.zeros(shape)) for spec in layer.specs
+                ]
+            arena = m.Model(graph, device="cuda").arena
+            for slots in (4, 1):
+                arena.ring(slots, lambda begin, end: None)
+                assert arena.grad.size <= arena.trainable_size
+        assert 1 - arena.grad.size / arena.trainable_size > least
+
+
+def test_what_a_ring_cannot_do_is_refused():
+    model = _model("resnet20", "fp32", "cpu")
+    optimizer, loss = m.SGD(model, 0.05, 0.9), m.SoftmaxCrossEntropy()
+    with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0"):
+        optimizer.update_in_backward(0)
+    optimizer.update_in_backward()
+    x, labels = next(_batches(model, "resnet20", 1))
+
+    def dy():
+        loss.forward(model.forward(x), labels)
+        return loss.backward()
+
+    for options in ({"accumulate": True}, {"send": False}):
+        with pytest.raises(RuntimeError, match="micro-batches add up what a ring of slots does not hold"):
+            model.backward(dy(), **options)
+    with pytest.raises(RuntimeError, match="update before backward"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="accumulate must be 1 with a ring of gradients, got 2"):
+        EagerStep(model, optimizer, loss, accumulate=2)
+    model.backward(dy())
+    with pytest.raises(RuntimeError, match="the learning rate changes when part of a step is done"):
+        optimizer.set_lr(0.01)
+    with pytest.raises(RuntimeError, match="they are gone when their update is done"):
+        model.layers[0].params.gradients()
+    optimizer.step()
+    optimizer.set_lr(0.01)
+    half = _model("resnet20", "fp16", "cpu")
+    with pytest.raises(ValueError, match="without loss scaling.*got 'fp16'; use bf16"):
+        m.SGD(half, 0.05).update_in_backward()
+
+
+def test_an_error_in_the_backward_pass_leaves_the_ring_usable():
+    model = _model("resnet20", "fp32", "cpu", group_bytes=0)
+    optimizer = m.SGD(model, 0.05, 0.9)
+    optimizer.update_in_backward()
+    layer = model.graph["layer2.1.conv1"].layer
+
+    def fail(*args, **kwargs):
+        raise FloatingPointError("on purpose")
+
+    layer.backward_data = fail
+    with pytest.raises(FloatingPointError):
+        _train(model, optimizer, "resnet20", 1)
+    with pytest.raises(RuntimeError, match="update before backward"):
+        optimizer.step()
+    del layer.backward_data
+    _train(model, optimizer, "resnet20", 2)
