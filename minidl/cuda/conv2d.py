@@ -265,7 +265,7 @@ def _gather(
     fits = {"hopper": conv2d_hopper.applies(conv, code, backward, current_device()), "generic": True}
     if choose_family(who, fits) != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output)
-    elif statistics and conv.images <= conv2d_hopper.images_at_once(conv):
+    elif statistics and conv2d_hopper.takes_statistics(conv, code):
         return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output)
     else:
         conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output)

@@ -15,8 +15,8 @@
 //   source  (C, W, H, N), im2col: TILE_M pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
 //   filter  (C, taps, K), tiled: forward 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
 //   output, add  (columns, pixels), tiled, 64 channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels, im2col
-// With STATISTICS (not SPREAD) means and sums of squared deviations of each TILE_M / 2 rows of the output go to
-// partial (patches, 2, columns), from which conv2d_statistics.cu goes on.
+// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
+// (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
 // MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
@@ -294,6 +294,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
     const Place& place = output.place;
+    float* const sums = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
     Tally tally;
 #if MASKED
     Masking masking;
@@ -315,17 +316,15 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
         mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
         if (s % BLOCKS == BLOCKS - 1)
-            masking.leave(partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns,
-                          place.column(tile, s), place.p.columns);
+            masking.leave(sums, place.column(tile, s), place.p.columns);
 #endif
         output.close(tile, s);
         if constexpr (STATISTICS) {
-            const int rows = place.p.classes[0].rows - place.row(tile, s), all = rows + s % BLOCKS * 64;
-            if (rows > 0)
-                tally.take<64>(slab, s % BLOCKS == 0, rows >= 64, [&](int i) { return i < rows; });
-            if (s % BLOCKS == BLOCKS - 1 && all > 0)
-                tally.leave(partial + i64(place.row(tile, 0) / ROWS) * 2 * place.p.columns, min(all, ROWS),
-                            place.column(tile, s), place.p.columns);
+            const int rows = place.p.classes[0].rows - place.row(tile, s);
+            if (s % BLOCKS == 0) tally.start();
+            tally.take<64>(slab, rows >= 64, [&](int i) { return i < rows; });
+            if (s % BLOCKS == BLOCKS - 1)
+                tally.leave(sums, place.column(tile, s), place.p.columns);
         }
     }
 }

@@ -16,7 +16,7 @@ import numpy as np
 from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.conv2d_statistics import Patches, merge_patches, sum_patches
+from minidl.cuda.conv2d_statistics import moments_of, sums_of
 from minidl.cuda.conv2d_walk import (
     DEPTH,
     ITEMSIZE,
@@ -32,8 +32,8 @@ from minidl.cuda.conv2d_walk import (
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, address, rows
-from minidl.precision import float32
+from minidl.cuda.rows import ACCESS, DTYPE, address, rows
+from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "masked_gradient",
     "plan",
     "start",
+    "takes_statistics",
 ]
 
 ARCH = (9, 0)
@@ -246,9 +247,8 @@ def plan(
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, **tile.defines}
         tiles = int(problem["tiles"][0])
-        sums = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
-        patches = Patches(1, 1, math.prod(conv.y_shape[:3]), 1, tile.rows // WARPGROUPS)
-        rest = problem, defines, tile.shared_bytes, sums, patches
+        patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
+        rest = problem, defines, tile.shared_bytes, patches
         launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
@@ -266,13 +266,19 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
             start(one, *arrays)
 
 
+def takes_statistics(conv: Convolution, code: int) -> bool:
+    """Whether `forward_with_statistics` does a convolution that the family takes: in bfloat16, whose squares float32
+    adds up without loss, and in one launch."""
+    return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
+
+
 def forward_with_statistics(conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any) -> Any:
-    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; for `images_at_once` at most."""
+    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; where `takes_statistics`."""
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, current_device(), statistics=True)
-    partial = empty((one.patches.count, 2, conv.out_channels), float32)
+    partial = empty((one.patches, 2, conv.out_channels), float32)
     start(one, w, x, output, None, bias, partial)
-    return merge_patches(partial, one.patches)
+    return moments_of(partial, math.prod(conv.y_shape[:3]))
 
 
 def masked_gradient(conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any) -> Any:
@@ -286,9 +292,9 @@ def masked_gradient(conv: Convolution, code: int, dy: Any, w: Any, add: Any, bel
     if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
         return None
     (one,) = plan(conv, code, True, pitches, add is not None, current_device(), masked=len(arrays))
-    partial = empty((one.sums, 2, conv.channels), float32)
+    partial = empty((one.patches, 2, conv.channels), float32)
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
-    return sum_patches(partial)
+    return sums_of(partial)
 
 
 def start(

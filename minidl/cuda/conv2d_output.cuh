@@ -51,73 +51,60 @@ DEVICE void leave_columns(float* to, const float (&first)[2], const float (&seco
     if (at < columns) to[lane / 2 % 2 * columns + at] = lane & 2 ? other : one;
 }
 
-// Statistics of what a warpgroup stores, column by column, as batch normalisation wants them: of the rounded values, with
-// squares of deviations from a pivot, the first of them, so that a mean far from zero costs nothing.
+// Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight bits,
+// so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from zero
+// would make differences of such sums treacherous. With 16 rows of the slab across in registers, x, the matrix units
+// have both from the same words: x times ones, and the diagonal of x times itself.
 struct Tally {
-    float pivot[2], sum[2], square[2];
+    float sums[4], squares[2][4];
 
-    // Takes in ROWS rows of a slab that the whole warpgroup has written; `begin`: as the first. Rows count where `inside`
-    // says so, all if `whole`.
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = squares[0][i] = squares[1][i] = 0.0f;
+    }
+
+    // Takes in ROWS rows of a slab that the whole warpgroup has written; those `inside`, or `whole`.
     template <int ROWS, class Inside>
-    __device__ __forceinline__ void take(u32 slab, bool begin, bool whole, Inside inside) {
+    __device__ __forceinline__ void take(u32 slab, bool whole, Inside inside) {
         const u32 from = slab + columns_across();
-        if (begin) start(from);
-        if (whole) {
-            u32 words[ROWS / 16][4];
 #pragma unroll
-            for (int k = 0; k < ROWS / 16; ++k) load_matrices<true>(words[k], from + k * (16 * 128));
+        for (int k = 0; k < ROWS; k += 16) {
+            u32 x[4];
+            load_matrices<true>(x, from + k * 128);
+            if (!whole) {
 #pragma unroll
-            for (int k = 0; k < ROWS / 16; ++k) add(words[k], [](int) { return true; });
-        } else {
-#pragma unroll 1
-            for (int k = 0; k < ROWS / 16; ++k) {
-                u32 words[4];
-                load_matrices<true>(words, from + k * (16 * 128));
-                add(words, [&](int row) { return inside(16 * k + row); });
+                for (int i = 0; i < 4; ++i) {
+                    const int row = k + i % 2 * 8 + threadIdx.x % 4 * 2;
+                    x[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
+                }
             }
+            multiply_across(sums, x, ONES, ONES);
+            multiply_across(squares[0], x, x[0], x[1]);
+            multiply_across(squares[1], x, x[2], x[3]);
         }
     }
 
-    // Writes means and, `columns` further, sums of squared deviations of `rows` rows, for the columns from `column` on.
-    __device__ __forceinline__ void leave(float* to, int rows, int column, int columns) {
-        const float inverse = 1.0f / rows;
-        float mean[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float all = sum_columns(sum[j]), offset = all * inverse;
-            mean[j] = pivot[j] + offset;
-            square[j] = clamp_below(fmaf(-all, offset, sum_columns(square[j])), 0.0f);
-        }
-        leave_columns(to, mean, square, column, columns);
+    // Writes the sums and, `columns` further, the sums of squares, for the slab's columns from `column` on.
+    __device__ __forceinline__ void leave(float* to, int column, int columns) const {
+        const int lane = threadIdx.x % 32, g = lane / 4, owner = 4 * g + g / 2;
+        const bool odd = g % 2;
+        const float first[2] = {sums[0], sums[2]};
+        float second[2];
+        second[0] = __shfl_sync(0xffffffffu, odd ? squares[0][1] : squares[0][0], owner);
+        second[1] = __shfl_sync(0xffffffffu, odd ? squares[1][3] : squares[1][2], owner);
+        leave_columns(to, first, second, column, columns);
     }
 
 private:
-    __device__ __forceinline__ void start(u32 from) {
-        u32 words[4];
-        load_matrices<true>(words, from);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float first[2];
-            unpack_word(__shfl_sync(0xffffffffu, words[2 * j], threadIdx.x % 32 & ~3), first);
-            pivot[j] = first[0];
-            sum[j] = square[j] = 0.0f;
-        }
-    }
+    static constexpr u32 ONES = 0x3f803f80;
 
-    // 16 rows.
-    template <class Inside>
-    __device__ __forceinline__ void add(const u32 (&words)[4], Inside inside) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float v[2];
-            unpack_word(words[i], v);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float d = inside(i % 2 * 8 + threadIdx.x % 4 * 2 + e) ? v[e] - pivot[i / 2] : 0.0f;
-                sum[i / 2] += d;
-                square[i / 2] = fmaf(d, d, square[i / 2]);
-            }
-        }
+    // d += (x across) * b, 16 columns of x by 8 of b over 16 rows.
+    static __device__ __forceinline__ void multiply_across(float (&d)[4], const u32 (&x)[4], u32 b0, u32 b1) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+            "%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(x[0]), "r"(x[2]), "r"(x[1]), "r"(x[3]), "r"(b0), "r"(b1));
     }
 };
 
