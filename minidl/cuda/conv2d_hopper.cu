@@ -280,7 +280,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
         masking.take(slab + k, x + k, y + k, [](int) { return true; });
     if ((s + 1) % SLABS_AT_ONCE == 0) {
-        if (threadIdx.x % 32 == 0) {
+        if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
             if (MASKED == 2) barrier_arrive(at.emptied(other.index));
         }
@@ -291,10 +291,8 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
-    // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
     const Place& place = output.place;
-    float* const sums = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
+    const auto sums = [&] { return partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns; };
     Tally tally;
 #if MASKED
     Masking masking;
@@ -303,6 +301,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     for (int s = 0; s < Place::COUNT; ++s) {
         const u32 slab = output.open(tile, s);
         const int first = s / BLOCKS * SLAB_COLUMNS;
+        // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
+        const int thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
 #pragma unroll
         for (int j = 0; j < SLAB_COLUMNS; j += 16) {
             float d[8];
@@ -316,7 +316,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
         mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
         if (s % BLOCKS == BLOCKS - 1)
-            masking.leave(sums, place.column(tile, s), place.p.columns);
+            masking.leave(sums(), place.column(tile, s), place.p.columns);
 #endif
         output.close(tile, s);
         if constexpr (STATISTICS) {
@@ -324,7 +324,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             if (s % BLOCKS == 0) tally.start();
             tally.take<64>(slab, rows >= 64, [&](int i) { return i < rows; });
             if (s % BLOCKS == BLOCKS - 1)
-                tally.leave(sums, place.column(tile, s), place.p.columns);
+                tally.leave(sums(), place.column(tile, s), place.p.columns);
         }
     }
 }

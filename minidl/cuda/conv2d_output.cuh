@@ -25,10 +25,17 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
     store_matrices<ACROSS>(place, words);
 }
 
+// Of the warpgroup. Read anew each time: what follows from it would be kept over the products, in registers they need.
+DEVICE int thread_again() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % 128;
+}
+
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
 DEVICE u32 columns_across() {
-    const int lane = threadIdx.x % 32, chunk = threadIdx.x % 128 / 32 * 2 + lane / 16;
+    const int thread = thread_again(), lane = thread % 32, chunk = thread / 32 * 2 + lane / 16;
     return lane % 16 * 128 + (chunk ^ lane % 8) * 16;
 }
 
@@ -46,7 +53,8 @@ DEVICE float sum_columns(float v) {
 
 // Writes two values of each of the warp's columns, those of a slab beginning at `column`, `columns` apart.
 DEVICE void leave_columns(float* to, const float (&first)[2], const float (&second)[2], int column, int columns) {
-    const int lane = threadIdx.x % 32, eight = lane % 2, at = column + threadIdx.x % 128 / 32 * 16 + eight * 8 + lane / 4;
+    const int thread = thread_again(), lane = thread % 32, eight = lane % 2;
+    const int at = column + thread / 32 * 16 + eight * 8 + lane / 4;
     const float one = eight ? first[1] : first[0], other = eight ? second[1] : second[0];
     if (at < columns) to[lane / 2 % 2 * columns + at] = lane & 2 ? other : one;
 }
@@ -67,14 +75,14 @@ struct Tally {
     template <int ROWS, class Inside>
     __device__ __forceinline__ void take(u32 slab, bool whole, Inside inside) {
         const u32 from = slab + columns_across();
-#pragma unroll
+#pragma unroll 1
         for (int k = 0; k < ROWS; k += 16) {
             u32 x[4];
             load_matrices<true>(x, from + k * 128);
             if (!whole) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int row = k + i % 2 * 8 + threadIdx.x % 4 * 2;
+                    const int row = k + i % 2 * 8 + thread_again() % 4 * 2;
                     x[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
                 }
             }
@@ -86,7 +94,7 @@ struct Tally {
 
     // Writes the sums and, `columns` further, the sums of squares, for the slab's columns from `column` on.
     __device__ __forceinline__ void leave(float* to, int column, int columns) const {
-        const int lane = threadIdx.x % 32, g = lane / 4, owner = 4 * g + g / 2;
+        const int g = thread_again() % 32 / 4, owner = 4 * g + g / 2;
         const bool odd = g % 2;
         const float first[2] = {sums[0], sums[2]};
         float second[2];
@@ -121,7 +129,7 @@ struct Masking {
     __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int at = column + threadIdx.x % 128 / 32 * 16 + j * 8 + threadIdx.x % 32 / 4;
+            const int thread = thread_again(), at = column + thread / 32 * 16 + j * 8 + thread % 32 / 4;
             const bool there = at < columns;
             mean[j] = there ? below.moments[at] : 0.0f;
             if constexpr (MASKED == 1) {
@@ -182,7 +190,7 @@ struct Output {
     Ring<SLABS> next, fetched;  // the buffer of the next slab, and of the next addend
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
-    __device__ __forceinline__ bool added() const { return place.p.added; }  // whether there is an array to be added
+    __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added
 
     // One thread: fetches the addend of slab s as soon as its buffer is free.
     template <class Tile>
