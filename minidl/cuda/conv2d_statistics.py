@@ -12,16 +12,19 @@ from minidl.shapes import ceil_div
 
 __all__ = ["moments_of", "sums_of"]
 
-COLUMNS, LANES = 32, 8  # threads of a block
-BLOCKS, CHUNKS, LEAST = 1024, 128, 4 * LANES  # wanted; chunks at most, and patches of one at least
+COLUMNS, LANES, MOST_LANES = 32, 8, 32  # threads of a block
+FEW = 1024  # patches that one pass adds up
+BLOCKS, CHUNKS = 1024, 128  # of the first of two passes: wanted; chunks at most
 
 
 def sums_of(partial: Any, dtype: Any = np.float32) -> Any:
-    """(R, 2, C) of ``dtype`` with few R: the sums of neighbours of ``partial`` (patches, 2, C) float32."""
+    """(R, 2, C) with few R: ``partial`` (patches, 2, C) float32, or sums of neighbours in ``dtype``."""
     patches, pair, channels = partial.shape
+    if patches <= FEW:
+        return partial
     columns = pair * channels
     wanted = min(CHUNKS, ceil_div(BLOCKS, ceil_div(columns, COLUMNS)))
-    per = max(LEAST, ceil_div(patches, wanted))
+    per = ceil_div(patches, wanted)
     out = empty((ceil_div(patches, per), pair, channels), dtype)
     launch(
         "conv2d_statistics", "conv2d_sums_kernel", (out.shape[0], ceil_div(columns, COLUMNS)), (COLUMNS, LANES),
@@ -36,8 +39,8 @@ def moments_of(partial: Any, count: int) -> Any:
     chunks, _, channels = sums.shape
     stats = empty(1 + 2 * channels, np.float64)
     launch(
-        "conv2d_statistics", "conv2d_moments_kernel", ceil_div(channels, COLUMNS), (COLUMNS, LANES),
-        sums, stats, np.int32(chunks), np.int32(channels), np.int32(count), defines={"SUM": _name(np.float64)},
+        "conv2d_statistics", "conv2d_moments_kernel", ceil_div(channels, COLUMNS), (COLUMNS, MOST_LANES),
+        sums, stats, np.int32(chunks), np.int32(channels), np.int32(count), defines={"SUM": _name(sums.dtype)},
     )  # fmt: skip
     return stats
 
