@@ -75,6 +75,8 @@ def close(a, b, bound):
     assert a.keys() == b.keys()
     for name, value in a.items():
         scale = max(np.abs(value).max(initial=0.0), 1e-3)
+        if name.endswith("running_mean"):  # it may be the rounding of a sum that is zero: small beside the deviation
+            scale = max(scale, 0.1 * np.sqrt(a[name.replace("mean", "var")]).max())
         assert np.abs(value - b[name]).max(initial=0.0) <= bound * scale, name
 
 

@@ -279,19 +279,21 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         if constexpr (STATISTICS) {
             const bool whole = width == WIDTH && (s + 1) * SLAB_LINES <= lines;
             if (s == 0) tally.start();
-            tally.take<SLAB_PIXELS>(slab, whole, [&](int i) {
+            tally.take<SLAB_PIXELS, 2>(slab, whole, [&](int i) {
                 return i % WIDTH < width && s * SLAB_LINES + i / WIDTH < lines;
             });
         }
     }
-    float* const sums = partial + i64(number) * 2 * p.columns;
-    if (STATISTICS && lines > 0) tally.leave(sums, tile.column, p.columns);
 #if MASKED
     if (threadIdx.x % 32 == 0)
 #pragma unroll
         for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
-    if (lines > 0) masking.leave(sums, tile.column, p.columns);
+    const float found = masking.result();
+#else
+    const float found = STATISTICS ? tally.result() : 0.0f;
 #endif
+    if ((STATISTICS || MASKED) && lines > 0)
+        ColumnShare().write(partial + i64(number) * 2 * p.columns, found, tile.column, p.columns);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

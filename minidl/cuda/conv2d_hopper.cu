@@ -265,6 +265,9 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
 }
 
 #if MASKED
+// Steps of 16 rows that are worked on side by side, as registers allow.
+constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
+
 // Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
 DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
     Ring<STAGES> other = ring;
@@ -276,8 +279,8 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
     const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
     slab += columns_across();
-#pragma unroll 1
-    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
+#pragma unroll AT_ONCE
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
         masking.take(slab + k, x + k, y + k, [](int) { return true; });
     if ((s + 1) % SLABS_AT_ONCE == 0) {
         if (thread_again() % 32 == 0) {
@@ -292,17 +295,21 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
-    const auto sums = [&] { return partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns; };
+    constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
+    float found[Place::COUNT / BLOCKS];
     Tally tally;
 #if MASKED
     Masking masking;
 #endif
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
+#if MASKED
+        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
+#endif
         const u32 slab = output.open(tile, s);
         const int first = s / BLOCKS * SLAB_COLUMNS;
         // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-        const int thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
+        const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
 #pragma unroll
         for (int j = 0; j < SLAB_COLUMNS; j += 16) {
             float d[8];
@@ -313,19 +320,22 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         }
 #if MASKED
         output.share();
-        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
         mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
-        if (s % BLOCKS == BLOCKS - 1)
-            masking.leave(sums(), place.column(tile, s), place.p.columns);
+        if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
 #endif
         output.close(tile, s);
         if constexpr (STATISTICS) {
             const int rows = place.p.classes[0].rows - place.row(tile, s);
             if (s % BLOCKS == 0) tally.start();
-            tally.take<64>(slab, rows >= 64, [&](int i) { return i < rows; });
-            if (s % BLOCKS == BLOCKS - 1)
-                tally.leave(sums(), place.column(tile, s), place.p.columns);
+            tally.take<64, RESIDENT == 1 || Place::COUNT == 1 ? 4 : 1>(slab, rows >= 64, [&](int i) { return i < rows; });
+            if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
         }
+    }
+    if constexpr (STATISTICS || MASKED) {
+        float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
+#pragma unroll
+        for (int s = 0; s < Place::COUNT; s += BLOCKS)
+            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
     }
 }
 

@@ -26,8 +26,8 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
 }
 
 // Of the warpgroup. Read anew each time: what follows from it would be kept over the products, in registers they need.
-DEVICE int thread_again() {
-    int thread;
+DEVICE u32 thread_again() {
+    u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread % 128;
 }
@@ -35,7 +35,7 @@ DEVICE int thread_again() {
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
 DEVICE u32 columns_across() {
-    const int thread = thread_again(), lane = thread % 32, chunk = thread / 32 * 2 + lane / 16;
+    const u32 thread = thread_again(), lane = thread % 32, chunk = thread / 32 * 2 + lane / 16;
     return lane % 16 * 128 + (chunk ^ lane % 8) * 16;
 }
 
@@ -51,13 +51,28 @@ DEVICE float sum_columns(float v) {
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
 }
 
-// Writes two values of each of the warp's columns, those of a slab beginning at `column`, `columns` apart.
-DEVICE void leave_columns(float* to, const float (&first)[2], const float (&second)[2], int column, int columns) {
-    const int thread = thread_again(), lane = thread % 32, eight = lane % 2;
-    const int at = column + thread / 32 * 16 + eight * 8 + lane / 4;
-    const float one = eight ? first[1] : first[0], other = eight ? second[1] : second[0];
-    if (at < columns) to[lane / 2 % 2 * columns + at] = lane & 2 ? other : one;
-}
+// Of two values of each of the warp's columns, the one that this lane writes: to which column, and whether the second.
+struct ColumnShare {
+    int column;
+    bool second;
+
+    __device__ __forceinline__ ColumnShare() {
+        const u32 thread = thread_again(), lane = thread % 32;
+        column = thread / 32 * 16 + lane % 2 * 8 + lane / 4;
+        second = lane & 2;
+    }
+
+    __device__ __forceinline__ float pick(const float (&first)[2], const float (&other)[2]) const {
+        const float upper = second ? other[1] : first[1], lower = second ? other[0] : first[0];
+        return column & 8 ? upper : lower;
+    }
+
+    // Into `to` (2, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the engine
+    // would wait for it.
+    __device__ __forceinline__ void write(float* to, float value, int from, int columns) const {
+        if (from + column < columns) to[second * columns + from + column] = value;
+    }
+};
 
 // Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight bits,
 // so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from zero
@@ -71,18 +86,19 @@ struct Tally {
         for (int i = 0; i < 4; ++i) sums[i] = squares[0][i] = squares[1][i] = 0.0f;
     }
 
-    // Takes in ROWS rows of a slab that the whole warpgroup has written; those `inside`, or `whole`.
-    template <int ROWS, class Inside>
+    // Takes in ROWS rows of a slab that the whole warpgroup has written, UNROLL times 16 at once; those `inside`, or
+    // `whole`.
+    template <int ROWS, int UNROLL, class Inside>
     __device__ __forceinline__ void take(u32 slab, bool whole, Inside inside) {
         const u32 from = slab + columns_across();
-#pragma unroll 1
+#pragma unroll UNROLL
         for (int k = 0; k < ROWS; k += 16) {
             u32 x[4];
             load_matrices<true>(x, from + k * 128);
             if (!whole) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int row = k + i % 2 * 8 + thread_again() % 4 * 2;
+                    const int row = k + i % 2 * 8 + int(thread_again() % 4) * 2;
                     x[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
                 }
             }
@@ -92,15 +108,15 @@ struct Tally {
         }
     }
 
-    // Writes the sums and, `columns` further, the sums of squares, for the slab's columns from `column` on.
-    __device__ __forceinline__ void leave(float* to, int column, int columns) const {
-        const int g = thread_again() % 32 / 4, owner = 4 * g + g / 2;
+    // This lane's share of the sums and the sums of squares.
+    __device__ __forceinline__ float result() const {
+        const u32 g = thread_again() % 32 / 4, owner = 4 * g + g / 2;
         const bool odd = g % 2;
         const float first[2] = {sums[0], sums[2]};
         float second[2];
         second[0] = __shfl_sync(0xffffffffu, odd ? squares[0][1] : squares[0][0], owner);
         second[1] = __shfl_sync(0xffffffffu, odd ? squares[1][3] : squares[1][2], owner);
-        leave_columns(to, first, second, column, columns);
+        return ColumnShare().pick(first, second);
     }
 
 private:
@@ -129,7 +145,8 @@ struct Masking {
     __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int thread = thread_again(), at = column + thread / 32 * 16 + j * 8 + thread % 32 / 4;
+            const u32 thread = thread_again();
+            const int at = column + int(thread / 32 * 16 + j * 8 + thread % 32 / 4);
             const bool there = at < columns;
             mean[j] = there ? below.moments[at] : 0.0f;
             if constexpr (MASKED == 1) {
@@ -169,10 +186,11 @@ struct Masking {
         store_matrices<true>(slab, gradients);
     }
 
-    __device__ __forceinline__ void leave(float* to, int column, int columns) {
+    // This lane's share of both sums.
+    __device__ __forceinline__ float result() {
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
-        leave_columns(to, sum, product, column, columns);
+        return ColumnShare().pick(sum, product);
     }
 };
 
