@@ -6,8 +6,8 @@
 Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
 for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum). `apart` is
 the same in passes of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, and
-`whole` also adds up what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past the
-cache on both sides. Steps are captured, plans and peers in turn; the losses of the plans are compared.
+`whole` also adds up what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past
+the cache on both sides. Steps are captured, plans and peers in turn; the losses of the plans are compared.
 """
 
 from __future__ import annotations

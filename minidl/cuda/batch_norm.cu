@@ -213,7 +213,8 @@ batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict
 // sums (2, C) double from partial (chunks, 2, C) float; also the local parameter gradients where their pointers are not null.
 extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
-                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks, int channels) {
+                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
+                                 int channels) {
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[2] = {};
     if (channel < channels) {

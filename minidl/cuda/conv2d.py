@@ -160,6 +160,11 @@ def conv2d_backward_data_masked(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = convolution(who, x.shape, w.shape, **geometry)
     code = _check_operands(who, dy, w, None, add, x, tf32)
+    for name, array in (("x", x), ("y", y)):
+        if array is not None and array.shape != x.shape:
+            raise checks.bad_shape(who, name, str(x.shape), array.shape)
+        if array is not None and array.dtype != dy.dtype:
+            raise checks.bad_dtype(who, name, dy.dtype, array.dtype)
     fits = {"hopper": conv2d_hopper.applies(conv, code, True, current_device()), "generic": True}
     if x.size and not conv.depthwise and choose_family(who, fits) == "hopper":
         if dy.shape != conv.y_shape:

@@ -21,8 +21,8 @@
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
 // from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
-// warpgroup.
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
+// output buffers per warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.

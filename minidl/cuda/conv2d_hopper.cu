@@ -296,6 +296,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
+    constexpr int TAKEN = RESIDENT == 1 || Place::COUNT == 1 ? 4 : 1;  // as registers allow
     float found[Place::COUNT / BLOCKS];
     Tally tally;
 #if MASKED
@@ -327,7 +328,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         if constexpr (STATISTICS) {
             const int rows = place.p.classes[0].rows - place.row(tile, s);
             if (s % BLOCKS == 0) tally.start();
-            tally.take<64, RESIDENT == 1 || Place::COUNT == 1 ? 4 : 1>(slab, rows >= 64, [&](int i) { return i < rows; });
+            tally.take<64, TAKEN>(slab, rows >= 64, [&](int i) { return i < rows; });
             if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
         }
     }

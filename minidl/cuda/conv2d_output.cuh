@@ -25,13 +25,6 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
     store_matrices<ACROSS>(place, words);
 }
 
-// Of the warpgroup. Read anew each time: what follows from it would be kept over the products, in registers they need.
-DEVICE u32 thread_again() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % 128;
-}
-
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
 DEVICE u32 columns_across() {
@@ -74,10 +67,10 @@ struct ColumnShare {
     }
 };
 
-// Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight bits,
-// so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from zero
-// would make differences of such sums treacherous. With 16 rows of the slab across in registers, x, the matrix units
-// have both from the same words: x times ones, and the diagonal of x times itself.
+// Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight
+// bits, so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from
+// zero would make differences of such sums treacherous. With 16 rows of the slab across in registers, x, the matrix
+// units have both from the same words: x times ones, and the diagonal of x times itself.
 struct Tally {
     float sums[4], squares[2][4];
 
@@ -102,9 +95,10 @@ struct Tally {
                     x[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
                 }
             }
-            multiply_across(sums, x, ONES, ONES);
-            multiply_across(squares[0], x, x[0], x[1]);
-            multiply_across(squares[1], x, x[2], x[3]);
+            const u32 a[4] = {x[0], x[2], x[1], x[3]};
+            multiply_bf16(sums, a, ONES, ONES);
+            multiply_bf16(squares[0], a, x[0], x[1]);
+            multiply_bf16(squares[1], a, x[2], x[3]);
         }
     }
 
@@ -121,15 +115,6 @@ struct Tally {
 
 private:
     static constexpr u32 ONES = 0x3f803f80;
-
-    // d += (x across) * b, 16 columns of x by 8 of b over 16 rows.
-    static __device__ __forceinline__ void multiply_across(float (&d)[4], const u32 (&x)[4], u32 b0, u32 b1) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-            "%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(x[0]), "r"(x[2]), "r"(x[1]), "r"(x[3]), "r"(b0), "r"(b1));
-    }
 };
 
 // What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and
@@ -158,8 +143,8 @@ struct Masking {
         }
     }
 
-    // Masks 16 rows of a slab, whose gradients are `inside` or do not count. MASKED 1: the mask follows from x; 2: it is
-    // read from the ReLU's output y. Addresses are those of the lane's row.
+    // Masks 16 rows of a slab, whose gradients are `inside` or do not count. MASKED 1: the mask follows from x; 2: it
+    // is read from the ReLU's output y. Addresses are those of the lane's row.
     template <class Inside>
     __device__ __forceinline__ void take(u32 slab, u32 x, u32 y, Inside inside) {
         u32 gradients[4], inputs[4], outputs[4];
