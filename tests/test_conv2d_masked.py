@@ -68,9 +68,8 @@ def test_in_each_family(forced_ops, case, storage, joined, added, rng):  # noqa:
     check(forced_ops, case, *operands(rng, case, storage, joined, added))
 
 
-@KINDS
+@pytest.mark.parametrize(("joined", "added", "share"), [(False, False, 1), (True, True, 3)])
 @cases(CASES)
-@pytest.mark.parametrize("share", [1, 3])
 def test_with_every_tile(cuda_ops, case, joined, added, share, rng, monkeypatch):
     """Each part that is read has been written, and no matter by which block."""
     if not fits("hopper", case, bfloat16):

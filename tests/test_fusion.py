@@ -25,7 +25,7 @@ def stack():
     return graph.output(m.Linear(128, 5, name="fc")(m.Flatten()(x)))
 
 
-def residual():
+def residual(width=12, first=8):
     """A join of two batch norms, one with the input, and one without a ReLU."""
     graph = m.Graph()
     x = graph.input((6, 6, 3))
@@ -34,12 +34,17 @@ def residual():
         x = m.Conv2d(x.shape[-1], width, kernel, padding=kernel // 2, bias=False, name=f"{name}.conv")(x)
         return m.BatchNorm2d(width, name=f"{name}.bn")(x)
 
-    a = m.ReLU(name="relu0")(norm(x, 8, "stem"))
-    b = m.Add(name="add1")(norm(a, 12, "main1"), norm(a, 12, "side1", 1))
+    a = m.ReLU(name="relu0")(norm(x, first, "stem"))
+    b = m.Add(name="add1")(norm(a, width, "main1"), norm(a, width, "side1", 1))
     b = m.ReLU(name="relu1")(b)
-    c = m.ReLU(name="relu2")(m.Add(name="add2")(b, norm(b, 12, "main2")))
-    d = m.Add(name="add3")(norm(c, 12, "main3"), c)
-    return graph.output(m.Linear(432, 5, name="fc")(m.Flatten()(d)))
+    c = m.ReLU(name="relu2")(m.Add(name="add2")(b, norm(b, width, "main2")))
+    d = m.Add(name="add3")(norm(c, width, "main3"), c)
+    return graph.output(m.Linear(36 * width, 5, name="fc")(m.Flatten()(d)))
+
+
+def wide():
+    """The same with channels in multiples of eight, which Hopper's kernels take."""
+    return residual(24, 16)
 
 
 def preactivation():
@@ -87,6 +92,8 @@ def close(a, b, bound):
     assert a.keys() == b.keys()
     for name, value in a.items():
         scale = max(np.abs(value).max(initial=0.0), 1e-3)
+        if name.endswith("running_mean"):  # it may be the rounding of a sum that is zero: small beside the deviation
+            scale = max(scale, 0.1 * np.sqrt(a[name.replace("mean", "var")]).max())
         assert np.abs(value - b[name]).max(initial=0.0) <= bound * scale, name
 
 
@@ -104,7 +111,7 @@ def test_a_stack_gives_the_same_bits_fused(ops, precision, frozen):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("build", [stack, residual, preactivation])
+@pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
 def test_what_convolutions_do_on_the_way_are_the_passes_of_their_own(ops, build, precision):
     """The same bits where no kernel does it on the way, as for float32."""
     apart, *others = (run(fused(build, how, ops, precision=precision)) for how in list(fusion.PLANS)[1:])
@@ -112,7 +119,7 @@ def test_what_convolutions_do_on_the_way_are_the_passes_of_their_own(ops, build,
         close(apart, taken, 0.0 if ops.name == "cpu" or precision == "fp32" else 2.0**-6)
 
 
-@pytest.mark.parametrize("build", [stack, residual, preactivation])
+@pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
 def test_a_masked_gradient_is_masked_once(cpu_ops, build, monkeypatch):
     """Where a convolution masks for the ReLU below it, neither that nor the batch norm does; nor takes its sums."""
     masked, summed = [], []
@@ -152,7 +159,7 @@ def test_any_plan_computes_the_same_network(ops, build, training):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("build", [residual, preactivation])
+@pytest.mark.parametrize("build", [residual, wide, preactivation])
 def test_in_16_bits_fusing_errs_no_more_than_not_fusing(ops, build, precision):
     """Against the same network in float32: a join that rounds once may flip a ReLU, as any rounding does."""
     exact = run(m.Model(build(), device=ops.name))

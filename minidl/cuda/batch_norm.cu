@@ -184,11 +184,10 @@ DEVICE void sum_lanes(double (&v)[N]) {
         for (int i = 0; i < N; ++i) v[i] = warp_sum(lane < WARPS ? parts[i][warp][lane] : 0.0);
 }
 
-// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel, or of others with counts (chunks,).
-// Deviations are taken from the first chunk's mean, in double.
+// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel. Deviations are taken from the first chunk's
+// mean, in double.
 extern "C" __global__ void __launch_bounds__(GROUP * LANES)
-batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares,
-                        const double* __restrict__ counts, double* __restrict__ stats, Chunks cut) {
+batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, Chunks cut) {
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[3] = {};  // sums of count * d, count * d^2, M2
     if (channel < cut.channels && cut.chunks > 0) {
@@ -196,8 +195,7 @@ batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict
 #pragma unroll 4
         for (int chunk = threadIdx.x / GROUP; chunk < cut.chunks; chunk += LANES) {
             const i64 from = i64(chunk) * cut.channels + channel;
-            const double rows = min(cut.rows - chunk * cut.chunk_rows, cut.chunk_rows);
-            const double count = counts ? counts[chunk] : rows, d = mean[from] - origin;
+            const double count = min(cut.rows - chunk * cut.chunk_rows, cut.chunk_rows), d = mean[from] - origin;
             v[0] += count * d;
             v[1] += count * d * d;
             v[2] += squares[from];
@@ -215,23 +213,24 @@ batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict
 // sums (2, C) double from partial (chunks, 2, C) float; also the local parameter gradients where their pointers are not null.
 extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
-                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, Chunks cut) {
+                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
+                                 int channels) {
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[2] = {};
-    if (channel < cut.channels) {
+    if (channel < channels) {
 #pragma unroll 4
-        for (int chunk = threadIdx.x / GROUP; chunk < cut.chunks; chunk += LANES) {
-            const float* from = partial + i64(chunk) * 2 * cut.channels + channel;
+        for (int chunk = threadIdx.x / GROUP; chunk < chunks; chunk += LANES) {
+            const float* from = partial + i64(chunk) * 2 * channels + channel;
             v[0] += from[0];
-            v[1] += from[cut.channels];
+            v[1] += from[channels];
         }
     }
     sum_lanes(v);
     channel = blockIdx.x * GROUP + threadIdx.x / 32;
-    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= cut.channels) return;
-    v[1] *= moments[cut.channels + channel];
+    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= channels) return;
+    v[1] *= moments[channels + channel];
     sums[channel] = v[0];
-    sums[cut.channels + channel] = v[1];
+    sums[channels + channel] = v[1];
     if (dbeta) dbeta[channel] = float(v[0] + (accumulate ? double(dbeta[channel]) : 0.0));
     if (dgamma) dgamma[channel] = float(v[1] + (accumulate ? double(dgamma[channel]) : 0.0));
 }

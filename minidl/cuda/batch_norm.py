@@ -23,7 +23,6 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_stats",
-    "merge_chunks",
 ]
 
 THREADS = 256
@@ -105,28 +104,8 @@ def batch_norm_stats(x: Any) -> Any:
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    _merge("batch_norm_merge_kernel", cut.chunks, channels, mean, squares, None, stats, cut.argument)
+    _merge("batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, cut.argument)
     return stats
-
-
-def merge_chunks(mean: Any, squares: Any, counts: Any, rows: int) -> Any:
-    """What `batch_norm_stats` returns, from means (float64) and squared deviations (float32) of chunks, both (R, C).
-
-    ``counts``: (R,) float64, rows of each chunk; ``rows``: of all.
-    """
-    chunks, channels = mean.shape
-    stats = empty(1 + 2 * channels, np.float64)
-    cut = _cut_of_chunks(rows, channels, chunks)
-    _merge("batch_norm_merge_kernel", chunks, channels, mean, squares, counts, stats, cut)
-    return stats
-
-
-@functools.lru_cache(maxsize=1024)
-def _cut_of_chunks(rows: int, channels: int, chunks: int) -> np.ndarray:
-    """What merging needs to know of chunks that others have cut."""
-    argument = np.array([(rows, 0, 0, 0, channels, 0, chunks)], _ARGUMENT)
-    argument.setflags(write=False)
-    return argument
 
 
 def batch_norm_finalize(
@@ -290,8 +269,8 @@ def batch_norm_backward_sums(
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
-    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate)
-    _merge("batch_norm_backward_merge_kernel", chunks, channels, *args, _cut_of_chunks(0, channels, chunks))
+    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate), np.int32(chunks), np.int32(channels)
+    _merge("batch_norm_backward_merge_kernel", chunks, channels, *args)
     return sums
 
 

@@ -169,6 +169,11 @@ def conv2d_backward_data_masked(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = convolution(who, x.shape, w.shape, **geometry)
     code = _check_operands(who, dy, w, None, add, x, tf32)
+    for name, array in (("x", x), ("y", y)):
+        if array is not None and array.shape != x.shape:
+            raise checks.bad_shape(who, name, str(x.shape), array.shape)
+        if array is not None and array.dtype != dy.dtype:
+            raise checks.bad_dtype(who, name, dy.dtype, array.dtype)
     choice = _choose(who, Question("backward_data", conv, code, tf32))
     if x.size and code and not conv.depthwise and choice.family == "hopper":
         if dy.shape != conv.y_shape:
@@ -309,7 +314,7 @@ def _gather(
         return None
     if choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
-    elif statistics and code and conv.images <= conv2d_hopper.images_at_once(conv):
+    elif statistics and conv2d_hopper.takes_statistics(conv, code):
         return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output, choice)
     else:
         conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice)

@@ -18,11 +18,11 @@
 //   filter       (C, taps, K), tiled: 64 channels x 1 x 64 filters
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
 //   below        (channels, W, H, N), tiled: 64 channels x window
-// With STATISTICS means and sums of squared deviations of each window of the output go to partial (windows, 2, columns),
+// With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
 // from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS, output buffers per
-// warpgroup.
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
+// output buffers per warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.
@@ -276,19 +276,24 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         }
 #endif
         output.close(tile, s);
-        if (STATISTICS && s * SLAB_LINES < lines)
-            tally.take<SLAB_PIXELS>(slab, s == 0, width == WIDTH && (s + 1) * SLAB_LINES <= lines, [&](int i) {
+        if constexpr (STATISTICS) {
+            const bool whole = width == WIDTH && (s + 1) * SLAB_LINES <= lines;
+            if (s == 0) tally.start();
+            tally.take<SLAB_PIXELS, 2>(slab, whole, [&](int i) {
                 return i % WIDTH < width && s * SLAB_LINES + i / WIDTH < lines;
             });
+        }
     }
-    float* const sums = partial + i64(number) * 2 * p.columns;
-    if (STATISTICS && lines > 0) tally.leave(sums, lines * width, tile.column, p.columns);
 #if MASKED
     if (threadIdx.x % 32 == 0)
 #pragma unroll
         for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
-    if (lines > 0) masking.leave(sums, tile.column, p.columns);
+    const float found = masking.result();
+#else
+    const float found = STATISTICS ? tally.result() : 0.0f;
 #endif
+    if ((STATISTICS || MASKED) && lines > 0)
+        ColumnShare().write(partial + i64(number) * 2 * p.columns, found, tile.column, p.columns);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.conv2d_statistics import Patches
 from minidl.cuda.conv2d_walk import DEPTH, ITEMSIZE, Planned, Walk, blocks, columns_of, depth_of, filter_view, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import View, Views
@@ -154,5 +153,4 @@ def plan_halo(
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics), "MASKED": masked}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
-    patches = Patches(conv.images, h.count, w.count, tile.window, WIDTH)
-    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows, patches)
+    return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

@@ -19,8 +19,8 @@
 //           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
-// With STATISTICS (not SPREAD) means and sums of squared deviations of each TILE_M / 2 rows of the output go to
-// partial (patches, 2, columns), from which conv2d_statistics.cu goes on.
+// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
+// (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
 // MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
@@ -271,6 +271,9 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
 }
 
 #if MASKED
+// Steps of 16 rows that are worked on side by side, as registers allow.
+constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
+
 // Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
 DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
     Ring<STAGES> other = ring;
@@ -282,11 +285,11 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
     const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
     slab += columns_across();
-#pragma unroll 1
-    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)  // all at once would take too many registers
+#pragma unroll AT_ONCE
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
         masking.take(slab + k, x + k, y + k, [](int) { return true; });
     if ((s + 1) % SLABS_AT_ONCE == 0) {
-        if (threadIdx.x % 32 == 0) {
+        if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
             if (MASKED == 2) barrier_arrive(at.emptied(other.index));
         }
@@ -298,39 +301,47 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
+    constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
+    constexpr int TAKEN = RESIDENT == 1 || Place::COUNT == 1 ? 4 : 1;  // as registers allow
+    float found[Place::COUNT / BLOCKS];
     Tally tally;
 #if MASKED
     Masking masking;
 #endif
 #pragma unroll
     for (int s = 0; s < Place::COUNT; ++s) {
+#if MASKED
+        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
+#endif
         const u32 slab = output.open(tile, s);
         const int first = s / BLOCKS * SLAB_COLUMNS;
+        const u32 thread = thread_again();
 #pragma unroll
         for (int j = 0; j < SLAB_COLUMNS; j += 16) {
             float d[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
             if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
-            put(d, slab, j, output.added());
+            put(d, slab, j, thread, output.added());
         }
 #if MASKED
         output.share();
-        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
         mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
-        if (s % BLOCKS == BLOCKS - 1)
-            masking.leave(partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns,
-                          place.column(tile, s), place.p.columns);
+        if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
 #endif
         output.close(tile, s);
         if constexpr (STATISTICS) {
-            const int rows = place.p.classes[0].rows - place.row(tile, s), all = rows + s % BLOCKS * 64;
-            if (rows > 0)
-                tally.take<64>(slab, s % BLOCKS == 0, rows >= 64, [&](int i) { return i < rows; });
-            if (s % BLOCKS == BLOCKS - 1 && all > 0)
-                tally.leave(partial + i64(place.row(tile, 0) / ROWS) * 2 * place.p.columns, min(all, ROWS),
-                            place.column(tile, s), place.p.columns);
+            const int rows = place.p.classes[0].rows - place.row(tile, s);
+            if (s % BLOCKS == 0) tally.start();
+            tally.take<64, TAKEN>(slab, rows >= 64, [&](int i) { return i < rows; });
+            if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
         }
+    }
+    if constexpr (STATISTICS || MASKED) {
+        float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
+#pragma unroll
+        for (int s = 0; s < Place::COUNT; s += BLOCKS)
+            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
     }
 }
 

@@ -17,7 +17,7 @@ from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.conv2d_statistics import Patches, merge_patches, sum_patches
+from minidl.cuda.conv2d_statistics import moments_of, sums_of
 from minidl.cuda.conv2d_walk import (
     STAGE_ROW,
     Planned,
@@ -34,8 +34,8 @@ from minidl.cuda.conv2d_walk import (
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, address, rows
-from minidl.precision import float32
+from minidl.cuda.rows import ACCESS, DTYPE, address, rows
+from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "pays",
     "plan",
     "start",
+    "takes_statistics",
 ]
 
 ARCH = (9, 0)
@@ -312,9 +313,8 @@ def plan(
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, **tile.defines}
         tiles = int(problem["tiles"][0])
-        sums = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
-        patches = Patches(1, 1, math.prod(conv.y_shape[:3]), 1, tile.rows // WARPGROUPS)
-        rest = problem, defines, tile.shared_bytes, sums, patches
+        patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
+        rest = problem, defines, tile.shared_bytes, patches
         launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
@@ -355,17 +355,23 @@ def _turned(w: Any, conv: Convolution) -> Any:
     return out
 
 
+def takes_statistics(conv: Convolution, code: int) -> bool:
+    """Whether `forward_with_statistics` does a convolution that the family takes: in bfloat16, whose squares float32
+    adds up without loss, and in one launch."""
+    return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
+
+
 def forward_with_statistics(
     conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any, choice: Choice | None = None
 ) -> Any:
-    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; for `images_at_once` at most."""
+    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; where `takes_statistics`."""
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     device = current_device()
     chosen = _taken(choice, conv, False, device, code)
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics=True)
-    partial = empty((one.patches.count, 2, conv.out_channels), float32)
+    partial = empty((one.patches, 2, conv.out_channels), float32)
     start(one, w, x, output, None, bias, partial)
-    return merge_patches(partial, one.patches)
+    return moments_of(partial, math.prod(conv.y_shape[:3]))
 
 
 def masked_gradient(
@@ -382,9 +388,9 @@ def masked_gradient(
         return None
     chosen = _taken(choice, conv, True, current_device(), code)
     (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=len(arrays))
-    partial = empty((one.sums, 2, conv.channels), float32)
+    partial = empty((one.patches, 2, conv.channels), float32)
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
-    return sum_patches(partial)
+    return sums_of(partial)
 
 
 def start(

@@ -26,15 +26,16 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
     store_matrices<ACROSS>(place, words);
 }
 
-// Writes 16 x 16 results of a warp, two blocks of 8 columns, to columns from j on of a slab of 64 rows.
-DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
+// Writes 16 x 16 results of a warp, two blocks of 8 columns, to columns from j on of a slab of 64 rows; `thread` of the
+// warpgroup.
+DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16, chunk = lane / 16;
+    const u32 lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
     finish<false>(d, slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16, added);
 }
 #else
-DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4, pair = lane % 4;
+DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
+    const u32 lane = thread % 32, row = thread / 32 * 16 + lane / 4, pair = lane % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         // Values 2 i and 2 i + 1 are in block i / 2, 8 rows further down if i is odd; a chunk holds two pairs.
@@ -53,7 +54,7 @@ DEVICE void put(float (&d)[8], u32 slab, int j, bool added) {
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
 DEVICE u32 columns_across() {
-    const int lane = threadIdx.x % 32, chunk = threadIdx.x % 128 / 32 * 2 + lane / 16;
+    const u32 thread = thread_again(), lane = thread % 32, chunk = thread / 32 * 2 + lane / 16;
     return lane % 16 * 128 + (chunk ^ lane % 8) * 16;
 }
 
@@ -69,81 +70,77 @@ DEVICE float sum_columns(float v) {
     return v + __shfl_xor_sync(0xffffffffu, v, 2);
 }
 
-// Writes two values of each of the warp's columns, those of a slab beginning at `column`, `columns` apart.
-DEVICE void leave_columns(float* to, const float (&first)[2], const float (&second)[2], int column, int columns) {
-    const int lane = threadIdx.x % 32, eight = lane % 2, at = column + threadIdx.x % 128 / 32 * 16 + eight * 8 + lane / 4;
-    const float one = eight ? first[1] : first[0], other = eight ? second[1] : second[0];
-    if (at < columns) to[lane / 2 % 2 * columns + at] = lane & 2 ? other : one;
-}
+// Of two values of each of the warp's columns, the one that this lane writes: to which column, and whether the second.
+struct ColumnShare {
+    int column;
+    bool second;
 
-// Statistics of what a warpgroup stores, column by column, as batch normalisation wants them: of the rounded values, with
-// squares of deviations from a pivot, the first of them, so that a mean far from zero costs nothing.
+    __device__ __forceinline__ ColumnShare() {
+        const u32 thread = thread_again(), lane = thread % 32;
+        column = thread / 32 * 16 + lane % 2 * 8 + lane / 4;
+        second = lane & 2;
+    }
+
+    __device__ __forceinline__ float pick(const float (&first)[2], const float (&other)[2]) const {
+        const float upper = second ? other[1] : first[1], lower = second ? other[0] : first[0];
+        return column & 8 ? upper : lower;
+    }
+
+    // Into `to` (2, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the engine
+    // would wait for it.
+    __device__ __forceinline__ void write(float* to, float value, int from, int columns) const {
+        if (from + column < columns) to[second * columns + from + column] = value;
+    }
+};
+
+// Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight
+// bits, so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from
+// zero would make differences of such sums treacherous. With 16 rows of the slab across in registers, x, the matrix
+// units have both from the same words: x times ones, and the diagonal of x times itself.
 struct Tally {
-    float pivot[2], sum[2], square[2];
+    float sums[4], squares[2][4];
 
-    // Takes in ROWS rows of a slab that the whole warpgroup has written; `begin`: as the first. Rows count where `inside`
-    // says so, all if `whole`.
-    template <int ROWS, class Inside>
-    __device__ __forceinline__ void take(u32 slab, bool begin, bool whole, Inside inside) {
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = squares[0][i] = squares[1][i] = 0.0f;
+    }
+
+    // Takes in ROWS rows of a slab that the whole warpgroup has written, UNROLL times 16 at once; those `inside`, or
+    // `whole`.
+    template <int ROWS, int UNROLL, class Inside>
+    __device__ __forceinline__ void take(u32 slab, bool whole, Inside inside) {
         const u32 from = slab + columns_across();
-        if (begin) start(from);
-        if (whole) {
-            u32 words[ROWS / 16][4];
+#pragma unroll UNROLL
+        for (int k = 0; k < ROWS; k += 16) {
+            u32 x[4];
+            load_matrices<true>(x, from + k * 128);
+            if (!whole) {
 #pragma unroll
-            for (int k = 0; k < ROWS / 16; ++k) load_matrices<true>(words[k], from + k * (16 * 128));
-#pragma unroll
-            for (int k = 0; k < ROWS / 16; ++k) add(words[k], [](int) { return true; });
-        } else {
-#pragma unroll 1
-            for (int k = 0; k < ROWS / 16; ++k) {
-                u32 words[4];
-                load_matrices<true>(words, from + k * (16 * 128));
-                add(words, [&](int row) { return inside(16 * k + row); });
+                for (int i = 0; i < 4; ++i) {
+                    const int row = k + i % 2 * 8 + int(thread_again() % 4) * 2;
+                    x[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
+                }
             }
+            const u32 a[4] = {x[0], x[2], x[1], x[3]};
+            multiply_bf16(sums, a, ONES, ONES);
+            multiply_bf16(squares[0], a, x[0], x[1]);
+            multiply_bf16(squares[1], a, x[2], x[3]);
         }
     }
 
-    // Writes means and, `columns` further, sums of squared deviations of `rows` rows, for the columns from `column` on.
-    __device__ __forceinline__ void leave(float* to, int rows, int column, int columns) {
-        const float inverse = 1.0f / rows;
-        float mean[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const float all = sum_columns(sum[j]), offset = all * inverse;
-            mean[j] = pivot[j] + offset;
-            square[j] = clamp_below(fmaf(-all, offset, sum_columns(square[j])), 0.0f);
-        }
-        leave_columns(to, mean, square, column, columns);
+    // This lane's share of the sums and the sums of squares.
+    __device__ __forceinline__ float result() const {
+        const u32 g = thread_again() % 32 / 4, owner = 4 * g + g / 2;
+        const bool odd = g % 2;
+        const float first[2] = {sums[0], sums[2]};
+        float second[2];
+        second[0] = __shfl_sync(0xffffffffu, odd ? squares[0][1] : squares[0][0], owner);
+        second[1] = __shfl_sync(0xffffffffu, odd ? squares[1][3] : squares[1][2], owner);
+        return ColumnShare().pick(first, second);
     }
 
 private:
-    __device__ __forceinline__ void start(u32 from) {
-        u32 words[4];
-        load_matrices<true>(words, from);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float first[2];
-            unpack_word(__shfl_sync(0xffffffffu, words[2 * j], threadIdx.x % 32 & ~3), first);
-            pivot[j] = first[0];
-            sum[j] = square[j] = 0.0f;
-        }
-    }
-
-    // 16 rows.
-    template <class Inside>
-    __device__ __forceinline__ void add(const u32 (&words)[4], Inside inside) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float v[2];
-            unpack_word(words[i], v);
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const float d = inside(i % 2 * 8 + threadIdx.x % 4 * 2 + e) ? v[e] - pivot[i / 2] : 0.0f;
-                sum[i / 2] += d;
-                square[i / 2] = fmaf(d, d, square[i / 2]);
-            }
-        }
-    }
+    static constexpr u32 ONES = 0x3f803f80;
 };
 
 // What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and
@@ -160,7 +157,8 @@ struct Masking {
     __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int at = column + threadIdx.x % 128 / 32 * 16 + j * 8 + threadIdx.x % 32 / 4;
+            const u32 thread = thread_again();
+            const int at = column + int(thread / 32 * 16 + j * 8 + thread % 32 / 4);
             const bool there = at < columns;
             mean[j] = there ? below.moments[at] : 0.0f;
             if constexpr (MASKED == 1) {
@@ -172,8 +170,8 @@ struct Masking {
         }
     }
 
-    // Masks 16 rows of a slab, whose gradients are `inside` or do not count. MASKED 1: the mask follows from x; 2: it is
-    // read from the ReLU's output y. Addresses are those of the lane's row.
+    // Masks 16 rows of a slab, whose gradients are `inside` or do not count. MASKED 1: the mask follows from x; 2: it
+    // is read from the ReLU's output y. Addresses are those of the lane's row.
     template <class Inside>
     __device__ __forceinline__ void take(u32 slab, u32 x, u32 y, Inside inside) {
         u32 gradients[4], inputs[4], outputs[4];
@@ -200,10 +198,11 @@ struct Masking {
         store_matrices<true>(slab, gradients);
     }
 
-    __device__ __forceinline__ void leave(float* to, int column, int columns) {
+    // This lane's share of both sums.
+    __device__ __forceinline__ float result() {
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
-        leave_columns(to, sum, product, column, columns);
+        return ColumnShare().pick(sum, product);
     }
 };
 #endif
@@ -222,7 +221,7 @@ struct Output {
     Ring<SLABS> next, fetched;  // the buffer of the next slab, and of the next addend
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
-    __device__ __forceinline__ bool added() const { return place.p.added; }  // whether there is an array to be added
+    __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added
 
     // One thread: fetches the addend of slab s as soon as its buffer is free.
     template <class Tile>

@@ -1,77 +1,49 @@
-"""Statistics of a convolution's output from those of its patches, which the kernels for Hopper leave on the way."""
+"""What the Hopper kernels leave for a batch norm, two values per channel and patch of their output, added up."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from minidl.cuda.array import empty
-from minidl.cuda.batch_norm import merge_chunks
-from minidl.cuda.conv2d_plan import argument, struct
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
-__all__ = ["Patches", "merge_patches", "sum_patches"]
+__all__ = ["moments_of", "sums_of"]
 
-COLUMNS, LANES = 32, 8  # threads of a block: channels, patches
-CHUNKS = 256  # at most; as many as one block of the last merge takes at once
-
-_CUT = struct("", "patches per channels across down width height patch_width patch_height")
-
-
-class Patches(NamedTuple):
-    """A cut of images into patches, counted across, then down, then over the images; those at the edges are smaller.
-
-    Attributes:
-        images, height, width: of the images; a cut that minds no lines has one image of one line.
-        patch_height, patch_width: of a patch.
-    """
-
-    images: int
-    height: int
-    width: int
-    patch_height: int
-    patch_width: int
-
-    @property
-    def across(self) -> int:
-        return ceil_div(self.width, self.patch_width)
-
-    @property
-    def down(self) -> int:
-        return ceil_div(self.height, self.patch_height)
-
-    @property
-    def count(self) -> int:
-        return self.images * self.down * self.across
+COLUMNS, LANES, MOST_LANES = 32, 8, 32  # threads of a block
+FEW = 1024  # patches that one pass adds up
+BLOCKS, CHUNKS = 1024, 128  # of the first of two passes: wanted; chunks at most
 
 
-def merge_patches(partial: Any, patches: Patches) -> Any:
-    """(1 + 2C,) float64 as of ``batch_norm_stats``, from the means and squared deviations (patches, 2, C) float32."""
-    count, _, channels = partial.shape
-    assert count == patches.count, (partial.shape, patches)
-    per = ceil_div(count, CHUNKS)
-    chunks = ceil_div(count, per)
-    mean, squares = empty((chunks, channels), np.float64), empty((chunks, channels), np.float32)
-    counts = empty(chunks, np.float64)
-    cut = argument(
-        _CUT, patches=count, per=per, channels=channels, across=patches.across, down=patches.down,
-        width=patches.width, height=patches.height, patch_width=patches.patch_width, patch_height=patches.patch_height,
-    )  # fmt: skip
-    grid = chunks, ceil_div(channels, COLUMNS)
-    launch("conv2d_statistics", "conv2d_statistics_kernel", grid, (COLUMNS, LANES), partial, mean, squares, counts, cut)
-    return merge_chunks(mean, squares, counts, patches.images * patches.height * patches.width)
-
-
-def sum_patches(partial: Any) -> Any:
-    """(R, 2, C) float32 with few R: what patches left (patches, 2, C) float32, neighbours added up in their order."""
-    count, pair, channels = partial.shape
-    per = ceil_div(count, CHUNKS)
-    if per == 1:
+def sums_of(partial: Any, dtype: Any = np.float32) -> Any:
+    """(R, 2, C) with few R: ``partial`` (patches, 2, C) float32, or sums of neighbours in ``dtype``."""
+    patches, pair, channels = partial.shape
+    if patches <= FEW:
         return partial
-    out = empty((ceil_div(count, per), pair, channels), np.float32)
-    grid = out.shape[0], ceil_div(pair * channels, COLUMNS)
-    sizes = np.int32(count), np.int32(per), np.int32(pair * channels)
-    launch("conv2d_statistics", "conv2d_sums_kernel", grid, (COLUMNS, LANES), partial, out, *sizes)
+    columns = pair * channels
+    wanted = min(CHUNKS, ceil_div(BLOCKS, ceil_div(columns, COLUMNS)))
+    per = ceil_div(patches, wanted)
+    out = empty((ceil_div(patches, per), pair, channels), dtype)
+    launch(
+        "conv2d_statistics", "conv2d_sums_kernel", (out.shape[0], ceil_div(columns, COLUMNS)), (COLUMNS, LANES),
+        partial, out, np.int32(patches), np.int32(per), np.int32(columns), defines={"SUM": _name(dtype)},
+    )  # fmt: skip
     return out
+
+
+def moments_of(partial: Any, count: int) -> Any:
+    """What ``batch_norm_stats`` returns for ``count`` rows, from their sums and sums of squares (patches, 2, C)."""
+    sums = sums_of(partial, np.float64)
+    chunks, _, channels = sums.shape
+    stats = empty(1 + 2 * channels, np.float64)
+    launch(
+        "conv2d_statistics", "conv2d_moments_kernel", ceil_div(channels, COLUMNS), (COLUMNS, MOST_LANES),
+        sums, stats, np.int32(chunks), np.int32(channels), np.int32(count), defines={"SUM": _name(sums.dtype)},
+    )  # fmt: skip
+    return stats
+
+
+def _name(dtype: Any) -> str:
+    return "double" if np.dtype(dtype) == np.float64 else "float"

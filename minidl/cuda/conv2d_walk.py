@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from minidl.cuda.conv2d_plan import AxisClass, Convolution, parity_classes
-from minidl.cuda.conv2d_statistics import Patches
 from minidl.cuda.hopper import TF32, View, Views
 from minidl.shapes import Pair
 
@@ -39,7 +38,7 @@ class Planned(NamedTuple):
     """A launch of ``<stem>_kernel`` of ``<stem>.cu``.
 
     ``views``: of filters, source, output, what is added to it, and of a batch norm below its input and its ReLU's
-    output. ``sums``: pairs of values per channel that are left.
+    output. ``patches``: parts of the output that leave two values per channel.
     """
 
     stem: str
@@ -49,8 +48,7 @@ class Planned(NamedTuple):
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
-    sums: int = 0
-    patches: Patches | None = None
+    patches: int
 
 
 class Walk(NamedTuple):
