@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_walk, nvrtc
+from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_walk, nvrtc
 from minidl.cuda.conv2d_family import choose_family, family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.conv2d_walk import walks_of
@@ -216,12 +216,12 @@ def test_chosen_tiles_apply_and_blocks_are_short(name):
         shape, pad = (images, size, size, channels), (kernel // 2,) * 2
         conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride, stride), pad, (1, 1), 1)
         for backward in (False, True):
-            tile, share = conv2d_hopper.choose(conv, backward, device)
-            assert tile in conv2d_hopper.candidates(conv, backward, device)
+            tile, share = conv2d_hopper_tiles.choose(conv, backward, device)
+            assert tile in conv2d_hopper_tiles.candidates(conv, backward, device)
             chosen.add(tile)
-            rounds = ceil_div(conv2d_hopper.work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
-            length = conv2d_hopper.microseconds(conv, backward, tile, device)[0] / rounds * share
-            assert share == 1 or length <= 2 * conv2d_hopper.LONGEST
+            rounds = ceil_div(conv2d_hopper_tiles.work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
+            length = conv2d_hopper_tiles.microseconds(conv, backward, tile, device)[0] / rounds * share
+            assert share == 1 or length <= 2 * conv2d_hopper_tiles.LONGEST
     assert len(chosen) >= 6, "all but one have their uses"
 
 
@@ -232,9 +232,9 @@ def test_more_images_never_take_less_time():
         for images in (1, 2, 3, 5, 8, 16, 24, 100, 256):
             shape, pad = (images, size, size, channels), (kernel // 2,) * 2
             conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride,) * 2, pad, (1, 1), 1)
-            for backward, tile in product((False, True), conv2d_hopper.candidates(conv, False, device)):
-                if tile in conv2d_hopper.candidates(conv, backward, device):
-                    time = conv2d_hopper.microseconds(conv, backward, tile, device)[1]
+            for backward, tile in product((False, True), conv2d_hopper_tiles.candidates(conv, False, device)):
+                if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
+                    time = conv2d_hopper_tiles.microseconds(conv, backward, tile, device)[1]
                     times.setdefault(f"{tile.name} {backward}", []).append(time)
         for name, row in times.items():
             assert row == sorted(row) and row[0] < row[-1], (name, row)
@@ -358,7 +358,7 @@ def every_tile(ops, case, rng, monkeypatch, share):
     some = put(ops, draw(rng, case.x, bfloat16), draw(rng, case.w[0], float32), draw(rng, case.x[3], float32))
     options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-    tiles = {tile for back in (False, True) for tile in conv2d_hopper.candidates(conv, back, current_device())}
+    tiles = {tile for back in (False, True) for tile in conv2d_hopper_tiles.candidates(conv, back, current_device())}
     results = {}
     # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
     few = dataclasses.replace(current_device(), multiprocessors=2)
@@ -371,7 +371,7 @@ def every_tile(ops, case, rng, monkeypatch, share):
                 results[tile] = [bits(ops, y) for y in both(ops, case, *put(ops, *hosts), **options)]
     finally:
         conv2d_hopper.plan.cache_clear()
-    expected = results[conv2d_hopper.TILES[0]]
+    expected = results[conv2d_hopper_tiles.TILES[0]]
     different = [
         (tile, i) for tile, found in results.items() for i in (0, 1) if not np.array_equal(found[i], expected[i])
     ]

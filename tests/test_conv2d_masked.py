@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper
+from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import current_device
@@ -86,7 +86,7 @@ def test_with_every_tile(cuda_ops, case, joined, added, share, rng, monkeypatch)
 
     monkeypatch.setattr(conv2d_hopper, "empty", poisoned)
     try:
-        for tile in conv2d_hopper.candidates(conv, True, current_device()):
+        for tile in conv2d_hopper_tiles.candidates(conv, True, current_device()):
             found = []
             for device in (current_device(), few):
                 monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper
+from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
@@ -85,7 +85,7 @@ def test_of_every_tile(cuda_ops, case, share, rng, monkeypatch):
     monkeypatch.setattr(conv2d_hopper, "empty", poisoned)
     outputs = []
     try:
-        for tile in conv2d_hopper.candidates(conv, False, current_device()):
+        for tile in conv2d_hopper_tiles.candidates(conv, False, current_device()):
             found = []
             for device in (current_device(), few):
                 monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper
+from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
@@ -125,14 +125,14 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     few = dataclasses.replace(current_device(), multiprocessors=2)
     monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "current_device", lambda: few)
     try:
-        for tile in conv2d_hopper.candidates(conv, False, few, 0):
+        for tile in conv2d_hopper_tiles.candidates(conv, False, few, 0):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
             results[tile] = [hopper.to_host(y) for y in both(hopper, case, *put(hopper, *hosts), **options)]
     finally:
         conv2d_hopper.plan.cache_clear()
-    first = results[conv2d_hopper.TILES[0]]
-    assert len(results) == len(conv2d_hopper.TILES)
+    first = results[conv2d_hopper_tiles.TILES[0]]
+    assert len(results) == len(conv2d_hopper_tiles.TILES)
     for found in results.values():
         for a, b in zip(found, first, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import ceiling, conv2d_hopper, nvrtc
+from minidl.cuda import ceiling, conv2d_hopper, conv2d_hopper_tiles, nvrtc
 from minidl.cuda.conv2d_family import TEXTBOOK, family
 from minidl.cuda.conv2d_halo import HALO_TILES
 from minidl.cuda.conv2d_plan import convolution
@@ -361,7 +361,7 @@ def test_every_variant_compiles_and_fits(stem, name):
     assert not problems, "\n".join(sorted(problems))
 
 
-@pytest.mark.parametrize("tile", (*conv2d_hopper.TILES, *HALO_TILES), ids=str)
+@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, *HALO_TILES), ids=str)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""
@@ -369,7 +369,7 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
     for code, backward, (kernel, stride) in itertools.product((1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
         shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
-        if tile in conv2d_hopper.candidates(conv, backward, device):
+        if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
             for launch in conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1)):
                 variants.add((launch.stem, tuple(launch.defines.items())))
                 assert launch.shared <= device.shared_per_block and launch.block == tile.threads

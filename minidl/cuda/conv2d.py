@@ -16,7 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 from minidl import checks
-from minidl.cuda import conv2d_generic, conv2d_hopper, conv2d_stem, conv2d_textbook, conv2d_weight_hopper, depthwise
+from minidl.cuda import (
+    conv2d_generic,
+    conv2d_hopper,
+    conv2d_hopper_tiles,
+    conv2d_stem,
+    conv2d_textbook,
+    conv2d_weight_hopper,
+    depthwise,
+)
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.batch_norm import batch_norm_stats
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
@@ -294,7 +302,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         elif which == "backward_weight":
             found += conv2d_weight_hopper.options(wide)
         else:
-            found += conv2d_hopper.options(wide, backward, device, code)
+            found += conv2d_hopper_tiles.options(wide, backward, device, code)
     return found
 
 

@@ -1,8 +1,8 @@
 """Convolution and its data gradient on Hopper's matrix units, for 16-bit types and for float32 in TF32.
 
 Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
-sizes and the device record: `applies` says in one place which convolutions the family takes, `choose` with which tile,
-`plan` what is launched for them.
+sizes and the device record: `applies` says in one place which convolutions the family takes, `conv2d_hopper_tiles` with
+which tile, `plan` what is launched for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.conv2d_family import Choice
-from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, plan_halo, windows_of
+from minidl.cuda.conv2d_halo import HaloTile, plan_halo
+from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, taken
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_statistics import moments_of, sums_of
 from minidl.cuda.conv2d_walk import (
@@ -28,7 +29,6 @@ from minidl.cuda.conv2d_walk import (
     filter_view,
     is_flat,
     itemsize_of,
-    reads,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
@@ -39,18 +39,13 @@ from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
-    "TILES",
     "Below",
-    "HopperTile",
     "aligned",
     "applies",
-    "candidates",
-    "choose",
     "forward_with_statistics",
     "gather",
     "images_at_once",
     "masked_gradient",
-    "options",
     "pays",
     "plan",
     "start",
@@ -60,7 +55,6 @@ __all__ = [
 ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
-SLAB = 64  # rows of an output buffer, of 128 bytes
 WARPGROUPS = 2  # that share the rows of a tile
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
@@ -92,69 +86,6 @@ class Below(NamedTuple):
 
 
 NOTHING = Below(None, None, None, None)
-
-
-class HopperTile(NamedTuple):
-    """Rows x columns of the product that a block computes at a time.
-
-    Attributes:
-        rows, columns, stages, slabs, resident: the macros TILE_M, TILE_N, STAGES, SLABS and RESIDENT.
-        step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
-            measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
-    """
-
-    rows: int
-    columns: int
-    stages: int
-    slabs: int
-    resident: int
-    step: float
-    rest: float
-
-    @property
-    def name(self) -> str:
-        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
-        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
-
-    @property
-    def fetched(self) -> int:
-        """Rows of both operands that a stage takes."""
-        return self.rows + self.columns
-
-    @property
-    def threads(self) -> int:
-        return 384 if self.resident == 1 else 288
-
-    @property
-    def shared_bytes(self) -> int:
-        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + 1024
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {
-            "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
-            "RESIDENT": self.resident,
-        }  # fmt: skip
-
-
-TILES = (
-    HopperTile(128, 256, 4, 2, 1, 0.64, 2.4),
-    HopperTile(256, 128, 4, 2, 1, 0.64, 2.4),
-    HopperTile(128, 192, 4, 3, 1, 0.54, 1.3),
-    HopperTile(256, 64, 4, 2, 1, 0.42, 1.0),
-    HopperTile(128, 128, 5, 4, 1, 0.38, 0.9),
-    HopperTile(128, 128, 3, 1, 2, 0.37, 0.55),
-    HopperTile(128, 64, 4, 1, 2, 0.25, 0.33),
-)
-
-# Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
-# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
-# the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
-# starts within a sector (see `reads`).
-READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
-ALONE = 1.3
-ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
-LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
 @functools.lru_cache(maxsize=1024)
@@ -200,81 +131,6 @@ def aligned(x: Any) -> Any:
 def images_at_once(conv: Convolution) -> int:
     """Images that one launch can take."""
     return max(1, ROW_LIMIT // max(conv.height * conv.width, conv.out_height * conv.out_width))
-
-
-def candidates(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[HopperTile | HaloTile]:
-    """Every tile that can do a convolution that the family takes."""
-    return [*TILES, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
-
-
-def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
-    """(tiles, stages of all tiles together)"""
-    columns = ceil_div(columns_of(conv, backward), tile.columns)
-    chunks, tiles, stages = ceil_div(depth_of(conv, backward), STAGE_ROW // itemsize_of(code)), 0, 0
-    for h, w in walks_of(conv, backward):
-        if isinstance(tile, HaloTile):
-            count = ceil_div(windows_of(conv, backward, tile)[0], tile.windows) * columns
-        else:
-            count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
-        tiles += count
-        stages += count * max(h.taps * w.taps * chunks, 1)
-    return tiles, stages
-
-
-def microseconds(
-    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int = 1
-) -> tuple[float, float]:
-    """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200.
-
-    A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
-    """
-    tiles, stages = work(conv, backward, tile, code)
-    share = ceil_div(tiles, device.multiprocessors)
-    rounds = share + (ALONE - 1 if share % tile.resident else 0)
-    lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
-    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    arithmetic = max(rounds * (stages / tiles * tile.step + tile.rest), fetched)
-    x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
-    memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
-    return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
-
-
-@functools.lru_cache(maxsize=1024)
-def choose(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> tuple[HopperTile | HaloTile, int]:
-    """The tile that should finish first, and how many of them a block works on."""
-    among = candidates(conv, backward, device, code)
-    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1])
-    return tile, _shares(conv, backward, tile, device, code)[0]
-
-
-def _shares(
-    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int
-) -> tuple[int, int]:
-    """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
-    rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
-    groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
-    return ceil_div(rounds, groups), rounds
-
-
-def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
-    """What a tuner may try, first what `choose` says: each tile, in blocks of several lengths."""
-    chosen, share = choose(conv, backward, device, code)
-    found = [Choice("hopper", chosen.name, (share,))]
-    for tile in candidates(conv, backward, device, code):
-        shares = *_shares(conv, backward, tile, device, code), 1
-        found += [Choice("hopper", tile.name, (share,)) for share in shares]
-    return list(dict.fromkeys(found))
-
-
-@functools.lru_cache(maxsize=1024)
-def _taken(
-    choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord, code: int
-) -> tuple[HopperTile | HaloTile, int] | None:
-    """Tile and share of a choice; None where it names none that can do this."""
-    if choice is None or len(choice.split) != 1:
-        return None
-    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code)}
-    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -331,7 +187,7 @@ def gather(
     choice: Choice | None = None,
 ) -> None:
     """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
-    chosen = _taken(choice, conv, backward, current_device(), code)
+    chosen = taken(choice, conv, backward, current_device(), code)
     if backward and not code:
         w = _turned(w, conv)
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
@@ -367,7 +223,7 @@ def forward_with_statistics(
     """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; where `takes_statistics`."""
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     device = current_device()
-    chosen = _taken(choice, conv, False, device, code)
+    chosen = taken(choice, conv, False, device, code)
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics=True)
     partial = empty((one.patches, 2, conv.out_channels), float32)
     start(one, w, x, output, None, bias, partial)
@@ -386,7 +242,7 @@ def masked_gradient(
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2]
     if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
         return None
-    chosen = _taken(choice, conv, True, current_device(), code)
+    chosen = taken(choice, conv, True, current_device(), code)
     (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=len(arrays))
     partial = empty((one.patches, 2, conv.channels), float32)
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
