@@ -34,6 +34,8 @@ ARCHITECTURES = [
     pytest.param("H200", id="sm_90"),
 ]
 
+ACTIVATIONS = ("relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
+
 # (stem, kernel) -> why its spills are accepted. Empty is the aim.
 ACCEPTED_SPILLS: dict[tuple[str, str], str] = {}
 
@@ -93,10 +95,14 @@ def call_batch_norm() -> None:
 
 def call_activation() -> None:
     for dtype in STORAGE:
-        for x in _activations(dtype):
+        arrays = list(_activations(dtype))
+        for x in arrays:
             y = ops.relu(x)
             ops.relu_backward(x, y)
             ops.relu_backward(x, y, add=x)
+        # Every vector width with one function, every function with some: the two do not meet in the kernels.
+        for x, function in itertools.product(arrays[::6], ACTIVATIONS):
+            ops.activate_backward(x, ops.activate(x, function, 0.1), function, 0.1, add=x)
 
 
 def call_join() -> None:
@@ -104,6 +110,46 @@ def call_join() -> None:
         for x in _activations(dtype):
             ops.add(x, x)
             assert ops.concat([x, x[..., :1], x]).shape[-1] == 2 * x.shape[-1] + 1
+            gate = ops.gate_gradient(x, x)
+            assert ops.mul(ops.mul(x, x), gate).shape == x.shape and gate.shape == (x.shape[0], 1, 1, x.shape[-1])
+
+
+def call_group_norm() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            gamma, beta, dgamma, dbeta = _parameters(*[x.shape[-1]] * 4)
+            for groups in {1, x.shape[-1] // 2 or 1, x.shape[-1]}:
+                if x.shape[-1] % groups:
+                    continue
+                moments = ops.group_norm_stats(x, groups, eps=1e-5)
+                ops.group_norm_apply(x, moments, gamma, beta)
+                sums = ops.group_norm_backward_stats(x, x, moments, gamma, dgamma=dgamma, dbeta=dbeta, accumulate=True)
+                assert sums.shape == moments.shape == (2, x.shape[0], groups)
+                for add in (None, x):
+                    ops.group_norm_backward_apply(x, x, moments, gamma, sums, add=add)
+
+
+def call_layer_norm() -> None:
+    for dtype in STORAGE:
+        for x in (*_activations(dtype), ops.empty((3, 10000), dtype)):
+            gamma, beta, dgamma, dbeta = _parameters(*[x.shape[-1]] * 4)
+            y, moments = ops.layer_norm(x, gamma, beta, eps=1e-5)
+            ops.layer_norm_backward_weight(x, x, moments, dgamma=dgamma, dbeta=dbeta)
+            for add in (None, x):
+                assert ops.layer_norm_backward_data(y, x, moments, gamma, add=add).shape == x.shape
+
+
+def call_softmax() -> None:
+    for dtype in STORAGE:
+        for x in (*_activations(dtype), ops.empty((3, 10000), dtype)):
+            assert ops.softmax_backward(x, ops.softmax(x)).shape == x.shape
+
+
+def call_upsample2d() -> None:
+    for dtype, mode in itertools.product(STORAGE, ("nearest", "bilinear")):
+        for x in _activations(dtype):
+            y = ops.upsample2d(x, (2 * x.shape[1], x.shape[2] + 1), mode)
+            assert ops.upsample2d_backward(y, x.shape, mode).shape == x.shape
 
 
 # (N, H, W, C), K, kernel, stride, padding, dilation, groups

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minidl.cuda.activation import relu, relu_backward
+from minidl.cuda.activation import activate, activate_backward, relu, relu_backward
 from minidl.cuda.array import (
     array_type,
     cast,
@@ -40,7 +40,14 @@ from minidl.cuda.conv2d import (
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
-from minidl.cuda.join import add, concat
+from minidl.cuda.group_norm import (
+    group_norm_apply,
+    group_norm_backward_apply,
+    group_norm_backward_stats,
+    group_norm_stats,
+)
+from minidl.cuda.join import add, concat, gate_gradient, mul
+from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cuda.loss import softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
@@ -52,7 +59,9 @@ from minidl.cuda.pool2d import (
     max_pool2d,
     max_pool2d_backward,
 )
+from minidl.cuda.softmax import softmax, softmax_backward
 from minidl.cuda.transfer import from_dlpack, uploader
+from minidl.cuda.upsample2d import upsample2d, upsample2d_backward
 
 name = "cuda"
 
@@ -82,9 +91,22 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
+    "group_norm_stats",
+    "group_norm_apply",
+    "group_norm_backward_stats",
+    "group_norm_backward_apply",
+    "layer_norm",
+    "layer_norm_backward_weight",
+    "layer_norm_backward_data",
+    "activate",
+    "activate_backward",
     "relu",
     "relu_backward",
+    "softmax",
+    "softmax_backward",
     "add",
+    "mul",
+    "gate_gradient",
     "concat",
     "max_pool2d",
     "max_pool2d_backward",
@@ -93,6 +115,8 @@ __all__ = [
     "adaptive_avg_pool2d",
     "adaptive_avg_pool2d_backward",
     "pad2d",
+    "upsample2d",
+    "upsample2d_backward",
     "dropout",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
