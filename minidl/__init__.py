@@ -4,6 +4,7 @@ from minidl.backend import get_ops
 from minidl.graph import Graph, Node, scope
 from minidl.layer import Layer
 from minidl.layers import (
+    GELU,
     AdaptiveAvgPool2d,
     Add,
     AvgPool2d,
@@ -13,7 +14,6 @@ from minidl.layers import (
     ConvTranspose2d,
     Dropout,
     Flatten,
-    GELU,
     GroupNorm,
     Hardswish,
     LayerNorm,
@@ -24,8 +24,8 @@ from minidl.layers import (
     Pad,
     ReLU,
     ReLU6,
-    SiLU,
     Sigmoid,
+    SiLU,
     Softmax,
     Tanh,
     Upsample,

@@ -9,7 +9,7 @@ from minidl.precision import float32
 from tests.layouts import LAYOUTS, place
 from tests.reference import group_norm as reference
 from tests.reference.differences import assert_gradient
-from tests.tolerance import STORE, assert_close, draw, draw_integers
+from tests.tolerance import assert_close, draw, draw_integers
 
 EPS = 1e-5
 # (N, H, W, C), groups

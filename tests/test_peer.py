@@ -121,6 +121,28 @@ TWINS = {
     "batch norm": (lambda: m.BatchNorm2d(3), [(2, 4, 5, 3)]),
     "batch norm of vectors": (lambda: m.BatchNorm2d(3, affine=False), [(6, 3)]),
     "relu": (lambda: m.ReLU(), [(2, 3, 4, 5)]),
+    **{
+        name: (make, [(2, 3, 4, 5)])
+        for name, make in {
+            "relu6": m.ReLU6,
+            "leaky relu": m.LeakyReLU,
+            "sigmoid": m.Sigmoid,
+            "tanh": m.Tanh,
+            "silu": m.SiLU,
+            "gelu": m.GELU,
+            "gelu by tanh": lambda: m.GELU("tanh"),
+            "hardswish": m.Hardswish,
+            "softmax": m.Softmax,
+            "layer norm": lambda: m.LayerNorm(5),
+            "group norm": lambda: m.GroupNorm(5, 5),
+        }.items()
+    },
+    "group norm, plain": (lambda: m.GroupNorm(2, 6, affine=False), [(2, 4, 5, 6)]),
+    "upsample": (lambda: m.Upsample(scale_factor=(2, 1.5)), [(2, 3, 4, 5)]),
+    "upsample, bilinear": (lambda: m.Upsample((7, 3), mode="bilinear"), [(2, 3, 4, 5)]),
+    "upsample, corners": (lambda: m.Upsample((7, 3), mode="bilinear", align_corners=True), [(2, 3, 4, 5)]),
+    "mul": (lambda: m.Mul(), [(2, 3, 4, 5)] * 2),
+    "gate": (lambda: m.Mul(), [(2, 3, 4, 5), (2, 1, 1, 5)]),
     "max pool": (lambda: m.MaxPool2d(3, 2, 1, ceil_mode=True), [(2, 6, 7, 3)]),
     "max pool, dilated": (lambda: m.MaxPool2d((2, 3), 1, dilation=2), [(1, 6, 7, 3)]),
     "average pool": (lambda: m.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), [(2, 6, 7, 3)]),
