@@ -309,7 +309,7 @@ class Block(torch.nn.Module):
         self.bn = torch.nn.BatchNorm2d(4)
         self.relu = torch.nn.ReLU(inplace=True)
         self.odd = Odd()
-        self.gelu = torch.nn.GELU()
+        self.gelu = torch.nn.Mish()
         self.flat = torch.nn.Flatten()
         self.fc = torch.nn.Linear(4 * 25, 7)
 
