@@ -309,14 +309,14 @@ class Block(torch.nn.Module):
         self.bn = torch.nn.BatchNorm2d(4)
         self.relu = torch.nn.ReLU(inplace=True)
         self.odd = Odd()
-        self.gelu = torch.nn.Mish()
+        self.mish = torch.nn.Mish()
         self.flat = torch.nn.Flatten()
         self.fc = torch.nn.Linear(4 * 25, 7)
 
     def forward(self, x):
         y = self.relu(self.bn(self.conv(x)))
         y = self.relu(y + self.odd(y, shift=torch.ones(1))["y"])
-        return self.fc(self.flat(self.gelu(y)))
+        return self.fc(self.flat(self.mish(y)))
 
 
 def table(module, x, **options):
@@ -335,7 +335,7 @@ def test_the_table_of_a_module_has_a_row_for_each_pass_of_each_leaf_in_order(rng
         ("conv", "forward"), ("conv", "backward_weight"),  # nobody asks for the gradient of the images
         *(("bn", name) for name in three), *(("relu", name) for name in three[:2]),
         *(("odd", name) for name in three), *(("relu", name) for name in three[:2]),
-        *(("gelu", name) for name in three[:2]), *(("flat", name) for name in three[:2]),
+        *(("mish", name) for name in three[:2]), *(("flat", name) for name in three[:2]),
         *(("fc", name) for name in three), ("step", "unaccounted"), ("step", "step"),
     ]  # fmt: skip
     assert [row["index"] for row in rows[:-2]] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7]

@@ -20,8 +20,8 @@ from minidl.models.vgg import vgg16, vgg16_bn
 MODELS: dict[str, Callable[..., Graph]] = {
     function.__name__: function
     for function in (
-        densenet121, efficientnet_b0, lenet, mlp, mobilenet_v2, resnet18, resnet20, resnet34, resnet50, resnet101, resnet152, unet, vgg16,
-        vgg16_bn,
+        densenet121, efficientnet_b0, lenet, mlp, mobilenet_v2, resnet18, resnet20, resnet34, resnet50, resnet101,
+        resnet152, unet, vgg16, vgg16_bn,
     )
 }  # fmt: skip
 
