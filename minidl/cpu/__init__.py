@@ -50,6 +50,7 @@ from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_no
 from minidl.cpu.loss import softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
+from minidl.cpu.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cpu.pool2d import (
     adaptive_avg_pool2d,
     adaptive_avg_pool2d_backward,
@@ -58,6 +59,8 @@ from minidl.cpu.pool2d import (
     max_pool2d,
     max_pool2d_backward,
 )
+from minidl.cpu.segmentation import confusion_counts, dice_backward, dice_sums
+from minidl.cpu.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
 from minidl.cpu.softmax import softmax, softmax_backward
 from minidl.cpu.transfer import from_dlpack, uploader
 from minidl.cpu.upsample2d import upsample2d, upsample2d_backward
@@ -119,6 +122,13 @@ __all__ = [
     "dropout",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "smoothed_cross_entropy",
+    "smoothed_cross_entropy_backward",
+    "pointwise_loss",
+    "pointwise_loss_backward",
+    "dice_sums",
+    "dice_backward",
+    "confusion_counts",
     "csb_matmul",
     "csb_sampled",
     "csb_expand",

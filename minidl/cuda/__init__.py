@@ -51,6 +51,7 @@ from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_n
 from minidl.cuda.loss import softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
+from minidl.cuda.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cuda.pool2d import (
     adaptive_avg_pool2d,
     adaptive_avg_pool2d_backward,
@@ -59,6 +60,8 @@ from minidl.cuda.pool2d import (
     max_pool2d,
     max_pool2d_backward,
 )
+from minidl.cuda.segmentation import confusion_counts, dice_backward, dice_sums
+from minidl.cuda.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
 from minidl.cuda.softmax import softmax, softmax_backward
 from minidl.cuda.transfer import from_dlpack, uploader
 from minidl.cuda.upsample2d import upsample2d, upsample2d_backward
@@ -120,6 +123,13 @@ __all__ = [
     "dropout",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "smoothed_cross_entropy",
+    "smoothed_cross_entropy_backward",
+    "pointwise_loss",
+    "pointwise_loss_backward",
+    "dice_sums",
+    "dice_backward",
+    "confusion_counts",
     "csb_matmul",
     "csb_sampled",
     "csb_expand",

@@ -10,21 +10,7 @@
 // (the error function) fit into that time.
 
 #include "common.cuh"
-
-// e^x within 2 units in the last place, 0 below -87.3.
-DEVICE float exponential(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
-}
-
-DEVICE float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-DEVICE float logistic(float x) { return reciprocal(1.0f + exponential(-x)); }
+#include "exponential.cuh"
 
 DEVICE float clamp_above(float a, float bound) {
     float y;
