@@ -30,7 +30,8 @@ from minidl.layers import (
     Tanh,
     Upsample,
 )
-from minidl.loss import SoftmaxCrossEntropy
+from minidl.loss import BCEWithLogitsLoss, DiceLoss, FocalLoss, MSELoss, SoftmaxCrossEntropy
+from minidl.metrics import Confusion, TopK
 from minidl.model import Model
 from minidl.optim import SGD, ParameterGroup
 
@@ -40,12 +41,16 @@ __all__ = [
     "AdaptiveAvgPool2d",
     "Add",
     "AvgPool2d",
+    "BCEWithLogitsLoss",
     "BatchNorm2d",
     "Concat",
+    "Confusion",
     "Conv2d",
     "ConvTranspose2d",
+    "DiceLoss",
     "Dropout",
     "Flatten",
+    "FocalLoss",
     "GELU",
     "Graph",
     "GroupNorm",
@@ -54,6 +59,7 @@ __all__ = [
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "MSELoss",
     "MaxPool2d",
     "Model",
     "Mul",
@@ -68,6 +74,7 @@ __all__ = [
     "Softmax",
     "SoftmaxCrossEntropy",
     "Tanh",
+    "TopK",
     "Upsample",
     "get_ops",
     "scope",

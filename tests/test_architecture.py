@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"memory", "sparse"},
+    {"memory", "metrics", "sparse"},
     {"train"},
     {"bench"},
     {"launch", "cli"},

@@ -309,6 +309,30 @@ def call_loss() -> None:
             ops.softmax_cross_entropy_backward(logits, labels, lse, totals, factor, ignore_index=255)
 
 
+def call_smoothed_loss() -> None:
+    scale, kinds = ops.empty(1, np.float32), [(dtype, np.int32) for dtype in STORAGE]
+    kinds += [(bfloat16, np.int64), (bfloat16, np.uint8)]
+    for (dtype, label), shape in itertools.product(kinds, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
+        logits, labels, weights = (
+            ops.empty(shape, dtype),
+            ops.empty(shape[:-1], label),
+            ops.empty(shape[-1], np.float32),
+        )
+        options = {"smoothing": 0.1, "ignore_index": 255}
+        totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, **options)
+        ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, scale, **options)
+        sums = ops.dice_sums(logits, labels, ignore_index=255)
+        ops.dice_backward(logits, labels, sums, scale, smooth=1.0, ignore_index=255)
+        if shape[-1] <= 1000:
+            ops.confusion_counts(logits, labels, ignore_index=255)
+
+
+def call_pointwise_loss() -> None:
+    for dtype, loss in itertools.product(STORAGE, ("mse", "bce_with_logits", "focal")):
+        for x in (ops.empty((4, 100, 100, 8), dtype), ops.empty(7, dtype), ops.empty((0, 3), dtype)):
+            ops.pointwise_loss_backward(x, x, ops.pointwise_loss(x, x, loss), None, loss)
+
+
 def call_optim() -> None:
     control, segments = ops.zeros(8, np.float32), ops.empty((3, 4), np.float32)
     for n in (64, 64 * 1001, 25_600_000):
