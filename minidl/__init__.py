@@ -1,5 +1,7 @@
 """minidl: a standalone deep-learning library for convolutional networks, with explicit backward passes."""
 
+from minidl.adaptive import LAMB, LARS, AdamW
+from minidl.average import WeightAverage
 from minidl.backend import get_ops
 from minidl.graph import Graph, Node, scope
 from minidl.layer import Layer
@@ -38,6 +40,7 @@ from minidl.optim import SGD, ParameterGroup
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW",
     "AdaptiveAvgPool2d",
     "Add",
     "AvgPool2d",
@@ -55,6 +58,8 @@ __all__ = [
     "Graph",
     "GroupNorm",
     "Hardswish",
+    "LAMB",
+    "LARS",
     "Layer",
     "LayerNorm",
     "LeakyReLU",
@@ -76,6 +81,7 @@ __all__ = [
     "Tanh",
     "TopK",
     "Upsample",
+    "WeightAverage",
     "get_ops",
     "scope",
 ]

@@ -58,7 +58,9 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--epochs", type=int, default=30)
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
-    p.add_argument("--schedule", default="cosine", help="constant, cosine, or step:30,60,80 (epochs)")
+    p.add_argument(
+        "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
+    )
     p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
     p.add_argument("--momentum", type=float, default=0.9)
     p.add_argument("--weight-decay", type=float, default=5e-4)

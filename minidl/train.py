@@ -147,15 +147,13 @@ class Trainer:
 
     def _plan(self) -> list[str]:
         """What decides on the steps: ranks that differ here would wait for ever, or drift apart in silence."""
-        optimizer, loaders = self.optimizer, self._loaders().items()
-        groups = f"nesterov {optimizer.nesterov}, groups {list(optimizer.groups)}"
-        decay = f"weight_decay {optimizer.weight_decay}, decay_norm_and_bias {optimizer.decay_norm_and_bias}"
+        loaders = self._loaders().items()
         return [
             f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}",
             *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
             f"schedule {checks.wording(self.schedule)}",
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
-            f"optimizer {decay}, {groups}, control {optimizer.ops.to_host(optimizer.control).tolist()}",
+            f"optimizer {self.optimizer.plan()}",
             f"loss {self.loss.plan()}",
             f"random seed {self.model.random.seed}",
         ]

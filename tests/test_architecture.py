@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"memory", "metrics", "sparse"},
+    {"adaptive", "average", "memory", "metrics", "sparse"},
     {"train"},
     {"bench"},
     {"launch", "cli"},

@@ -347,6 +347,24 @@ def call_optim() -> None:
     ops.update_loss_scale(control)
 
 
+def call_adaptive() -> None:
+    control, record, segments = ops.zeros(8, np.float32), ops.zeros(8, np.float32), ops.empty((3, 4), np.float32)
+    bounds = ops.empty(4, np.int32)
+    for n in (64, 64 * 1001, 25_600_000):
+        master, grad, first, second = _parameters(n, n, n, n)
+        tables = ops.empty(n // 64, np.int32), segments
+        ops.adam_advance(control, record)
+        for working in (None, *(ops.empty(n, dtype) for dtype in STORAGE)):
+            ops.adamw_update(master, grad, first, second, working, *tables, control, record)
+            norms = ops.segment_norms(master, grad, bounds, control)
+            ops.lars_update(master, grad, first, working, *tables, norms, control, record)
+            norms = ops.lamb_moments(master, grad, first, second, *tables, bounds, control, record)
+            ops.lamb_update(master, first, second, working, *tables, norms, control, record)
+        ops.clip_values(grad, 1.0, control)
+        ops.clip_norm(grad, ops.gradient_square(grad), 1.0, control)
+        ops.blend(master, grad, 0.9)
+
+
 def call_spin() -> None:
     spin(1e-3)
 

@@ -9,6 +9,18 @@ from __future__ import annotations
 
 from minidl.cpu import openmp  # noqa: F401  (first: it decides how the runtime behaves that the others load)
 from minidl.cpu.activation import activate, activate_backward, relu, relu_backward
+from minidl.cpu.adaptive import (
+    adam_advance,
+    adamw_update,
+    blend,
+    clip_norm,
+    clip_values,
+    gradient_square,
+    lamb_moments,
+    lamb_update,
+    lars_update,
+    segment_norms,
+)
 from minidl.cpu.array import (
     Array,
     cast,
@@ -134,6 +146,16 @@ __all__ = [
     "csb_expand",
     "csb_pick",
     "sgd_update",
+    "adam_advance",
+    "adamw_update",
+    "segment_norms",
+    "lars_update",
+    "lamb_moments",
+    "lamb_update",
+    "clip_values",
+    "gradient_square",
+    "clip_norm",
+    "blend",
     "find_nonfinite",
     "update_loss_scale",
 ]

@@ -9,6 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from minidl.cuda.activation import activate, activate_backward, relu, relu_backward
+from minidl.cuda.adaptive import (
+    adam_advance,
+    adamw_update,
+    blend,
+    clip_norm,
+    clip_values,
+    gradient_square,
+    lamb_moments,
+    lamb_update,
+    lars_update,
+    segment_norms,
+)
 from minidl.cuda.array import (
     array_type,
     cast,
@@ -135,6 +147,16 @@ __all__ = [
     "csb_expand",
     "csb_pick",
     "sgd_update",
+    "adam_advance",
+    "adamw_update",
+    "segment_norms",
+    "lars_update",
+    "lamb_moments",
+    "lamb_update",
+    "clip_values",
+    "gradient_square",
+    "clip_norm",
+    "blend",
     "find_nonfinite",
     "update_loss_scale",
     "require_device",
