@@ -199,8 +199,8 @@ class LARS(_Adaptive):
         trust = trust_coefficient·|w| / (|g| + weight_decay·|w|)
         v = momentum·v + trust·(g + weight_decay·w);  w -= lr·v
 
-    You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017. Biases and normalisation parameters
-    take plain steps of SGD. Three kernels for each group of gradients.
+    You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017. Biases and parameters of
+    normalisations take plain steps of SGD. Three kernels for each group of gradients.
 
     Args:
         model: whose trainable parameters are updated.
