@@ -24,7 +24,7 @@ LEVELS = [
     {"model"},
     {"fusion"},
     {"loss", "optim"},
-    {"adaptive", "average", "memory", "metrics", "sparse"},
+    {"adaptive", "average", "interchange", "memory", "metrics", "sparse"},
     {"train"},
     {"bench"},
     {"launch", "cli"},
