@@ -4,6 +4,7 @@ from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.average import WeightAverage
 from minidl.backend import get_ops
 from minidl.graph import Graph, Node, scope
+from minidl.laws import check_layer
 from minidl.layer import Layer
 from minidl.layers import (
     GELU,
@@ -82,6 +83,7 @@ __all__ = [
     "TopK",
     "Upsample",
     "WeightAverage",
+    "check_layer",
     "get_ops",
     "scope",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``minidl train, plan, bench, fuse, plot, tune, info``. ``scripts/train.py`` is ``minidl train``."""
+"""The command line: ``minidl VERB``; `parser` has the verbs. ``scripts/train.py`` is ``minidl train``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import plan, tuning
+from minidl.bench import compare_backends, plan, tuning
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.dist import abort
@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
     fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
+    comparing = "the same network on two devices, layer by layer"
+    compare_backends.add_arguments(verbs.add_parser("compare-backends", help=comparing, formatter_class=shown))
     tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
     verbs.add_parser("info", help="what this machine has, and which wheel is missing")
     return top
@@ -199,7 +201,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "info": _info,
+    "info": _info, "compare-backends": compare_backends.run,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from tests.gradcheck import check_layer
+from minidl.laws import check_gradients
 
 
 def images(rng, *shape):
@@ -70,7 +70,7 @@ SMOOTH = {
 def test_gradients_equal_central_differences(case, ops, rng):
     make, shapes = SMOOTH[case]
     layer = make()
-    check_layer(layer, ops, [images(rng, *shape) for shape in shapes], rng)
+    check_gradients(layer, ops, [images(rng, *shape) for shape in shapes], rng)
 
 
 def test_batch_norm_in_evaluation_mode_has_constant_statistics(ops, rng):
@@ -80,7 +80,7 @@ def test_batch_norm_in_evaluation_mode_has_constant_statistics(ops, rng):
     state["running_var"] = rng.uniform(0.5, 2, 3).astype(np.float32)
     layer.load_state_dict(state)
     layer.training = False
-    check_layer(layer, ops, [images(rng, 2, 3, 4, 3)], rng)
+    check_gradients(layer, ops, [images(rng, 2, 3, 4, 3)], rng)
 
 
 @pytest.mark.parametrize("case", [c for c in SMOOTH if len(SMOOTH[c][1]) == 1])
