@@ -30,11 +30,8 @@ def test_a_summary_tells_shapes_parameters_work_and_saved_bytes(ops):
     assert summary.saved_bytes == sum(layer.saved_bytes for layer in summary.layers)
     assert summary.parameters == model.num_parameters == summary.trained + 4
     text = str(summary)
-    assert (
-        text.splitlines()[2].split()[:2] == ["conv", "Conv2d"]
-        and "2 x 8 x 8 x 4" in text
-        and "197 parameters, 4 of them frozen" in text
-    )
+    assert text.splitlines()[2].split()[:2] == ["conv", "Conv2d"] and "2 x 8 x 8 x 4" in text
+    assert "197 parameters, 4 of them frozen" in text
 
 
 def test_a_summary_leaves_the_model_as_it_was(ops, rng):
@@ -180,11 +177,11 @@ def test_the_layer_that_differs_is_named_and_no_other(cpu_ops, monkeypatch):
 
 def test_precisions_differ_by_their_rounding(cpu_ops):
     found = compare(*pair(precision="bf16"), batch=2)
-    assert 1e-4 < max(d.relative for d in found) < 4e-2
+    assert 1e-4 < max(d.relative for d in found) < 2e-2
 
 
 def test_cpu_and_gpu_agree(cuda_ops):
-    for mode, bound in (("fp32", 1e-4), ("bf16", 4e-2)):
+    for mode, bound in (("fp32", 1e-4), ("bf16", 2e-2)):
         found = compare(*pair(device="cuda", precision=mode), batch=4)
         first = next((d for d in found if not d.relative <= bound), None)
         assert first is None, first
@@ -193,7 +190,7 @@ def test_cpu_and_gpu_agree(cuda_ops):
 def test_the_command_names_what_differs(capsys):
     common = ["compare-backends", "--model", "lenet", "--batch", "2", "--right", "cpu:bf16"]
     assert cli.main(common) == 0
-    assert "all within 0.04" in capsys.readouterr().out
+    assert "all within 0.02" in capsys.readouterr().out
     assert cli.main([*common, "--tolerance", "1e-7"]) == 1
     assert "first beyond 1e-07: output of conv1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
