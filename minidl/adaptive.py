@@ -92,7 +92,7 @@ class _Adaptive(SGD):
             self.ops.copy_into(array, self.ops.from_host(host))
 
     def cost(self) -> PassCost:
-        """Least work of `step`: as `SGD.cost`, with the FLOP and bytes that this rule has for each element."""
+        """Least work of `step`, as `SGD.cost`: FLOP of the formula, and what each kernel reads or writes."""
         total = PassCost()
         for s in self.arena.segments:
             if s.trainable:
@@ -102,7 +102,7 @@ class _Adaptive(SGD):
                     total += PassCost(2 * s.size, 4 * s.size)
         return total
 
-    _flop, _bytes = 0, 0
+    _flop, _bytes = 0, 0  # of an element
 
 
 def _betas(who: str, betas: Sequence[float]) -> tuple[float, float]:
@@ -128,7 +128,7 @@ class AdamW(_Adaptive):
     """
 
     _moments = ("first", "second")
-    _flop, _bytes = 17, 28
+    _flop, _bytes = 16, 28
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class LAMB(AdamW):
         others: as `AdamW`.
     """
 
-    _flop, _bytes = 36, 24 + 16
+    _flop, _bytes = 27, 24 + 16
 
     def __init__(self, model: Model, lr: float = 1e-3, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-6,
                  weight_decay: float = 1e-2, **options: Any):  # fmt: skip
@@ -208,7 +208,7 @@ class LARS(_Adaptive):
         decay_norm_and_bias, groups, loss_scale, clip_value, clip_norm: as in `SGD`.
     """
 
-    _flop, _bytes = 12, 8 + 20
+    _flop, _bytes = 11, 8 + 20
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minidl import checkpoint, checks, data, dist, models, schedule
+from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.backend import get_ops
 from minidl.bench import command as bench
 from minidl.bench import compare_backends, plan, tuning
@@ -28,6 +29,12 @@ from minidl.train import Trainer
 
 __all__ = ["main", "parser", "train"]
 
+_OPTIMIZERS = {
+    "sgd": lambda model, a: SGD(model, a.lr, a.momentum, a.weight_decay, **_usual(a)),
+    "adamw": lambda model, a: AdamW(model, a.lr, weight_decay=a.weight_decay, **_usual(a)),
+    "lars": lambda model, a: LARS(model, a.lr, a.momentum, a.weight_decay, **_usual(a)),
+    "lamb": lambda model, a: LAMB(model, a.lr, weight_decay=a.weight_decay, **_usual(a)),
+}
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -64,7 +71,10 @@ def _add_train(p: argparse.ArgumentParser) -> None:
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
     p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
-    p.add_argument("--momentum", type=float, default=0.9)
+    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS))
+    p.add_argument("--momentum", type=float, default=0.9, help="of sgd and lars")
+    p.add_argument("--label-smoothing", type=float, default=0.0)
+    p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--weight-decay", type=float, default=5e-4)
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -79,6 +89,10 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
     p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
+
+
+def _usual(a: argparse.Namespace) -> dict[str, Any]:
+    return {"decay_norm_and_bias": False, "clip_norm": a.clip_norm}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +170,7 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     fuse(model, a.fusion)
-    optimizer = SGD(model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False)
+    optimizer = _OPTIMIZERS[a.optimizer](model, a)
 
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
@@ -168,8 +182,9 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
+    loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
     trainer = Trainer(
-        model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
+        model, optimizer, loss, train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
         epochs=a.epochs, output=a.output, profile=profile,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import minidl as m
+from minidl import models
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered, gradient_sum
 from tests.counting import Counter, numbers
@@ -870,3 +871,24 @@ def updated(counter, weight, grad, old, lr, momentum, decay, nesterov, scale, co
     if copied:
         counter.write(new, copied)
     return counter.write(new)
+
+
+@pytest.mark.parametrize(
+    "make, flop, moved",
+    [(lambda model: m.AdamW(model), 16, 28), (lambda model: m.LAMB(model), 27, 40),
+     (lambda model: m.LARS(model, 0.1), 11, 28)],
+)  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adaptive_update_cost_by_hand(make, flop, moved, precision):
+    """28 bytes of AdamW: weight, two moments read and written, the gradient. Products read a rounded copy in bf16."""
+    model = m.Model(models.mlp(3, (4, 4, 2), (5,)), precision=precision)
+    n, products = model.num_parameters, 32 * 5 + 5 * 3
+    copies = 2 * products if precision == "bf16" else 0
+    assert make(model).cost() == PassCost(flop * n, moved * n + copies)
+
+
+def test_smoothing_costs_three_operations_more():
+    plain, smoothed = m.SoftmaxCrossEntropy().cost((8, 10)), m.SoftmaxCrossEntropy(label_smoothing=0.1).cost((8, 10))
+    assert (smoothed.forward - plain.forward, smoothed.backward_data - plain.backward_data) == (
+        PassCost(2 * 80), PassCost(80)
+    )  # fmt: skip

@@ -59,14 +59,14 @@ class SoftmaxCrossEntropy(Loss):
         """Least work of `forward` and `backward` (as ``backward_data``) on logits of ``shape``. Pure.
 
         Per logit: maximum, difference, exponential, sum 4; ``(exp(x − lse) − label)·scale`` 3. Per label: logarithm,
-        plus the maximum, minus its logit, sum of losses 4; minus its one 1. Smoothing: two more for each logit and
-        pass. Class weights are not counted.
+        plus the maximum, minus its logit, sum of losses 4; minus its one 1. Smoothing: for
+        every logit its loss and their sum 2, and backward its share 1. Class weights are not counted.
         """
         n, labels = prod(shape), prod(shape[:-1])
         kept = labels * (label_itemsize + 4)  # the labels, and lse in float32
-        more = 2 * n if self.label_smoothing else 0
+        more = n if self.label_smoothing else 0
         return Cost(
-            forward=PassCost(4 * n + 4 * labels + more, n * itemsize + kept),
+            forward=PassCost(4 * n + 4 * labels + 2 * more, n * itemsize + kept),
             backward_data=PassCost(3 * n + labels + more, 2 * n * itemsize + kept),
         )
 

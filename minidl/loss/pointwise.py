@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import inf, prod
+from math import inf
 from types import ModuleType
 from typing import Any
 
 from minidl import checks
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.loss.base import Loss, Sums
-from minidl.profile import Cost, PassCost
 
 __all__ = ["BCEWithLogitsLoss", "FocalLoss", "MSELoss"]
 
@@ -23,12 +22,6 @@ class _Pointwise(Loss):
 
     function = ""
     a, b = 1.0, 0.0
-    flop = (0, 0)
-
-    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        """Least work of `forward` and `backward` (as ``backward_data``) on predictions of ``shape``. Pure."""
-        n, (forward, backward) = prod(shape), self.flop
-        return Cost(PassCost(forward * n, 2 * n * itemsize), PassCost(backward * n, 3 * n * itemsize))
 
     def check(self, x: Any, target: Any) -> None:
         if target.shape != x.shape:
@@ -53,7 +46,7 @@ class _Pointwise(Loss):
 class MSELoss(_Pointwise):
     """Mean squared error, ``(x − t)²``."""
 
-    function, flop = "mse", (3, 3)  # difference, product, sum; difference, times two, scale
+    function = "mse"
 
 
 class BCEWithLogitsLoss(_Pointwise):
@@ -63,8 +56,7 @@ class BCEWithLogitsLoss(_Pointwise):
         pos_weight: factor on the positive terms, above 0.
     """
 
-    # max, product, two differences, magnitude, exponential, logarithm, additions; logistic function, difference, scale
-    function, flop = "bce_with_logits", (9, 6)
+    function = "bce_with_logits"
 
     def __init__(self, pos_weight: float = 1.0, comm: Communicator = SOLO):
         super().__init__(comm)
@@ -81,8 +73,7 @@ class FocalLoss(_Pointwise):
         gamma: 0, or at least 1, where the gradient is bounded.
     """
 
-    # the cross entropy, the logistic function both ways, the power (logarithm, product, exponential), the weights
-    function, flop = "focal", (26, 40)
+    function = "focal"
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0, comm: Communicator = SOLO):
         super().__init__(comm)

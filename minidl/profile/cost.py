@@ -1,8 +1,8 @@
 """Least work of a layer's passes: model FLOP and least bytes, the batch included, whatever algorithm computes them.
 
 FLOP are the arithmetic operations of the layer's formula, one each for an addition, multiplication, division,
-comparison, exponential, logarithm, hyperbolic tangent or error function; a multiply-add counts 2 and a sum of M terms
-M.
+comparison, square root, exponential, logarithm, hyperbolic tangent or error function; a multiply-add counts 2 and a
+sum of M terms M.
 
 * Windows count whole: a convolution's filter and a pool's window at every output position, taps on the padding or
   beyond the image included, as is usual; so the three products of a convolution count the same. A transposed
