@@ -29,12 +29,8 @@ from minidl.train import Trainer
 
 __all__ = ["main", "parser", "train"]
 
-_OPTIMIZERS = {
-    "sgd": lambda model, a: SGD(model, a.lr, a.momentum, a.weight_decay, **_usual(a)),
-    "adamw": lambda model, a: AdamW(model, a.lr, weight_decay=a.weight_decay, **_usual(a)),
-    "lars": lambda model, a: LARS(model, a.lr, a.momentum, a.weight_decay, **_usual(a)),
-    "lamb": lambda model, a: LAMB(model, a.lr, weight_decay=a.weight_decay, **_usual(a)),
-}
+_OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
+_WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -72,7 +68,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
     p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS))
-    p.add_argument("--momentum", type=float, default=0.9, help="of sgd and lars")
+    p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
     p.add_argument("--label-smoothing", type=float, default=0.0)
     p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--weight-decay", type=float, default=5e-4)
@@ -91,8 +87,14 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
-def _usual(a: argparse.Namespace) -> dict[str, Any]:
-    return {"decay_norm_and_bias": False, "clip_norm": a.clip_norm}
+def _optimizer(model: Model, a: argparse.Namespace) -> SGD:
+    """The optimizer that the options name; one that they cannot apply to is refused."""
+    options = {"weight_decay": a.weight_decay, "decay_norm_and_bias": False, "clip_norm": a.clip_norm}
+    if a.optimizer in _WITH_MOMENTUM:
+        options["momentum"] = 0.9 if a.momentum is None else a.momentum
+    elif a.momentum is not None:
+        raise ValueError(f"--momentum is for {' and '.join(_WITH_MOMENTUM)}, not for {a.optimizer}")
+    return _OPTIMIZERS[a.optimizer](model, a.lr, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,7 +172,7 @@ def train(a: argparse.Namespace) -> dict[str, float]:
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     fuse(model, a.fusion)
-    optimizer = _OPTIMIZERS[a.optimizer](model, a)
+    optimizer = _optimizer(model, a)
 
     def loader(dataset: Any, **kwargs: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}

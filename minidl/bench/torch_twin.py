@@ -197,7 +197,7 @@ def layer_of(module: nn.Module) -> Layer | None:
         case _LayerNorm():
             return m.LayerNorm(module.normalized_shape[0], module.eps, module.elementwise_affine)
         case nn.ReLU() | nn.ReLU6() | nn.Sigmoid() | nn.Tanh() | nn.SiLU() | nn.Hardswish():
-            return next(ours() for ours, theirs in _ACTIVATIONS.items() if type(module) is theirs)
+            return next(ours() for ours, theirs in _ACTIVATIONS.items() if isinstance(module, theirs))
         case nn.LeakyReLU() if module.negative_slope >= 0:
             return m.LeakyReLU(module.negative_slope)
         case nn.GELU():
