@@ -208,3 +208,16 @@ def test_an_input_is_an_image_or_a_vector(shape):
 def test_an_output_is_a_node():
     with pytest.raises(ValueError, match="a node of this graph"):
         m.Graph().output(None)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "efficientnet_b0"])
+def test_mobile_networks_fit_a_batch(name, ops, rng):
+    model = m.Model(models.build(name, (32, 32, 3), 4, dropout=0.0), device=ops.name)
+    x = ops.from_host(rng.standard_normal((8, 32, 32, 3)).astype(np.float32))
+    labels = ops.from_host(rng.integers(0, 4, 8))
+    loss, optimizer, seen = m.SoftmaxCrossEntropy(), m.AdamW(model, 2e-3), []
+    for _ in range(6):
+        seen.append(loss.forward(model.forward(x), labels).loss)
+        model.backward(loss.backward())
+        optimizer.step()
+    assert seen[-1] < 0.5 * seen[0], seen
