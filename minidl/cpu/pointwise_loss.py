@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from minidl import checks
-from minidl.cpu.array import Array, flat_float32, stored
+from minidl.cpu.array import Array, empty, flat_float32, stored
 from minidl.precision import float32
 
 __all__ = ["pointwise_loss", "pointwise_loss_backward"]
 
-LOSSES = ("bce_with_logits", "mse", "focal")
 _CHUNK = 1 << 16  # elements that are computed at a time, so that what is in between stays in the cache
 
 
@@ -36,18 +37,10 @@ def pointwise_loss_backward(
     _, gradient = _formula(loss)
     factor = np.float32((1.0 if scale is None else float(scale[0])) / float(totals[1]) if totals[1] > 0 else 0.0)
     v, t = flat_float32(x), flat_float32(target)
-    dx = np.empty(v.shape, float32)
+    dx = empty(v.shape, float32)
     for i in range(0, v.size, _CHUNK):
         dx[i : i + _CHUNK] = gradient(v[i : i + _CHUNK], t[i : i + _CHUNK], a, b) * factor
     return stored(dx, x.shape, x.dtype)
-
-
-def _formula(loss: str):
-    if loss not in LOSSES:
-        raise checks.unknown("loss", loss, LOSSES)
-    return {"mse": (_mse, _mse_gradient), "bce_with_logits": (_bce, _bce_gradient), "focal": (_focal, _focal_gradient)}[
-        loss
-    ]
 
 
 def _mse(x, t, a, b):
@@ -85,3 +78,17 @@ def _focal_gradient(x, t, a, b):
     miss = t * q + (1 - t) * p
     bend = _bce(x, t, 1, 0) * b * miss ** (b - 1) * (1 - 2 * t) * p * q if b else 0
     return (a * t + (1 - a) * (1 - t)) * (((1 - t) * p - t * q) * miss**b + bend)
+
+
+_FORMULAS = {
+    "bce_with_logits": (_bce, _bce_gradient),
+    "focal": (_focal, _focal_gradient),
+    "mse": (_mse, _mse_gradient),
+}
+
+
+def _formula(loss: str) -> tuple[Callable[..., Array], Callable[..., Array]]:
+    """(terms, their slopes), each of (x, target, a, b) in float32."""
+    if loss not in _FORMULAS:
+        raise checks.unknown("loss", loss, _FORMULAS)
+    return _FORMULAS[loss]
