@@ -9,8 +9,6 @@ output, 1 if bilinear]; the same in minidl/cuda/upsample2d.cu.
 from cython.parallel cimport prange
 from libc.stdint cimport int64_t
 
-import numpy as np
-
 
 cdef struct Tap:
     Py_ssize_t low, high
