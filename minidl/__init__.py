@@ -1,9 +1,13 @@
 """minidl: a standalone deep-learning library for convolutional networks, with explicit backward passes."""
 
+from minidl.adaptive import LAMB, LARS, AdamW
+from minidl.average import WeightAverage
 from minidl.backend import get_ops
 from minidl.graph import Graph, Node, scope
+from minidl.laws import check_layer
 from minidl.layer import Layer
 from minidl.layers import (
+    GELU,
     AdaptiveAvgPool2d,
     Add,
     AvgPool2d,
@@ -13,38 +17,73 @@ from minidl.layers import (
     ConvTranspose2d,
     Dropout,
     Flatten,
+    GroupNorm,
+    Hardswish,
+    LayerNorm,
+    LeakyReLU,
     Linear,
     MaxPool2d,
+    Mul,
     Pad,
     ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+    Upsample,
 )
-from minidl.loss import SoftmaxCrossEntropy
+from minidl.loss import BCEWithLogitsLoss, DiceLoss, FocalLoss, MSELoss, SoftmaxCrossEntropy
+from minidl.metrics import Confusion, TopK
 from minidl.model import Model
 from minidl.optim import SGD, ParameterGroup
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "SGD",
+    "AdamW",
     "AdaptiveAvgPool2d",
     "Add",
     "AvgPool2d",
+    "BCEWithLogitsLoss",
     "BatchNorm2d",
     "Concat",
+    "Confusion",
     "Conv2d",
     "ConvTranspose2d",
+    "DiceLoss",
     "Dropout",
     "Flatten",
+    "FocalLoss",
+    "GELU",
     "Graph",
+    "GroupNorm",
+    "Hardswish",
+    "LAMB",
+    "LARS",
     "Layer",
+    "LayerNorm",
+    "LeakyReLU",
     "Linear",
+    "MSELoss",
     "MaxPool2d",
     "Model",
+    "Mul",
     "Node",
     "Pad",
     "ParameterGroup",
     "ReLU",
+    "ReLU6",
+    "SGD",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
     "SoftmaxCrossEntropy",
+    "Tanh",
+    "TopK",
+    "Upsample",
+    "WeightAverage",
+    "check_layer",
     "get_ops",
     "scope",
 ]

@@ -1,7 +1,4 @@
-"""The command ``minidl`` with its verbs ``train, plan, bench, fuse, plot, tune, warm, simulate, info``.
-
-``scripts/train.py`` is ``minidl train``.
-"""
+"""The command line: ``minidl VERB``; `parser` has the verbs. ``scripts/train.py`` is ``minidl train``."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from minidl import checkpoint, checks, data, dist, models, schedule
+from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import plan, simulate, tuning, warm
+from minidl.bench import compare_backends, plan, simulate, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.config import use_config
@@ -35,6 +33,8 @@ from minidl.train import Trainer
 
 __all__ = ["main", "parser", "train"]
 
+_OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
+_WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
     fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
     plots.add_arguments(verbs.add_parser("plot", help="pictures of what was measured", formatter_class=shown))
+    comparing = "the same network on two devices, layer by layer"
+    compare_backends.add_arguments(verbs.add_parser("compare-backends", help=comparing, formatter_class=shown))
     tuning.add_arguments(verbs.add_parser("tune", help="measure what this machine is best told, and keep it"))
     warm.add_arguments(verbs.add_parser("warm", help="compile a network's kernels ahead", formatter_class=shown))
     about = "what a step would take on many hosts, from measured layers"
@@ -76,9 +78,14 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
-    p.add_argument("--schedule", default="cosine", help="constant, cosine, or step:30,60,80 (epochs)")
+    p.add_argument(
+        "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
+    )
     p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
-    p.add_argument("--momentum", type=float, default=0.9)
+    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS))
+    p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
+    p.add_argument("--label-smoothing", type=float, default=0.0)
+    p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--weight-decay", type=float, default=5e-4)
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -102,6 +109,22 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
     p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
+
+
+def _optimizer(model: Model, a: argparse.Namespace) -> SGD:
+    """The optimizer that the options name; one that they cannot apply to is refused."""
+    options = {"weight_decay": a.weight_decay, "decay_norm_and_bias": False, "clip_norm": a.clip_norm}
+    if a.optimizer in _WITH_MOMENTUM:
+        options["momentum"] = _momentum(a)
+    elif a.momentum is not None:
+        raise ValueError(f"--momentum is for {' and '.join(_WITH_MOMENTUM)}, not for {a.optimizer}")
+    if a.shard_momentum and a.optimizer != "sgd":
+        raise ValueError(f"--shard-momentum is for sgd, not for {a.optimizer}")
+    return (ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer])(model, a.lr, **options)
+
+
+def _momentum(a: argparse.Namespace) -> float:
+    return 0.9 if a.momentum is None else a.momentum
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -192,9 +215,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     fuse(model, a.fusion)
-    optimizer = (ShardedSGD if a.shard_momentum else SGD)(
-        model, a.lr, a.momentum, a.weight_decay, decay_norm_and_bias=False
-    )
+    optimizer = _optimizer(model, a)
 
     # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
     transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
@@ -210,14 +231,17 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         optimizer.update_in_backward()
     memory = None
     if a.memory_limit is not None:
+        if a.optimizer != "sgd":
+            raise ValueError(f"--memory-limit plans steps of sgd, not of {a.optimizer}")
         part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
-        memory = limit_memory(model, part, a.memory_limit, momentum=a.momentum)
+        memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
 
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
     steps = len(train_loader)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
+    loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
     trainer = Trainer(
-        model, optimizer, SoftmaxCrossEntropy(comm=comm), train_loader, loader(test_set, shuffle=False),
+        model, optimizer, loss, train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
         epochs=a.epochs, output=a.output, profile=profile, compile=False if a.eager else None, accumulate=a.accumulate,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
@@ -264,7 +288,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "warm": warm.run, "simulate": simulate.run, "info": _info,
+    "warm": warm.run, "simulate": simulate.run, "info": _info, "compare-backends": compare_backends.run,
 }  # fmt: skip
 
 if __name__ == "__main__":

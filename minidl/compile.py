@@ -16,7 +16,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda import capture as engine
-from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.loss import Loss, Totals
 from minidl.memory.arena import Lender, most_live, place
 from minidl.model import Model
 from minidl.optim import SGD
@@ -69,7 +69,7 @@ class CompiledStep:
         ValueError: where `obstacle` knows a reason.
     """
 
-    def __init__(self, model: Model, optimizer: SGD, loss: SoftmaxCrossEntropy, *, accumulate: int = 1):
+    def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1):
         reason = obstacle(model, optimizer)
         if reason is not None:
             raise checks.impossible("CompiledStep", reason, "use EagerStep")
@@ -123,7 +123,7 @@ class CompiledStep:
             ops, array = totals.ops, totals.array
         kept = ops.empty(array.shape, array.dtype)
         ops.copy_into(kept, array)
-        return Totals(ops, kept, totals.num_classes)
+        return Totals(ops, kept, totals.num_classes, totals.of)
 
 
 def _form(array: Any) -> tuple[Any, ...]:
@@ -166,16 +166,16 @@ class _Program:
         self.parts = step.parts(len(images))
         self.block: Any = None
         self.bytes = self.least = 0
-        self._warm = self._recorded = False
+        self._recorded = False
+        self._warm: Totals | None = None  # of the first step, which tells what totals look like
         self._slab, self._free = None, 0
         self._units: dict[tuple[bool, bool, int], _Unit] = {}
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
 
     def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
-        if not self._warm:
-            totals = self.step(images, labels, first_sample)
-            self._warm = True
-            return totals
+        if self._warm is None:
+            self._warm = self.step(images, labels, first_sample)
+            return self._warm
         if self._recorded and self.block is None:
             self._plan()
         if not self._units:
@@ -191,12 +191,13 @@ class _Program:
                 self.model.random.advance(first_sample + begin, new_step=i == 0)
             self.ops.copy_into(rows[i], self._run(i, unit))
         self._recorded = True
-        return Totals(self.ops, rows, self.step.num_classes)
+        return Totals(self.ops, rows, self._warm.num_classes, self._warm.of)
 
     def _totals(self) -> Any:
         """Where a step's totals go, one row for each micro-batch; reading may come late."""
         if self._free == 0:
-            self._slab, self._free = self.ops.empty((_SLAB, len(self.parts), 4), np.float64), _SLAB
+            shape = _SLAB, len(self.parts), self._warm.array.shape[-1]
+            self._slab, self._free = self.ops.empty(shape, np.float64), _SLAB
         self._free -= 1
         return self._slab[self._free]
 

@@ -25,6 +25,7 @@ from minidl.profile import Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
+from minidl.summary import Summary, summarize
 from minidl.value import Value, finished, materialize
 
 __all__ = ["Model"]
@@ -302,6 +303,13 @@ class Model:
         self.arena.refresh_working()
         for name, array in buffers.items():
             self.ops.copy_into(array, self.ops.from_host(state[name]))
+
+    def summary(self, batch: int = 1) -> Summary:
+        """Shapes, parameters, FLOP and saved bytes of every layer for ``batch`` samples; ``print(model.summary())``.
+
+        Runs one forward pass on zeros to see what is saved; nothing of the model changes.
+        """
+        return summarize(self, batch)
 
     @property
     def num_parameters(self) -> int:

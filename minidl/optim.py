@@ -42,8 +42,8 @@ class ParameterGroup:
     weight_decay: float | None = None
 
 
-def _finite(argument: str, value: float) -> None:
-    checks.number("SGD", argument, value, "of at least 0, finite", lambda v: 0 <= v < math.inf)
+def _finite(who: str, argument: str, value: float) -> None:
+    checks.number(who, argument, value, "of at least 0, finite", lambda v: 0 <= v < math.inf)
 
 
 class SGD:
@@ -58,6 +58,9 @@ class SGD:
         decay_norm_and_bias: False exempts biases and batch-norm parameters (one-dimensional, in no product) from decay.
         groups: exceptions by name; the first pattern that matches counts.
         loss_scale: first scale of the loss, for float16; it then doubles after 2000 good steps and halves on overflow.
+        clip_value: bounds every gradient by ±this.
+        clip_norm: scales all gradients down together where their norm is larger, that of the joined batch of all ranks
+            (Pascanu, Mikolov and Bengio, ICML 2013). All messages must then have arrived before the update.
 
     With float16 a step whose gradients overflow changes nothing; which it is, is decided on the device.
     """
@@ -73,20 +76,26 @@ class SGD:
         decay_norm_and_bias: bool = True,
         groups: Sequence[ParameterGroup] = (),
         loss_scale: float = _FIRST_LOSS_SCALE,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
     ):
+        who = type(self).__name__
         for argument, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            _finite(argument, value)
+            _finite(who, argument, value)
+        for argument, limit in (("clip_value", clip_value), ("clip_norm", clip_norm)):
+            if limit is not None:
+                checks.number(who, argument, limit, "above 0, finite", lambda v: 0 < v < math.inf)
         if momentum >= 1:
-            raise checks.bad_value("SGD", "momentum", "below 1, or the velocity grows without end", momentum)
+            raise checks.bad_value(who, "momentum", "below 1, or the velocity grows without end", momentum)
         if nesterov and momentum == 0:
-            raise checks.bad_value("SGD", "momentum", "positive with nesterov=True", momentum)
+            raise checks.bad_value(who, "momentum", "positive with nesterov=True", momentum)
         if not isinstance(model, Model):
             remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
-            raise checks.bad_dtype("SGD", "model", "a Model", checks.describe(model), remedy)
+            raise checks.bad_dtype(who, "model", "a Model", checks.describe(model), remedy)
         if not 0 < loss_scale < math.inf:
-            raise checks.bad_value("SGD", "loss_scale", "positive and finite", loss_scale)
+            raise checks.bad_value(who, "loss_scale", "positive and finite", loss_scale)
         self.model, self.arena, self.ops = model, model.arena, model.ops
-        self.nesterov = nesterov
+        self.nesterov, self.clip_value, self.clip_norm = nesterov, clip_value, clip_norm
         self.weight_decay, self.decay_norm_and_bias, self.groups = weight_decay, decay_norm_and_bias, tuple(groups)
         self._check_groups()
         self.scales_loss = model.precision.loss_scaling
@@ -101,12 +110,13 @@ class SGD:
 
     def _check_groups(self) -> None:
         names = [s.full_name for s in self.arena.segments if s.trainable]
+        who = type(self).__name__
         for group in self.groups:
             if not isinstance(group, ParameterGroup):
-                raise checks.bad_dtype("SGD", "groups", "ParameterGroups", repr(group), "ParameterGroup(pattern, ...)")
-            _finite(f"lr_scale of {group.pattern}", group.lr_scale)
+                raise checks.bad_dtype(who, "groups", "ParameterGroups", repr(group), "ParameterGroup(pattern, ...)")
+            _finite(who, f"lr_scale of {group.pattern}", group.lr_scale)
             if group.weight_decay is not None:
-                _finite(f"weight_decay of {group.pattern}", group.weight_decay)
+                _finite(who, f"weight_decay of {group.pattern}", group.weight_decay)
             if not fnmatch.filter(names, group.pattern):
                 raise checks.unknown("parameter pattern", group.pattern, names)
 
@@ -139,7 +149,7 @@ class SGD:
         Raises:
             ValueError: when it is negative or not finite.
         """
-        _finite("lr", lr)
+        _finite(type(self).__name__, "lr", lr)
         if lr != self._lr and self.arena.updating:
             raise checks.order("SGD", "the learning rate changes when part of a step is done", "set it before backward")
         if lr != self._lr:
@@ -155,6 +165,14 @@ class SGD:
     def skipped_steps(self) -> int:
         """Steps left out so far because their gradients overflowed. Waits for the device."""
         return int(self.ops.to_host(self.control)[SKIPPED])
+
+    def plan(self) -> str:
+        """What must be alike on all ranks, in words."""
+        return (
+            f"{type(self).__name__}, weight_decay {self.weight_decay}, decay_norm_and_bias {self.decay_norm_and_bias}, "
+            f"nesterov {self.nesterov}, clip_value {self.clip_value}, clip_norm {self.clip_norm}, "
+            f"groups {list(self.groups)}, control {self.ops.to_host(self.control).tolist()}"
+        )
 
     def cost(self) -> PassCost:
         """Least work of `step`: FLOP of the formula; gradients, weights, momentum and the copy that products read.
@@ -179,19 +197,38 @@ class SGD:
         return self.arena.working is not self.arena.master
 
     def step(self) -> None:
-        """Update all parameters: group by group as messages arrive or, with loss scaling, after all of them."""
+        """Update all parameters: group by group as messages arrive or, with loss scaling or `clip_norm`, after all."""
         messages = self.arena.finished()
-        if not self.scales_loss:
+        if not self.scales_loss and self.clip_norm is None:
+            self._begin()
             for message in messages:
+                self._clip_values(*message.own)
                 self._update(*message.own)
             return
         for _ in messages:
             pass
-        with self.model.profiler.span("optimizer", "update"):
-            self.ops.find_nonfinite(self.arena.grad, self.control)
-        self._update(0, self.arena.trainable_size)
-        with self.model.profiler.span("optimizer", "update"):
-            self.ops.update_loss_scale(self.control)
+        whole = 0, self.arena.trainable_size
+        if self.scales_loss:
+            with self.model.profiler.span("optimizer", "update"):
+                self.ops.find_nonfinite(self.arena.grad, self.control)
+        self._clip_values(*whole)
+        if self.clip_norm is not None:
+            with self.model.profiler.span("optimizer", "update"):
+                square = self.ops.gradient_square(self.arena.grad)
+                self.ops.clip_norm(self.arena.grad, square, self.clip_norm, self.control)
+        self._begin()
+        self._update(*whole)
+        if self.scales_loss:
+            with self.model.profiler.span("optimizer", "update"):
+                self.ops.update_loss_scale(self.control)
+
+    def _begin(self) -> None:
+        """Before the first update of a step, when it is known whether the gradients overflowed."""
+
+    def _clip_values(self, begin: int, end: int) -> None:
+        if self.clip_value is not None:
+            with self.model.profiler.span("optimizer", "update"):
+                self.ops.clip_values(self.arena.gradient(begin, end), self.clip_value, self.control)
 
     def _update(self, begin: int, end: int) -> None:
         arena, part = self.arena, slice(begin, end)
@@ -223,6 +260,8 @@ class SGD:
         if self.scales_loss:
             expected = "a precision without loss scaling, which must see all gradients before it updates any"
             raise checks.bad_value("SGD", "update_in_backward", expected, self.model.precision.name, "use bf16")
+        if self.clip_value is not None or self.clip_norm is not None:
+            raise checks.order("SGD", "clipping of gradients that are updated within the backward pass", "choose one")
         self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._update)
 
     def state_dict(self) -> dict[str, np.ndarray]:

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 from minidl import checks
 
-__all__ = ["Constant", "Cosine", "Schedule", "Step", "Warmup", "parse", "warmup"]
+__all__ = ["Constant", "Cosine", "OneCycle", "Polynomial", "Schedule", "Step", "Warmup", "parse", "warmup"]
 
 Schedule = Callable[[int], float]
 
-_FORMS = ("constant", "step:30,60,80", "step:30,60,80:0.1", "cosine", "cosine:0.001")
+_FORMS = (
+    "constant", "step:30,60,80", "step:30,60,80:0.1", "cosine", "cosine:0.001", "poly", "poly:0.9", "poly:2:0.0001",
+    "onecycle", "onecycle:0.3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,76 @@ class Cosine:
 
     def __call__(self, step: int) -> float:
         progress = min(step / self.total_steps, 1.0)
-        return self.final + (self.lr - self.final) * (1 + math.cos(math.pi * progress)) / 2
+        return _between(self.lr, self.final, progress)
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """``final + (lr - final) * (1 - step / total_steps) ** power``, and ``final`` from ``total_steps`` on.
+
+    Args:
+        lr: learning rate at the start.
+        total_steps: at least 1.
+        power: above 0; 1 is a straight line, 2 is usual with LARS, 0.9 in segmentation.
+        final: learning rate at the end.
+    """
+
+    lr: float
+    total_steps: int
+    power: float = 1.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _rate("Polynomial", "lr", self.lr)
+        checks.at_least("Polynomial", "total_steps", self.total_steps, 1)
+        if not 0 < self.power < math.inf:
+            raise checks.bad_value("Polynomial", "power", "above 0", self.power)
+        _rate("Polynomial", "final", self.final)
+
+    def __call__(self, step: int) -> float:
+        left = max(1 - step / self.total_steps, 0.0)
+        return self.final + (self.lr - self.final) * left**self.power
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """Half a cosine from ``lr / start_factor`` up to ``lr``, then one down to ``lr / start_factor / end_factor``.
+
+    Smith and Topin, "Super-convergence", 2017, with cosines as in torch.optim.lr_scheduler.OneCycleLR.
+
+    Args:
+        lr: the highest learning rate, at step ``rise * total_steps - 1``.
+        total_steps: at least 2; the last is ``total_steps - 1``.
+        rise: fraction of the steps that go up, in (0, 1).
+        start_factor, end_factor: at least 1.
+    """
+
+    lr: float
+    total_steps: int
+    rise: float = 0.3
+    start_factor: float = 25.0
+    end_factor: float = 1e4
+
+    def __post_init__(self) -> None:
+        _rate("OneCycle", "lr", self.lr)
+        checks.at_least("OneCycle", "total_steps", self.total_steps, 2)
+        if not 0 < self.rise < 1:
+            raise checks.bad_value("OneCycle", "rise", "in (0, 1)", self.rise)
+        for name in ("start_factor", "end_factor"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise checks.bad_value("OneCycle", name, "at least 1", getattr(self, name))
+
+    def __call__(self, step: int) -> float:
+        low, top, last = self.lr / self.start_factor, self.rise * self.total_steps - 1, self.total_steps - 1
+        if step < top:
+            return _between(low, self.lr, step / top)
+        progress = min((step - top) / (last - top), 1.0) if last > top else 1.0
+        return _between(self.lr, low / self.end_factor, progress)
+
+
+def _between(start: float, end: float, progress: float) -> float:
+    """Half a cosine from ``start`` to ``end``."""
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True)
@@ -122,7 +194,8 @@ def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: fl
 
     Args:
         spec: ``constant``; ``step:30,60,80`` with milestones in epochs, ``step:30,60,80:0.2`` with another factor than
-            0.1; ``cosine``, or ``cosine:0.001`` to end there and not at 0.
+            0.1; ``cosine``, or ``cosine:0.001`` to end there and not at 0; ``poly``, ``poly:POWER`` or
+            ``poly:POWER:END``; ``onecycle``, or ``onecycle:RISE`` with the fraction of the steps that go up.
         lr: learning rate after the warm-up.
         epochs: of the whole run, warm-up included.
         steps_per_epoch: steps in an epoch.
@@ -151,6 +224,10 @@ def _parse(spec: str, lr: float, epochs: int, steps_per_epoch: int) -> Schedule:
             return Step(lr, steps, *map(float, gamma))
         case "cosine", [*final] if len(final) <= 1:
             return Cosine(lr, epochs * steps_per_epoch, *map(float, final))
+        case "poly", [*numbers] if len(numbers) <= 2:
+            return Polynomial(lr, epochs * steps_per_epoch, *map(float, numbers))
+        case "onecycle", [*rise] if len(rise) <= 1:
+            return OneCycle(lr, epochs * steps_per_epoch, *map(float, rise))
     raise ValueError(f"expected one of the forms {', '.join(_FORMS)}")
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "pair",
     "pixel_pitch",
     "pool_output_size",
+    "resize_axis",
     "round_up",
 ]
 
@@ -66,6 +67,19 @@ def pool_output_size(
     if (out - 1) * stride >= size + padding:
         out -= 1
     return out
+
+
+def resize_axis(size: int, out: int, mode: str, align_corners: bool) -> tuple[int, int, int, int, int, int]:
+    """How an axis of ``size`` pixels is resized to ``out``: (a, b, d, size, out, 1 if bilinear).
+
+    Output o lies at max((a·o + b) / d, 0) of the input: a quotient of whole numbers, so that every device finds the
+    same pixels and weights.
+    """
+    if mode == "nearest":
+        return size, 0, out, size, out, 0
+    if align_corners:
+        return size - 1 if out > 1 else 0, 0, max(out - 1, 1), size, out, 1
+    return 2 * size, size - out, 2 * out, size, out, 1
 
 
 def pixel_pitch(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int | None:

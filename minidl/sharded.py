@@ -34,6 +34,9 @@ class ShardedSGD(SGD):
             if model.precision.loss_scaling and model.comm.size > 1:
                 remedy = "its test for overflow needs all gradients: take SGD"
                 raise checks.bad_value("ShardedSGD", "precision", "fp32, tf32 or bf16", model.precision.name, remedy)
+            for name in ("clip_value", "clip_norm"):
+                if options.get(name) is not None:
+                    raise checks.bad_value("ShardedSGD", name, "None: parts are updated as they arrive", options[name])
             model.arena.shard()
         self._collected: np.ndarray | None = None
         super().__init__(model, *args, **options)

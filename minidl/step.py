@@ -8,7 +8,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.data.loader import shard
-from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.loss import Loss, Totals
 from minidl.model import Model
 from minidl.optim import SGD
 
@@ -29,14 +29,16 @@ class EagerStep:
         ValueError: for parts that do not belong together, or an ``accumulate`` below 1.
     """
 
-    def __init__(self, model: Model, optimizer: SGD, loss: SoftmaxCrossEntropy, *, accumulate: int = 1):
+    def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1):
         if optimizer.model is not model:
             raise checks.bad_value("step", "optimizer", "that of the model", "another model's")
         if loss.comm is not model.comm:
-            remedy = "make it with SoftmaxCrossEntropy(comm=comm)"
+            remedy = f"make it with {type(loss).__name__}(comm=comm)"
             raise checks.bad_value("step", "loss", "on the model's communicator", loss.comm.name, remedy)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = checks.at_least("step", "accumulate", accumulate, 1)
+        if self.accumulate > 1 and not loss.divisible:
+            raise checks.bad_value("step", "accumulate", f"1 with {loss.plan()}", accumulate, "take whole batches")
         if self.accumulate > 1 and model.arena.slots:
             remedy = "gradients of micro-batches add up; keep them, without update_in_backward()"
             raise checks.bad_value("step", "accumulate", "1 with a ring of gradients", accumulate, remedy)
@@ -57,12 +59,12 @@ class EagerStep:
         if len(parts) == 1:
             return self.part(images, labels, first_sample)
         ops, count = self.model.ops, self.loss.count(labels, self.num_classes)
-        rows = ops.empty((len(parts), 4), np.float64)
+        rows = ops.empty((len(parts), *count.shape), np.float64)
         for i, (begin, end) in enumerate(parts):
             ends = {"first": i == 0, "last": i == len(parts) - 1}
             totals = self.part(images[begin:end], labels[begin:end], first_sample + begin, count, **ends)
             ops.copy_into(rows[i], totals.array)
-        return Totals(ops, rows, self.num_classes)
+        return Totals(ops, rows, self.num_classes, self.loss)
 
     def parts(self, samples: int) -> list[tuple[int, int]]:
         """Where the micro-batches of so many samples begin and end; as many on all ranks."""

@@ -17,7 +17,7 @@ from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
 from minidl.dist.agree import require_same, require_same_arrays
-from minidl.loss import SoftmaxCrossEntropy, Totals
+from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
@@ -52,24 +52,26 @@ class _Running:
     """Sums of the steps that were not read yet, and of those that were."""
 
     pending: list[Totals] = field(default_factory=list)
-    loss: float = 0.0
-    count: int = 0
-    correct: int = 0
+    sums: Sums = Sums(0.0, 0.0, 0, 0)
 
     def collect(self) -> float:
         """Read what is pending; the mean loss of just that."""
-        loss, count = 0.0, 0
+        read = Sums(0.0, 0.0, 0, 0)
         for totals in self.pending:
-            step_loss, step_count, correct = totals.read()
-            loss, count, self.correct = loss + step_loss, count + step_count, self.correct + correct
+            read = _joined(read, totals.read())
         self.pending.clear()
-        self.loss, self.count = self.loss + loss, self.count + count
-        return loss / count if count else 0.0
+        self.sums = _joined(self.sums, read)
+        return read.loss / read.weight if read.weight else 0.0
 
     @property
     def means(self) -> tuple[float, float]:
         """(mean loss, accuracy) so far."""
-        return self.loss / max(self.count, 1), self.correct / max(self.count, 1)
+        sums = self.sums
+        return sums.loss / (sums.weight or 1), sums.correct / max(sums.labels, 1)
+
+
+def _joined(a: Sums, b: Sums) -> Sums:
+    return Sums(*map(sum, zip(a, b, strict=True)))
 
 
 class Trainer:
@@ -104,7 +106,7 @@ class Trainer:
         self,
         model: Model,
         optimizer: SGD,
-        loss: SoftmaxCrossEntropy,
+        loss: Loss,
         train_loader: Loader,
         test_loader: Loader | None = None,
         *,
@@ -145,7 +147,7 @@ class Trainer:
         if self.optimizer.model is not self.model:
             raise checks.bad_value("Trainer", "optimizer", "that of the model", "another model's")
         if self.loss.comm is not self.comm:
-            remedy = "make it with SoftmaxCrossEntropy(comm=comm)"
+            remedy = f"make it with {type(self.loss).__name__}(comm=comm)"
             raise checks.bad_value("Trainer", "loss", "on the model's communicator", self.loss.comm.name, remedy)
         for argument, loader in self._loaders().items():
             if loader is not None and (loader.rank, loader.size) != (self.comm.rank, self.comm.size):
@@ -172,17 +174,15 @@ class Trainer:
 
     def _plan(self) -> list[str]:
         """What decides on the steps: ranks that differ here would wait for ever, or drift apart in silence."""
-        optimizer, loaders = self.optimizer, self._loaders().items()
-        groups = f"nesterov {optimizer.nesterov}, groups {list(optimizer.groups)}"
-        decay = f"weight_decay {optimizer.weight_decay}, decay_norm_and_bias {optimizer.decay_norm_and_bias}"
+        loaders = self._loaders().items()
         return [
             f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}",
             f"{type(self._step).__name__} of {self.accumulate} micro-batches",
             *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
             f"schedule {checks.wording(self.schedule)}",
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
-            f"optimizer {decay}, {groups}, control {optimizer.ops.to_host(optimizer.control).tolist()}",
-            f"loss ignore_index {self.loss.ignore_index}",
+            f"optimizer {self.optimizer.plan()}",
+            f"loss {self.loss.plan()}",
             f"random seed {self.model.random.seed}",
         ]
 

@@ -76,11 +76,21 @@ class Number:
     def __float__(self):
         return self.value
 
+    def where(self, condition, other):
+        """Itself or a float: one comparison."""
+        self.counter.flop += 1
+        return self if condition else Number(self.counter, other)
+
     __add__ = __radd__ = _counted(lambda a, b: a + b)
     __mul__ = __rmul__ = _counted(lambda a, b: a * b)
     __sub__ = _counted(lambda a, b: a - b)
     maximum = _counted(max)
     masked = _counted(lambda a, b: a if b > 0 else 0.0)
+    __rsub__ = _counted(lambda a, b: b - a)
+    minimum = _counted(min)
+    reciprocal = _counted(lambda a, _: 1 / a)
+    tanh = _counted(lambda a, _: math.tanh(a))
+    erf = _counted(lambda a, _: math.erf(a))
     exp = _counted(lambda a, _: math.exp(a))
     log = _counted(lambda a, _: math.log(a))
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import minidl as m
+from minidl import models
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered, gradient_sum
 from tests.counting import Counter, numbers
 from tests.parts import Part
+from tests.reference.upsample2d import matrix
 
 STORAGE = {2: "float16", 4: "float32"}
 
@@ -81,6 +83,28 @@ BY_HAND = {
     "global average": (m.AdaptiveAvgPool2d(1), (2, 7, 7, 8), 2, [(784 + 16, 1600), (784 + 16, 1600), (0, 0)]),
     "dropout": (m.Dropout(0.3), (5, 7), 2, [(35, 140), (35, 140), (0, 0)]),
     "flatten": (m.Flatten(), (2, 3, 3, 4), 4, [(0, 0), (0, 0), (0, 0)]),
+    "ReLU6": (m.ReLU6(), (2, 3, 3, 4), 2, [(144, 288), (144, 432), (0, 0)]),
+    "LeakyReLU": (m.LeakyReLU(), (2, 3, 3, 4), 2, [(144, 288), (144, 432), (0, 0)]),
+    "Sigmoid": (m.Sigmoid(), (2, 3, 3, 4), 4, [(288, 576), (216, 864), (0, 0)]),
+    "Tanh": (m.Tanh(), (2, 3, 3, 4), 4, [(72, 576), (216, 864), (0, 0)]),
+    "SiLU": (m.SiLU(), (2, 3, 3, 4), 4, [(360, 576), (648, 864), (0, 0)]),
+    "GELU": (m.GELU(), (2, 3, 3, 4), 4, [(360, 576), (792, 864), (0, 0)]),
+    "Hardswish": (m.Hardswish(), (2, 3, 3, 4), 4, [(360, 576), (360, 864), (0, 0)]),
+    "Softmax": (m.Softmax(), (8, 10), 4, [(400, 640), (320, 960), (0, 0)]),
+    # 2*3*3*4 = 72 elements, two groups for each of two images: moments and sums of 2*2*2 floats; gamma, beta of 4.
+    "group norm": (
+        m.GroupNorm(2, 4), (2, 3, 3, 4), 4,
+        [(7 * 72, 3 * 288 + 32 + 32), (5 * 72, 3 * 288 + 64 + 16), (4 * 72, 2 * 288 + 64 + 48)],
+    ),
+    # Eighteen rows: moments of 2*18 floats.
+    "layer norm": (
+        m.LayerNorm(4), (2, 3, 3, 4), 4,
+        [(8 * 72, 2 * 288 + 144 + 32), (10 * 72, 3 * 288 + 144 + 16), (5 * 72, 2 * 288 + 144 + 32)],
+    ),
+    # 2*2*2*3 = 24 elements become 96.
+    "upsample": (
+        m.Upsample(scale_factor=2, mode="bilinear"), (2, 2, 2, 3), 4, [(768, 480), (768, 480), (0, 0)],
+    ),
     # One pixel around 2x2: 16 elements written, 4 read; backward 4 and 4.
     "pad": (m.Pad(1), (1, 2, 2, 1), 4, [(0, 80), (0, 32), (0, 0)]),
 }  # fmt: skip
@@ -96,6 +120,8 @@ def test_joins_by_hand():
     shape = (2, 3, 3, 4)
     assert costs(m.Add().cost(shape, shape, itemsize=2)) == [(72, 432), (0, 0), (0, 0)]
     assert costs(m.Concat().cost(shape, (2, 3, 3, 1), itemsize=4)) == [(0, 720), (0, 0), (0, 0)]
+    assert costs(m.Mul().cost(shape, shape, itemsize=2)) == [(72, 432), (144, 720), (0, 0)]
+    assert costs(m.Mul().cost(shape, (2, 1, 1, 4), itemsize=2)) == [(72, 304), (216, 464), (0, 0)]
 
 
 def test_intensity_of_the_stem_is_the_published_one():
@@ -373,6 +399,198 @@ def pad(layer, state, x, dy, size):
     return forward.write(y, size), data.write(dx, size), {}, (forward, data, Counter())
 
 
+def logistic(v):
+    return ((v * -1).exp() + 1).reciprocal()
+
+
+def silu_gradient(g, x, _):
+    s = logistic(x)
+    return g * s * (x * (1 - s) + 1)
+
+
+def gelu_gradient(g, x, layer):
+    if layer.approximate == "none":
+        below, density = ((x * 0.5**0.5).erf() + 1) * 0.5, (x * x * -0.5).exp() * (2 * math.pi) ** -0.5
+        return g * (x * density + below)
+    scale, cubic = math.sqrt(8 / math.pi), x * x * 0.044715
+    s, inner = logistic((cubic * x + x) * scale), cubic * (3 * scale) + scale
+    return g * (x * inner * (s * (1 - s)) + s)
+
+
+def gelu(x, layer):
+    if layer.approximate == "none":
+        return ((x * 0.5**0.5).erf() + 1) * 0.5 * x
+    return logistic((x * x * x * 0.044715 + x) * math.sqrt(8 / math.pi)) * x
+
+
+# value(x, layer); gradient(dy, what was kept, layer)
+ELEMENTWISE = {
+    m.ReLU6: (lambda x, _: x.maximum(0.0).minimum(6.0), lambda g, y, _: g.masked(y).masked(6 - float(y))),
+    m.LeakyReLU: (
+        lambda x, la: (x * la.slope).maximum(x), lambda g, y, la: g.masked(1.0) * (1.0 if float(y) > 0 else la.slope),
+    ),
+    m.Sigmoid: (lambda x, _: logistic(x), lambda g, y, _: g * y * (1 - y)),
+    m.Tanh: (lambda x, _: x.tanh(), lambda g, y, _: g * (1 - y * y)),
+    m.SiLU: (lambda x, _: x * logistic(x), silu_gradient),
+    m.GELU: (gelu, gelu_gradient),
+}  # fmt: skip
+
+
+def elementwise(layer, state, x, dy, size):
+    value, slope = ELEMENTWISE[type(layer)]
+    forward, data = Counter(), Counter()
+    source, y, dx = forward.operand(x, size), numbers(forward, x.shape), numbers(data, x.shape)
+    for at in np.ndindex(*x.shape):
+        y[at] = value(source[at], layer)
+    y = forward.write(y, size)
+    gradient, kept = data.operand(dy, size), data.operand(y if layer.keeps_output else x, size)
+    for at in np.ndindex(*x.shape):
+        dx[at] = slope(gradient[at], kept[at], layer)
+    return y, data.write(dx, size), {}, (forward, data, Counter())
+
+
+def hardswish(layer, state, x, dy, size):
+    forward, data = Counter(), Counter()
+    source, y, dx = forward.operand(x, size), numbers(forward, x.shape), numbers(data, x.shape)
+    gradient, kept = data.operand(dy, size), data.operand(x, size)
+    for at in np.ndindex(*x.shape):
+        y[at] = (source[at] + 3).maximum(0.0).minimum(6.0) * (1 / 6) * source[at]
+        slope = kept[at] * (1 / 3) + 0.5
+        # Two comparisons choose among the three pieces.
+        slope = slope.masked(x[at] + 3).where(x[at] < 3, 1.0)
+        dx[at] = gradient[at] * slope
+    return forward.write(y, size), data.write(dx, size), {}, (forward, data, Counter())
+
+
+def softmax(layer, state, x, dy, size):
+    forward, data = Counter(), Counter()
+    source, y, dx = forward.operand(x, size), numbers(forward, x.shape), numbers(data, x.shape)
+    for row in np.ndindex(*x.shape[:-1]):
+        peak, total = source[*row, 0].maximum(-math.inf), forward.zero()
+        for c in range(1, x.shape[-1]):
+            peak = source[*row, c].maximum(peak)
+        for c in range(x.shape[-1]):
+            y[*row, c] = (source[*row, c] - float(peak)).exp()
+            total = total + y[*row, c]
+        for c in range(x.shape[-1]):
+            y[*row, c] = y[*row, c] * (1 / float(total))
+    y = forward.write(y, size)
+    gradient, kept = data.operand(dy, size), data.operand(y, size)
+    for row in np.ndindex(*x.shape[:-1]):
+        total = data.zero()
+        for c in range(x.shape[-1]):
+            total = total + gradient[*row, c] * kept[*row, c]
+        for c in range(x.shape[-1]):
+            dx[*row, c] = kept[*row, c] * (gradient[*row, c] - float(total))
+    return y, data.write(dx, size), {}, (forward, data, Counter())
+
+
+def sample_norm(layer, state, x, dy, size):
+    """Group norm, and layer norm as one of rows with one group."""
+    shape, per_row = x.shape, isinstance(layer, m.LayerNorm)
+    channels, affine = shape[-1], "weight" in state
+    groups = 1 if per_row else layer.num_groups
+    x, dy = (a.reshape(-1, 1, channels) if per_row else a.reshape(shape[0], -1, channels) for a in (x, dy))
+    forward, data, weight = Counter(), Counter(), Counter()
+    gamma = forward.operand(state["weight"]).vector() if affine else [1.0] * channels
+    beta = forward.operand(state["bias"]).vector() if affine else [0.0] * channels
+    source, y = forward.operand(x, size), numbers(forward, x.shape)
+    again = source if per_row else forward.operand(x, size)
+    mean, rstd = np.zeros((2, len(x), groups))
+    group = lambda at: (at[0], at[2] * groups // channels)  # noqa: E731
+    members = {}
+    for at in np.ndindex(*x.shape):
+        members.setdefault(group(at), []).append(at)
+    for g, found in members.items():
+        total, square = forward.zero(), forward.zero()
+        for at in found:
+            total = total + source[at]
+        mean[g] = float(total) / len(found)
+        for at in found:
+            deviation = source[at] - mean[g]
+            square = square + deviation * deviation
+        rstd[g] = 1 / math.sqrt(float(square) / len(found) + layer.eps)
+    forward.write([mean, rstd])
+    for at in np.ndindex(*x.shape):
+        c, g = at[2], group(at)
+        if per_row:  # a row's scale is no constant of a channel
+            y[at] = (again[at] - mean[g]) * rstd[g]
+            y[at] = y[at] * gamma[c] + beta[c] if affine else y[at]
+        else:
+            y[at] = (again[at] - mean[g]) * (rstd[g] * gamma[c])
+            y[at] = y[at] + beta[c] if affine else y[at]
+
+    dgamma, dbeta, first, second = np.zeros(channels), np.zeros(channels), np.zeros(mean.shape), np.zeros(mean.shape)
+    gradient, source, dx = data.operand(dy, size), data.operand(x, size), numbers(data, x.shape)
+    for values in (mean, rstd):
+        data.operand(values.ravel()).vector()
+        if affine or not per_row:
+            weight.operand(values.ravel()).vector()
+    if affine:
+        data.operand(state["weight"]).vector()
+    if affine or not per_row:
+        g_weight, x_weight = weight.operand(dy, size), weight.operand(x, size)
+        for at in np.ndindex(*x.shape):
+            c, g = at[2], group(at)
+            if per_row:
+                xhat = (x_weight[at] - mean[g]) * rstd[g]
+                product = g_weight[at] * xhat + 0.0
+            else:
+                product = (x_weight[at] - mean[g]) * g_weight[at] + 0.0
+                product.value *= float(rstd[g])
+            dbeta[c] += float(g_weight[at] + 0.0)
+            dgamma[c] += float(product)
+            first[g] += dy[at] * gamma[c] / len(members[g])
+            second[g] += float(product) * gamma[c] / len(members[g])
+        if affine:
+            weight.write([dgamma, dbeta])
+    if not per_row:
+        if affine:
+            weight.operand(state["weight"]).vector()
+        weight.write([first, second])
+        for values in (first, second):
+            data.operand(values.ravel()).vector()
+    for g, found in members.items():
+        if per_row:
+            hats, slopes, a, b = {}, {}, data.zero(), data.zero()
+            for at in found:
+                hats[at] = (source[at] - mean[g]) * rstd[g]
+                slopes[at] = gradient[at] * gamma[at[2]] if affine else gradient[at]
+                a, b = a + slopes[at], b + slopes[at] * hats[at]
+            a, b = float(a) / channels, float(b) / channels
+        for at in found:
+            if per_row:
+                dx[at] = (slopes[at] - a - hats[at] * b) * rstd[g]
+            else:
+                a, b = first[g] * rstd[g], second[g] * rstd[g] ** 2
+                dx[at] = gradient[at] * (rstd[g] * gamma[at[2]]) - a - (source[at] - mean[g]) * b
+    y, dx = forward.write(y, size).reshape(shape), data.write(dx, size).reshape(shape)
+    return y, dx, {"weight": dgamma, "bias": dbeta} if affine else {}, (forward, data, weight)
+
+
+def upsample(layer, state, x, dy, size):
+    forward, data = Counter(), Counter()
+    source, gradient = forward.operand(x, size), data.operand(dy, size)
+    y, dx, bilinear = numbers(forward, dy.shape), numbers(data, x.shape), layer.mode == "bilinear"
+    rows, columns = (matrix(x.shape[i], dy.shape[i], layer.mode, layer.align_corners) for i in (1, 2))
+
+    def read(weights):
+        low = int(np.flatnonzero(weights)[0])
+        high = min(low + 1, len(weights) - 1)
+        return [(low, weights[low]), (high, weights[high] if high > low else 0.0)][: 2 if bilinear else 1]
+
+    for n, p, q, c in np.ndindex(*dy.shape):
+        for (h, down), (w, across) in product(read(rows[p]), read(columns[q])):
+            value, g = source[n, h, w, c], gradient[n, p, q, c]
+            if bilinear:
+                y[n, p, q, c] = y[n, p, q, c] + value * (down * across)
+                dx[n, h, w, c] = dx[n, h, w, c] + g * (down * across)
+            else:
+                y[n, p, q, c] = value
+                dx[n, h, w, c] = dx[n, h, w, c] + g
+    return forward.write(y, size), data.write(dx, size), {}, (forward, data, Counter())
+
+
 CASES = [
     (convolution, lambda: m.Conv2d(2, 3, 3, padding=1), (2, 4, 5, 2)),
     (convolution, lambda: m.Conv2d(2, 3, (2, 3), stride=(2, 1), padding=(0, 2), bias=False), (1, 5, 4, 2)),
@@ -401,6 +619,23 @@ CASES = [
     (avg_pool, lambda: m.AvgPool2d(1, 3), (1, 7, 5, 2)),
     (adaptive_pool, lambda: m.AdaptiveAvgPool2d(1), (2, 3, 4, 2)),
     (adaptive_pool, lambda: m.AdaptiveAvgPool2d((4, 5)), (1, 7, 3, 2)),
+    (elementwise, lambda: m.ReLU6(), (2, 3, 50)),
+    (elementwise, lambda: m.LeakyReLU(0.2), (2, 3, 5)),
+    (elementwise, lambda: m.Sigmoid(), (2, 3, 5)),
+    (elementwise, lambda: m.Tanh(), (2, 3, 5)),
+    (elementwise, lambda: m.SiLU(), (2, 3, 5)),
+    (elementwise, lambda: m.GELU(), (2, 3, 5)),
+    (elementwise, lambda: m.GELU("tanh"), (2, 3, 5)),
+    (hardswish, lambda: m.Hardswish(), (2, 3, 9)),
+    (softmax, lambda: m.Softmax(), (3, 2, 5)),
+    (sample_norm, lambda: m.GroupNorm(2, 6), (2, 2, 3, 6)),
+    (sample_norm, lambda: m.GroupNorm(3, 6, affine=False), (3, 6)),
+    (sample_norm, lambda: m.LayerNorm(5), (2, 2, 3, 5)),
+    (sample_norm, lambda: m.LayerNorm(4, elementwise_affine=False), (3, 4)),
+    (upsample, lambda: m.Upsample(scale_factor=2), (1, 2, 3, 2)),
+    (upsample, lambda: m.Upsample(size=(2, 3)), (1, 5, 4, 1)),
+    (upsample, lambda: m.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 2, 1)),
+    (upsample, lambda: m.Upsample(size=(3, 2), mode="bilinear", align_corners=True), (1, 7, 5, 1)),
     (pad, lambda: m.Pad((1, 2, 0, 3), value=0.5), (2, 2, 3, 2)),
     (pad, lambda: m.Pad((-1, 2, -2, -1)), (1, 5, 4, 2)),
 ]  # fmt: skip
@@ -408,8 +643,8 @@ CASES = [
 
 def test_every_layer_is_computed_by_hand_and_counted():
     every = {getattr(m.layers, name) for name in m.layers.__all__}
-    assert {type(layer) for layer, *_ in BY_HAND.values()} | {m.Add, m.Concat} == every
-    own_tests = {m.Dropout, m.Flatten, m.Add, m.Concat}  # below: random, a view, several inputs
+    assert {type(layer) for layer, *_ in BY_HAND.values()} | {m.Add, m.Mul, m.Concat} == every
+    own_tests = {m.Dropout, m.Flatten, m.Add, m.Mul, m.Concat}  # below: random, a view, several inputs
     assert {type(make()) for _, make, _ in CASES} | own_tests == every
 
 
@@ -499,6 +734,27 @@ def test_joins_read_their_inputs_once_and_hand_back_views(rng):
     np.testing.assert_allclose(y, counter.write(np.concatenate(joined, -1)), rtol=1e-6)
     assert costs(layer.cost(*shapes)) == [counter.counts, (0, 0), (0, 0)]
     assert all(np.shares_memory(part, y) for part in layer.backward(y))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_product_reads_its_inputs_once_each_way(gated, rng):
+    a, dy = (rng.standard_normal((2, 2, 3, 2)).astype(np.float32) for _ in range(2))
+    b = rng.standard_normal((2, 1, 1, 2) if gated else a.shape).astype(np.float32)
+    forward, data = Counter(), Counter()
+    left, right, y = forward.operand(a), forward.operand(b), numbers(forward, a.shape)
+    gradient, kept_a, kept_b = data.operand(dy), data.operand(a), data.operand(b)
+    da, db = numbers(data, a.shape), numbers(data, b.shape)
+    for at in np.ndindex(*a.shape):
+        where = (at[0], 0, 0, at[3]) if gated else at
+        y[at] = left[at] * right[where]
+        da[at] = gradient[at] * kept_b[where]
+        product_ = gradient[at] * kept_a[at]
+        db[where] = db[where] + product_ if gated else product_
+    layer = m.Mul()
+    np.testing.assert_allclose(layer.forward(a, b), forward.write(y), rtol=1e-6)
+    for found, expected in zip(layer.backward(dy), (data.write(da), data.write(db)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert costs(layer.cost(a.shape, b.shape)) == [forward.counts, data.counts, (0, 0)]
 
 
 def test_flatten_is_a_view(rng):
@@ -628,3 +884,24 @@ def updated(counter, weight, grad, old, lr, momentum, decay, nesterov, scale, co
     if copied:
         counter.write(new, copied)
     return counter.write(new)
+
+
+@pytest.mark.parametrize(
+    "make, flop, moved",
+    [(lambda model: m.AdamW(model), 16, 28), (lambda model: m.LAMB(model), 27, 40),
+     (lambda model: m.LARS(model, 0.1), 11, 28)],
+)  # fmt: skip
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adaptive_update_cost_by_hand(make, flop, moved, precision):
+    """28 bytes of AdamW: weight, two moments read and written, the gradient. Products read a rounded copy in bf16."""
+    model = m.Model(models.mlp(3, (4, 4, 2), (5,)), precision=precision)
+    n, products = model.num_parameters, 32 * 5 + 5 * 3
+    copies = 2 * products if precision == "bf16" else 0
+    assert make(model).cost() == PassCost(flop * n, moved * n + copies)
+
+
+def test_smoothing_costs_three_operations_more():
+    plain, smoothed = m.SoftmaxCrossEntropy().cost((8, 10)), m.SoftmaxCrossEntropy(label_smoothing=0.1).cost((8, 10))
+    assert (smoothed.forward - plain.forward, smoothed.backward_data - plain.backward_data) == (
+        PassCost(2 * 80), PassCost(80)
+    )  # fmt: skip

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import minidl as m
+from minidl.laws import check_gradients
 from minidl.sparse import CSBConv2d, CSBLinear, CSBPattern
-from tests.gradcheck import check_layer
 from tests.tolerance import draw
 
 f32 = np.float32
@@ -38,7 +38,7 @@ LAYERS = {
 @pytest.mark.parametrize("case", LAYERS)
 def test_gradients_equal_central_differences(case, ops, rng):
     make, shape = LAYERS[case]
-    check_layer(make(rng), ops, [draw(rng, shape, f32)], rng)
+    check_gradients(make(rng), ops, [draw(rng, shape, f32)], rng)
 
 
 @pytest.mark.parametrize("case", LAYERS)

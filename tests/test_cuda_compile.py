@@ -35,6 +35,8 @@ ARCHITECTURES = [
     pytest.param("H200", id="sm_90"),
 ]
 
+ACTIVATIONS = ("relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
+
 # (stem, kernel) -> why its spills are accepted. Empty is the aim.
 ACCEPTED_SPILLS: dict[tuple[str, str], str] = {}
 
@@ -103,10 +105,14 @@ def call_batch_norm() -> None:
 
 def call_activation() -> None:
     for dtype in STORAGE:
-        for x in _activations(dtype):
+        arrays = list(_activations(dtype))
+        for x in arrays:
             y = ops.relu(x)
             ops.relu_backward(x, y)
             ops.relu_backward(x, y, add=x)
+        # Every vector width with one function, every function with some: the two do not meet in the kernels.
+        for x, function in itertools.product(arrays[::6], ACTIVATIONS):
+            ops.activate_backward(x, ops.activate(x, function, 0.1), function, 0.1, add=x)
 
 
 def call_join() -> None:
@@ -114,6 +120,46 @@ def call_join() -> None:
         for x in _activations(dtype):
             ops.add(x, x)
             assert ops.concat([x, x[..., :1], x]).shape[-1] == 2 * x.shape[-1] + 1
+            gate = ops.gate_gradient(x, x)
+            assert ops.mul(ops.mul(x, x), gate).shape == x.shape and gate.shape == (x.shape[0], 1, 1, x.shape[-1])
+
+
+def call_group_norm() -> None:
+    for dtype in STORAGE:
+        for x in _activations(dtype):
+            gamma, beta, dgamma, dbeta = _parameters(*[x.shape[-1]] * 4)
+            for groups in {1, x.shape[-1] // 2 or 1, x.shape[-1]}:
+                if x.shape[-1] % groups:
+                    continue
+                moments = ops.group_norm_stats(x, groups, eps=1e-5)
+                ops.group_norm_apply(x, moments, gamma, beta)
+                sums = ops.group_norm_backward_stats(x, x, moments, gamma, dgamma=dgamma, dbeta=dbeta, accumulate=True)
+                assert sums.shape == moments.shape == (2, x.shape[0], groups)
+                for add in (None, x):
+                    ops.group_norm_backward_apply(x, x, moments, gamma, sums, add=add)
+
+
+def call_layer_norm() -> None:
+    for dtype in STORAGE:
+        for x in (*_activations(dtype), ops.empty((3, 10000), dtype)):
+            gamma, beta, dgamma, dbeta = _parameters(*[x.shape[-1]] * 4)
+            y, moments = ops.layer_norm(x, gamma, beta, eps=1e-5)
+            ops.layer_norm_backward_weight(x, x, moments, dgamma=dgamma, dbeta=dbeta)
+            for add in (None, x):
+                assert ops.layer_norm_backward_data(y, x, moments, gamma, add=add).shape == x.shape
+
+
+def call_softmax() -> None:
+    for dtype in STORAGE:
+        for x in (*_activations(dtype), ops.empty((3, 10000), dtype)):
+            assert ops.softmax_backward(x, ops.softmax(x)).shape == x.shape
+
+
+def call_upsample2d() -> None:
+    for dtype, mode in itertools.product(STORAGE, ("nearest", "bilinear")):
+        for x in _activations(dtype):
+            y = ops.upsample2d(x, (2 * x.shape[1], x.shape[2] + 1), mode)
+            assert ops.upsample2d_backward(y, x.shape, mode).shape == x.shape
 
 
 # (N, H, W, C), K, kernel, stride, padding, dilation, groups
@@ -292,6 +338,30 @@ def call_loss() -> None:
             ops.softmax_cross_entropy_backward(logits, labels, lse, totals, factor, ignore_index=255)
 
 
+def call_smoothed_loss() -> None:
+    scale, kinds = ops.empty(1, np.float32), [(dtype, np.int32) for dtype in STORAGE]
+    kinds += [(bfloat16, np.int64), (bfloat16, np.uint8)]
+    for (dtype, label), shape in itertools.product(kinds, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
+        logits, labels, weights = (
+            ops.empty(shape, dtype),
+            ops.empty(shape[:-1], label),
+            ops.empty(shape[-1], np.float32),
+        )
+        options = {"smoothing": 0.1, "ignore_index": 255}
+        totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, **options)
+        ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, scale, **options)
+        sums = ops.dice_sums(logits, labels, ignore_index=255)
+        ops.dice_backward(logits, labels, sums, scale, smooth=1.0, ignore_index=255)
+        if shape[-1] <= 1000:
+            ops.confusion_counts(logits, labels, ignore_index=255)
+
+
+def call_pointwise_loss() -> None:
+    for dtype, loss in itertools.product(STORAGE, ("mse", "bce_with_logits", "focal")):
+        for x in (ops.empty((4, 100, 100, 8), dtype), ops.empty(7, dtype), ops.empty((0, 3), dtype)):
+            ops.pointwise_loss_backward(x, x, ops.pointwise_loss(x, x, loss), None, loss)
+
+
 def call_optim() -> None:
     control, segments = ops.zeros(8, np.float32), ops.empty((3, 4), np.float32)
     for n in (64, 64 * 1001, 25_600_000):
@@ -304,6 +374,24 @@ def call_optim() -> None:
                 ops.sgd_update(master, grad, buffer, working, segment_of, segments, control, nesterov=nesterov)
         ops.find_nonfinite(grad, control)
     ops.update_loss_scale(control)
+
+
+def call_adaptive() -> None:
+    control, record, segments = ops.zeros(8, np.float32), ops.zeros(8, np.float32), ops.empty((3, 4), np.float32)
+    bounds = ops.empty(4, np.int32)
+    for n in (64, 64 * 1001, 25_600_000):
+        master, grad, first, second = _parameters(n, n, n, n)
+        tables = ops.empty(n // 64, np.int32), segments
+        ops.adam_advance(control, record)
+        for working in (None, *(ops.empty(n, dtype) for dtype in STORAGE)):
+            ops.adamw_update(master, grad, first, second, working, *tables, control, record)
+            norms = ops.segment_norms(master, grad, bounds, control)
+            ops.lars_update(master, grad, first, working, *tables, norms, control, record)
+            norms = ops.lamb_moments(master, grad, first, second, *tables, bounds, control, record)
+            ops.lamb_update(master, first, second, working, *tables, norms, control, record)
+        ops.clip_values(grad, 1.0, control)
+        ops.clip_norm(grad, ops.gradient_square(grad), 1.0, control)
+        ops.blend(master, grad, 0.9)
 
 
 def call_spin() -> None:

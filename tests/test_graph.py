@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import pytest
 
 import minidl as m
@@ -81,20 +84,15 @@ PARAMETERS = {
     "vgg16": 138_357_544,
     "vgg16_bn": 138_365_992,
     "densenet121": 7_978_856,
+    "mobilenet_v2": 3_504_872,
+    "efficientnet_b0": 5_288_548,
 }
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_models_have_the_published_number_of_parameters(name):
     graph = models.build(name, (224, 224, 3), 1000)
-    count = 0
-    for layer in graph.layers:
-        for spec in layer.specs:
-            size = 1
-            for extent in spec.shape:
-                size *= extent
-            count += size
-    assert count == PARAMETERS[name]
+    assert sum(prod(spec.shape) for layer in graph.layers for spec in layer.specs) == PARAMETERS[name]
     assert graph.output_node.shape == (1000,)
 
 
@@ -106,11 +104,44 @@ def test_models_have_the_published_number_of_parameters(name):
         ("resnet20", (32, 32, 3), (10,)),
         ("resnet20", (8, 8, 1), (10,)),
         ("unet", (64, 96, 3), (64, 96, 10)),
+        ("mobilenet_v2", (33, 40, 1), (10,)),
+        ("efficientnet_b0", (40, 33, 3), (10,)),
         ("unet", (31, 191, 3), (31, 191, 10)),
     ],
 )
 def test_models_of_other_inputs(name, shape, output):
     assert models.build(name, shape, 10).output_node.shape == output
+
+
+def test_a_narrow_mobilenet_has_the_published_number_of_parameters():
+    graph = models.mobilenet_v2(width=0.5)
+    assert sum(prod(spec.shape) for layer in graph.layers for spec in layer.specs) == 1_968_680
+
+
+def test_squeeze_excitation_and_depthwise_separable_blocks(rng):
+    graph = m.Graph()
+    x = graph.input((6, 5, 8))
+    with m.scope("a"):
+        y = models.depthwise_separable(x, 12, stride=2)
+    assert y.shape == (3, 3, 12)
+    with m.scope("b"):
+        y = models.squeeze_excitation(y, 3)
+    graph.output(y)
+    model = m.Model(graph)
+    shapes = {name: values.shape for name, values in model.state_dict().items() if name.endswith("weight")}
+    assert shapes["a.depthwise.0.weight"] == (8, 3, 3, 1) and shapes["a.pointwise.0.weight"] == (12, 1, 1, 8)
+    assert shapes["b.fc1.weight"] == (3, 1, 1, 12) and shapes["b.fc2.weight"] == (12, 1, 1, 3)
+    image = rng.standard_normal((2, 6, 5, 8)).astype(np.float32)
+    gate = graph["b.scale_activation"].layer
+    found = {}
+    compute = gate.compute
+    gate.compute = lambda value: found.setdefault("gate", compute(value))
+    before = graph["a.pointwise.2"].layer
+    inner = before.compute
+    before.compute = lambda value: found.setdefault("x", inner(value))
+    out = model.forward(image)
+    np.testing.assert_allclose(out, found["x"] * found["gate"], rtol=1e-6)
+    model.backward(out)
 
 
 def test_unet_pads_on_the_way_up_only_where_pooling_dropped_a_row_or_column():
@@ -177,3 +208,16 @@ def test_an_input_is_an_image_or_a_vector(shape):
 def test_an_output_is_a_node():
     with pytest.raises(ValueError, match="a node of this graph"):
         m.Graph().output(None)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "efficientnet_b0"])
+def test_mobile_networks_fit_a_batch(name, ops, rng):
+    model = m.Model(models.build(name, (32, 32, 3), 4, dropout=0.0), device=ops.name)
+    x = ops.from_host(rng.standard_normal((8, 32, 32, 3)).astype(np.float32))
+    labels = ops.from_host(rng.integers(0, 4, 8))
+    loss, optimizer, seen = m.SoftmaxCrossEntropy(), m.AdamW(model, 2e-3), []
+    for _ in range(6):
+        seen.append(loss.forward(model.forward(x), labels).loss)
+        model.backward(loss.backward())
+        optimizer.step()
+    assert seen[-1] < 0.5 * seen[0], seen

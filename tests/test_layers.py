@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from tests.gradcheck import check_layer
+from minidl.laws import check_gradients
 
 
 def images(rng, *shape):
@@ -42,6 +42,25 @@ SMOOTH = {
     "flatten": (lambda: m.Flatten(), [(2, 3, 2, 4)]),
     "pad": (lambda: m.Pad((1, 2, 0, 3)), [(2, 3, 2, 4)]),
     "crop": (lambda: m.Pad((-1, 0, 1, -1)), [(2, 4, 3, 4)]),
+    "relu6": (lambda: m.ReLU6(), [(2, 3, 2, 5)]),
+    "leaky relu": (lambda: m.LeakyReLU(0.2), [(2, 3, 2, 5)]),
+    "sigmoid": (lambda: m.Sigmoid(), [(2, 3, 2, 5)]),
+    "tanh": (lambda: m.Tanh(), [(2, 3, 2, 5)]),
+    "silu": (lambda: m.SiLU(), [(2, 3, 2, 5)]),
+    "gelu": (lambda: m.GELU(), [(2, 3, 2, 5)]),
+    "gelu by tanh": (lambda: m.GELU("tanh"), [(2, 3, 2, 5)]),
+    "hardswish": (lambda: m.Hardswish(), [(2, 3, 2, 5)]),
+    "softmax": (lambda: m.Softmax(), [(2, 3, 2, 5)]),
+    "group norm": (lambda: m.GroupNorm(2, 6), [(2, 3, 4, 6)]),
+    "group norm of vectors": (lambda: m.GroupNorm(2, 6), [(3, 6)]),
+    "instance norm": (lambda: m.GroupNorm(3, 3, affine=False), [(2, 4, 3, 3)]),
+    "layer norm": (lambda: m.LayerNorm(6), [(2, 3, 4, 6)]),
+    "layer norm without affine": (lambda: m.LayerNorm(7, elementwise_affine=False), [(3, 7)]),
+    "upsample": (lambda: m.Upsample(scale_factor=2), [(2, 3, 4, 3)]),
+    "upsample, bilinear": (lambda: m.Upsample(scale_factor=(1.5, 2), mode="bilinear"), [(2, 3, 4, 3)]),
+    "upsample to a size": (lambda: m.Upsample((5, 3), mode="bilinear", align_corners=True), [(2, 3, 4, 3)]),
+    "mul": (lambda: m.Mul(), [(2, 3, 2, 4), (2, 3, 2, 4)]),
+    "gate": (lambda: m.Mul(), [(2, 3, 2, 4), (2, 1, 1, 4)]),
     "add": (lambda: m.Add(), [(2, 3, 2, 4), (2, 3, 2, 4)]),
     "concat": (lambda: m.Concat(), [(2, 3, 2, 4), (2, 3, 2, 1), (2, 3, 2, 3)]),
     "relu": (lambda: m.ReLU(), [(2, 3, 2, 5)]),
@@ -55,7 +74,7 @@ SMOOTH = {
 def test_gradients_equal_central_differences(case, ops, rng):
     make, shapes = SMOOTH[case]
     layer = make()
-    check_layer(layer, ops, [images(rng, *shape) for shape in shapes], rng)
+    check_gradients(layer, ops, [images(rng, *shape) for shape in shapes], rng)
 
 
 def test_batch_norm_in_evaluation_mode_has_constant_statistics(ops, rng):
@@ -65,7 +84,7 @@ def test_batch_norm_in_evaluation_mode_has_constant_statistics(ops, rng):
     state["running_var"] = rng.uniform(0.5, 2, 3).astype(np.float32)
     layer.load_state_dict(state)
     layer.training = False
-    check_layer(layer, ops, [images(rng, 2, 3, 4, 3)], rng)
+    check_gradients(layer, ops, [images(rng, 2, 3, 4, 3)], rng)
 
 
 @pytest.mark.parametrize("case", [c for c in SMOOTH if len(SMOOTH[c][1]) == 1])
@@ -220,6 +239,15 @@ DOORS = {
     "features": (lambda: m.Linear(4, 3), np.zeros((2, 5), f32), ValueError, r"\(N, 4\)"),
     "one value per channel": (lambda: m.BatchNorm2d(3), np.zeros((1, 1, 1, 3), f32), ValueError, "more than one"),
     "empty training batch": (lambda: m.BatchNorm2d(3), np.zeros((0, 4, 4, 3), f32), ValueError, "more than one"),
+    "channels of a group norm": (lambda: m.GroupNorm(2, 4), np.zeros((1, 4, 4, 3), f32), ValueError, r"\(N, H, W, 4\)"),
+    "channels of a layer norm": (lambda: m.LayerNorm(4), np.zeros((2, 3), f32), ValueError, r"\(N, \.\.\., 4\)"),
+    "nothing left": (
+        lambda: m.Upsample(scale_factor=0.2),
+        np.zeros((1, 4, 4, 3), f32),
+        ValueError,
+        "at least as large",
+    ),
+    "softmax of numbers": (lambda: m.Softmax(), np.zeros(3, f32), ValueError, "at least one channel"),
     "cropped away": (lambda: m.Pad(-2), np.zeros((1, 4, 4, 3), f32), ValueError, "larger than the cropping"),
 }
 
@@ -251,6 +279,16 @@ CONSTRUCTORS = {
     ),
     "momentum": (lambda: m.BatchNorm2d(3, momentum=2), "momentum"),
     "pool padding": (lambda: m.MaxPool2d(2, padding=2), "half the kernel"),
+    "slope": (lambda: m.LeakyReLU(-0.1), "negative_slope must be a number of at least 0"),
+    "approximation": (lambda: m.GELU("erf"), "unknown approximation of GELU 'erf'; .*known: none, tanh"),
+    "groups of channels": (lambda: m.GroupNorm(3, 4), r"num_channels must be a multiple of num_groups \(3\), got 4"),
+    "no eps": (lambda: m.LayerNorm(4, eps=0), "eps must be a number above 0"),
+    "size and factor": (lambda: m.Upsample(2, 2), "size must be given, or scale_factor"),
+    "neither": (lambda: m.Upsample(), "size must be given, or scale_factor"),
+    "mode": (lambda: m.Upsample(2, mode="cubic"), "unknown mode of Upsample 'cubic'"),
+    "corners": (lambda: m.Upsample(2, align_corners=True), "align_corners must be False in mode 'nearest'"),
+    "three factors": (lambda: m.Upsample(scale_factor=(1, 2, 3)), "scale_factor must be a number or a pair"),
+    "negative factor": (lambda: m.Upsample(scale_factor=-1), "scale_factor must be a number above 0"),
     "pad": (lambda: m.Pad((1, 2)), "left, right, top, bottom"),
 }
 
@@ -268,6 +306,8 @@ def test_joins_refuse_what_does_not_fit():
         m.Add().forward(a, b)
     with pytest.raises(ValueError, match="number of inputs must be '2', got 1|number of inputs"):
         m.Add().forward(a)
+    with pytest.raises(ValueError, match=r"mul: second input must have shape \(2, 3, 3, 4\) like .*or \(2, 1, 1, 4\)"):
+        m.Mul().forward(a, b)
     with pytest.raises(ValueError, match="every input"):
         m.Concat().forward(a, np.zeros((2, 3, 4, 4), f32))
     with pytest.raises(TypeError, match="one dtype"):

@@ -121,6 +121,28 @@ TWINS = {
     "batch norm": (lambda: m.BatchNorm2d(3), [(2, 4, 5, 3)]),
     "batch norm of vectors": (lambda: m.BatchNorm2d(3, affine=False), [(6, 3)]),
     "relu": (lambda: m.ReLU(), [(2, 3, 4, 5)]),
+    **{
+        name: (make, [(2, 3, 4, 5)])
+        for name, make in {
+            "relu6": m.ReLU6,
+            "leaky relu": m.LeakyReLU,
+            "sigmoid": m.Sigmoid,
+            "tanh": m.Tanh,
+            "silu": m.SiLU,
+            "gelu": m.GELU,
+            "gelu by tanh": lambda: m.GELU("tanh"),
+            "hardswish": m.Hardswish,
+            "softmax": m.Softmax,
+            "layer norm": lambda: m.LayerNorm(5),
+            "group norm": lambda: m.GroupNorm(5, 5),
+        }.items()
+    },
+    "group norm, plain": (lambda: m.GroupNorm(2, 6, affine=False), [(2, 4, 5, 6)]),
+    "upsample": (lambda: m.Upsample(scale_factor=(2, 1.5)), [(2, 3, 4, 5)]),
+    "upsample, bilinear": (lambda: m.Upsample((7, 3), mode="bilinear"), [(2, 3, 4, 5)]),
+    "upsample, corners": (lambda: m.Upsample((7, 3), mode="bilinear", align_corners=True), [(2, 3, 4, 5)]),
+    "mul": (lambda: m.Mul(), [(2, 3, 4, 5)] * 2),
+    "gate": (lambda: m.Mul(), [(2, 3, 4, 5), (2, 1, 1, 5)]),
     "max pool": (lambda: m.MaxPool2d(3, 2, 1, ceil_mode=True), [(2, 6, 7, 3)]),
     "max pool, dilated": (lambda: m.MaxPool2d((2, 3), 1, dilation=2), [(1, 6, 7, 3)]),
     "average pool": (lambda: m.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), [(2, 6, 7, 3)]),
@@ -287,14 +309,14 @@ class Block(torch.nn.Module):
         self.bn = torch.nn.BatchNorm2d(4)
         self.relu = torch.nn.ReLU(inplace=True)
         self.odd = Odd()
-        self.gelu = torch.nn.GELU()
+        self.mish = torch.nn.Mish()
         self.flat = torch.nn.Flatten()
         self.fc = torch.nn.Linear(4 * 25, 7)
 
     def forward(self, x):
         y = self.relu(self.bn(self.conv(x)))
         y = self.relu(y + self.odd(y, shift=torch.ones(1))["y"])
-        return self.fc(self.flat(self.gelu(y)))
+        return self.fc(self.flat(self.mish(y)))
 
 
 def table(module, x, **options):
@@ -313,7 +335,7 @@ def test_the_table_of_a_module_has_a_row_for_each_pass_of_each_leaf_in_order(rng
         ("conv", "forward"), ("conv", "backward_weight"),  # nobody asks for the gradient of the images
         *(("bn", name) for name in three), *(("relu", name) for name in three[:2]),
         *(("odd", name) for name in three), *(("relu", name) for name in three[:2]),
-        *(("gelu", name) for name in three[:2]), *(("flat", name) for name in three[:2]),
+        *(("mish", name) for name in three[:2]), *(("flat", name) for name in three[:2]),
         *(("fc", name) for name in three), ("step", "unaccounted"), ("step", "step"),
     ]  # fmt: skip
     assert [row["index"] for row in rows[:-2]] == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidl.schedule import Constant, Cosine, Step, Warmup, parse, warmup
+from minidl.schedule import Constant, Cosine, OneCycle, Polynomial, Step, Warmup, parse, warmup
 
 
 def test_constant():
@@ -33,6 +33,31 @@ def test_cosine_equals_its_formula_and_falls(total, lr, final):
         assert value == pytest.approx(final + (lr - final) * formula, abs=1e-12)
     assert values[0] == pytest.approx(lr) and values == sorted(values, reverse=True)
     assert schedule(total) == schedule(total + 1) == schedule(10 * total) == pytest.approx(final)
+
+
+@given(total=st.integers(1, 10_000), power=st.floats(0.5, 4), final=st.floats(0, 0.1))
+def test_polynomial_equals_its_formula_and_falls(total, power, final):
+    schedule = Polynomial(0.8, total, power, final)
+    steps = sorted({0, 1, total // 3, total // 2, total - 1, total})
+    values = [schedule(step) for step in steps]
+    expected = [final + (0.8 - final) * (1 - step / total) ** power for step in steps]
+    assert values == pytest.approx(expected) and values == sorted(values, reverse=True)
+    assert schedule(total) == schedule(10 * total) == pytest.approx(final)
+
+
+def test_one_cycle_rises_to_its_peak_and_falls():
+    schedule = OneCycle(1.0, 100, 0.3, 10.0, 100.0)
+    values = [schedule(step) for step in range(100)]
+    assert values[0] == pytest.approx(0.1) and values[29] == max(values) == 1.0
+    assert values[99] == schedule(1000) == pytest.approx(0.001)
+    assert values[:30] == sorted(values[:30]) and values[29:] == sorted(values[29:], reverse=True)
+    assert schedule(10) == pytest.approx(1 + (0.1 - 1) * (1 + math.cos(math.pi * 10 / 29)) / 2)
+
+
+@given(total=st.integers(2, 40), rise=st.floats(0.01, 0.99))
+def test_one_cycle_stays_within_its_bounds(total, rise):
+    schedule = OneCycle(0.5, total, rise)
+    assert all(0.5 / 25 / 1e4 - 1e-12 <= schedule(step) <= 0.5 for step in range(total + 3))
 
 
 @pytest.mark.parametrize("schedule", [Constant(0.4), Step(0.4, (2, 7)), Cosine(0.4, 20)])
@@ -118,3 +143,14 @@ def test_bad_words_are_named(spec, words):
 def test_arguments_out_of_range(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_polynomial_and_one_cycle_from_words():
+    run = {"lr": 0.4, "epochs": 10, "steps_per_epoch": 7}
+    assert parse("poly", **run) == Polynomial(0.4, 70)
+    assert parse("poly:2:0.001", **run) == Polynomial(0.4, 70, 2.0, 0.001)
+    assert parse("onecycle", **run) == OneCycle(0.4, 70)
+    assert parse("onecycle:0.2", **run) == OneCycle(0.4, 70, 0.2)
+    for word in ("poly:0", "poly:1:2:3", "onecycle:1", "onecycle:a"):
+        with pytest.raises(ValueError, match="learning-rate schedule"):
+            parse(word, **run)

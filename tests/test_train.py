@@ -298,6 +298,19 @@ def test_the_command_trains_and_resumes(tmp_path, capsys):
     assert status == 0 and "nothing left to do" in out
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])
+def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
+    options = ("--optimizer", optimizer, "--label-smoothing", "0.1", "--clip-norm", "1", "--schedule", "poly:2")
+    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path), "--lr", "0.01")
+    status, out, err = run_cli(capsys, *common, *options, "--epochs", "1")
+    assert status == 0 and err == "" and "test accuracy" in out
+    status, _, err = run_cli(capsys, *common, "--epochs", "2", "--resume")
+    assert status == 2 and "optimizer state does not fit" in err
+    if optimizer != "lars":
+        status, _, err = run_cli(capsys, *common, "--optimizer", optimizer, "--momentum", "0.9")
+        assert status == 2 and f"--momentum is for sgd and lars, not for {optimizer}" in err
+
+
 def test_the_command_augments_unless_told_not_to(tmp_path, capsys, monkeypatch):
     seen = []
     real = data.Loader

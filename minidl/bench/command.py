@@ -28,6 +28,7 @@ from minidl.profile.views import VIEWS, default_view, footer, tables
 
 __all__ = ["VERBS", "add_arguments", "parser_of", "run"]
 
+_NORMS = ("BatchNorm2d", "GroupNorm", "LayerNorm")
 _UNACCOUNTED = 3  # exit status of --strict
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -135,7 +136,7 @@ def _layers(a: argparse.Namespace) -> int:
     else:
         setup = Setup(a.model, a.batch, a.precision, device, comm.size, a.image_size, a.classes, a.fusion)
         content = bench_network(setup, comm, known, **common, **_network_options(a))
-    if any(row["peers"] and row["type"] == "BatchNorm2d" for row in content["rows"]):
+    if any(row["peers"] and row["type"] in _NORMS for row in content["rows"]):
         from minidl.bench.torch_calls import JOINT
 
         content["warnings"].append(JOINT)

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 JOINT = (
-    "PyTorch computes all gradients of a batch norm in one call: its time stands at backward_data, "
+    "PyTorch computes all gradients of a normalisation in one call: its time stands at backward_data, "
     "and backward_weight has none"
 )
 _EMPTY = "CUDA Graph is empty"
@@ -171,7 +171,7 @@ def layer_calls(
 
     Returns:
         Lists under "forward" (the output), "backward_data" (a tuple of input gradients) and, with parameters,
-        "backward_weight" (a tuple, in the order of the layer's specs). For a batch norm, both gradients are under
+        "backward_weight" (a tuple, in the order of the layer's specs). For a normalisation, both gradients are under
         "backward", the input's first: see `JOINT`. Tensors are NCHW, in the storage dtype and channels_last.
 
     Raises:
@@ -224,7 +224,7 @@ def _passes(layer: Layer, one: Operands, extra: Sequence[torch.Tensor | None]) -
         return tuple(g if other is None else g + other for g, other in more)
 
     calls: dict[str, Call] = {"forward": one.forward}
-    if isinstance(layer, m.BatchNorm2d):
+    if isinstance(layer, (m.BatchNorm2d, m.GroupNorm, m.LayerNorm)):
         return calls | {"backward": lambda: summed(one.gradients(inputs=True, parameters=True))}
     special = {m.Conv2d: _convolution, m.ConvTranspose2d: _convolution, m.Linear: _linear,
                m.ReLU: _relu, m.MaxPool2d: _max_pool}.get(type(layer))  # fmt: skip

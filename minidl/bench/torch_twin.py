@@ -70,6 +70,37 @@ class _Concat(nn.Module):
         return torch.cat(parts, dim=1)
 
 
+class _Product(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b
+
+
+class _LayerNorm(nn.LayerNorm):
+    """Of the channels, which torch's images have in front."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if x.ndim == 4 else super().forward(x)
+
+
+class _Upsample(nn.Module):
+    """Positions from the two sizes."""
+
+    def __init__(self, layer: m.Upsample):
+        super().__init__()
+        self.layer, self.align = layer, layer.align_corners if layer.mode == "bilinear" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, c, h, w = x.shape
+        size = self.layer.output_shape((n, h, w, c))[1:3]
+        return nn.functional.interpolate(x, size, mode=self.layer.mode, align_corners=self.align)
+
+
+_ACTIVATIONS = {
+    m.ReLU: nn.ReLU, m.ReLU6: nn.ReLU6, m.Sigmoid: nn.Sigmoid, m.Tanh: nn.Tanh, m.SiLU: nn.SiLU,
+    m.Hardswish: nn.Hardswish,
+}  # fmt: skip
+
+
 def twin(layer: Layer) -> nn.Module:
     """The torch module that computes what ``layer`` computes, with weights of its own.
 
@@ -92,8 +123,22 @@ def twin(layer: Layer) -> nn.Module:
             return nn.Linear(layer.in_features, layer.out_features, bias)
         case m.BatchNorm2d():
             return _batch_norm(layer)
-        case m.ReLU():
-            return nn.ReLU()
+        case m.GroupNorm():
+            return nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, bool(layer.specs))
+        case m.LayerNorm():
+            return _LayerNorm(layer.normalized_shape, layer.eps, bool(layer.specs))
+        case _ if type(layer) in _ACTIVATIONS:
+            return _ACTIVATIONS[type(layer)]()
+        case m.LeakyReLU():
+            return nn.LeakyReLU(layer.slope)
+        case m.GELU():
+            return nn.GELU(layer.approximate)
+        case m.Softmax():
+            return nn.Softmax(dim=1)
+        case m.Upsample():
+            return _Upsample(layer)
+        case m.Mul():
+            return _Product()
         case m.MaxPool2d():
             return nn.MaxPool2d(
                 layer.kernel_size, layer.stride, layer.padding, layer.dilation, ceil_mode=layer.ceil_mode
@@ -147,8 +192,23 @@ def layer_of(module: nn.Module) -> Layer | None:
             return m.Linear(module.in_features, module.out_features, module.bias is not None)
         case nn.BatchNorm1d() | nn.BatchNorm2d() if module.track_running_stats:
             return m.BatchNorm2d(module.num_features, affine=module.affine)
-        case nn.ReLU():
-            return m.ReLU()
+        case nn.GroupNorm():
+            return m.GroupNorm(module.num_groups, module.num_channels, module.eps, module.affine)
+        case _LayerNorm():
+            return m.LayerNorm(module.normalized_shape[0], module.eps, module.elementwise_affine)
+        case nn.ReLU() | nn.ReLU6() | nn.Sigmoid() | nn.Tanh() | nn.SiLU() | nn.Hardswish():
+            return next(ours() for ours, theirs in _ACTIVATIONS.items() if isinstance(module, theirs))
+        case nn.LeakyReLU() if module.negative_slope >= 0:
+            return m.LeakyReLU(module.negative_slope)
+        case nn.GELU():
+            return m.GELU(module.approximate)
+        case nn.Softmax() if module.dim == 1:
+            return m.Softmax()
+        case _Upsample():
+            layer = module.layer
+            return m.Upsample(layer.size, layer.scale or None, layer.mode, layer.align_corners)
+        case _Product():
+            return m.Mul()
         case nn.MaxPool2d() if not module.return_indices:
             window = (module.kernel_size, module.stride, module.padding, module.dilation)
             return m.MaxPool2d(*window, ceil_mode=module.ceil_mode)

@@ -8,7 +8,19 @@ of threads.
 from __future__ import annotations
 
 from minidl.cpu import openmp  # noqa: F401  (first: it decides how the runtime behaves that the others load)
-from minidl.cpu.activation import relu, relu_backward
+from minidl.cpu.activation import activate, activate_backward, relu, relu_backward
+from minidl.cpu.adaptive import (
+    adam_advance,
+    adamw_update,
+    blend,
+    clip_norm,
+    clip_values,
+    gradient_square,
+    lamb_moments,
+    lamb_update,
+    lars_update,
+    segment_norms,
+)
 from minidl.cpu.array import (
     Array,
     assign,
@@ -43,11 +55,19 @@ from minidl.cpu.conv2d import (
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.dropout import dropout
+from minidl.cpu.group_norm import (
+    group_norm_apply,
+    group_norm_backward_apply,
+    group_norm_backward_stats,
+    group_norm_stats,
+)
 from minidl.cpu.image import normalise
-from minidl.cpu.join import add, concat
+from minidl.cpu.join import add, concat, gate_gradient, mul
+from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
+from minidl.cpu.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cpu.pool2d import (
     adaptive_avg_pool2d,
     adaptive_avg_pool2d_backward,
@@ -56,7 +76,11 @@ from minidl.cpu.pool2d import (
     max_pool2d,
     max_pool2d_backward,
 )
+from minidl.cpu.segmentation import confusion_counts, dice_backward, dice_sums
+from minidl.cpu.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
+from minidl.cpu.softmax import softmax, softmax_backward
 from minidl.cpu.transfer import from_dlpack, uploader
+from minidl.cpu.upsample2d import upsample2d, upsample2d_backward
 
 name = "cpu"
 
@@ -91,9 +115,22 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
+    "group_norm_stats",
+    "group_norm_apply",
+    "group_norm_backward_stats",
+    "group_norm_backward_apply",
+    "layer_norm",
+    "layer_norm_backward_weight",
+    "layer_norm_backward_data",
+    "activate",
+    "activate_backward",
     "relu",
     "relu_backward",
+    "softmax",
+    "softmax_backward",
     "add",
+    "mul",
+    "gate_gradient",
     "concat",
     "max_pool2d",
     "max_pool2d_backward",
@@ -102,15 +139,34 @@ __all__ = [
     "adaptive_avg_pool2d",
     "adaptive_avg_pool2d_backward",
     "pad2d",
+    "upsample2d",
+    "upsample2d_backward",
     "dropout",
     "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "smoothed_cross_entropy",
+    "smoothed_cross_entropy_backward",
+    "pointwise_loss",
+    "pointwise_loss_backward",
+    "dice_sums",
+    "dice_backward",
+    "confusion_counts",
     "csb_matmul",
     "csb_sampled",
     "csb_expand",
     "csb_pick",
     "sgd_update",
+    "adam_advance",
+    "adamw_update",
+    "segment_norms",
+    "lars_update",
+    "lamb_moments",
+    "lamb_update",
+    "clip_values",
+    "gradient_square",
+    "clip_norm",
+    "blend",
     "find_nonfinite",
     "update_loss_scale",
 ]

@@ -4,30 +4,12 @@
 from cython.parallel cimport prange
 
 cdef extern from "_elementwise.h" nogil:
-    void minidl_relu(const float *x, float *y, Py_ssize_t n)
-    void minidl_relu_backward(const float *dy, const float *y, const float *add, float *dx, Py_ssize_t n)
     void minidl_add(const float *a, const float *b, float *y, Py_ssize_t n)
+    void minidl_mul(const float *a, const float *b, float *y, Py_ssize_t n)
     void minidl_copy_rows(
         const char *x, Py_ssize_t x_pitch, char *y, Py_ssize_t y_pitch, Py_ssize_t rows, Py_ssize_t width)
 
 cdef Py_ssize_t SPAN = 16384  # elements per task: 64 KiB of each operand
-
-
-def relu(const float[::1] x, float[::1] y):
-    """y = max(x, 0), NaN kept."""
-    cdef Py_ssize_t n = y.shape[0], tasks = (n + SPAN - 1) // SPAN, i
-    for i in prange(tasks, nogil=True, schedule="static", use_threads_if=tasks > 1):
-        minidl_relu(&x[i * SPAN], &y[i * SPAN], min(SPAN, n - i * SPAN))
-
-
-def relu_backward(const float[::1] dy, const float[::1] y, const float[::1] add, float[::1] dx):
-    """dx = dy where y > 0, else 0; plus ``add`` unless it is None."""
-    cdef Py_ssize_t n = dx.shape[0], tasks = (n + SPAN - 1) // SPAN, i
-    cdef bint has_add = add is not None
-    for i in prange(tasks, nogil=True, schedule="static", use_threads_if=tasks > 1):
-        minidl_relu_backward(
-            &dy[i * SPAN], &y[i * SPAN], &add[i * SPAN] if has_add else NULL, &dx[i * SPAN], min(SPAN, n - i * SPAN)
-        )
 
 
 def add(const float[::1] a, const float[::1] b, float[::1] y):
@@ -35,6 +17,13 @@ def add(const float[::1] a, const float[::1] b, float[::1] y):
     cdef Py_ssize_t n = y.shape[0], tasks = (n + SPAN - 1) // SPAN, i
     for i in prange(tasks, nogil=True, schedule="static", use_threads_if=tasks > 1):
         minidl_add(&a[i * SPAN], &b[i * SPAN], &y[i * SPAN], min(SPAN, n - i * SPAN))
+
+
+def mul(const float[::1] a, const float[::1] b, float[::1] y):
+    """y = a * b."""
+    cdef Py_ssize_t n = y.shape[0], tasks = (n + SPAN - 1) // SPAN, i
+    for i in prange(tasks, nogil=True, schedule="static", use_threads_if=tasks > 1):
+        minidl_mul(&a[i * SPAN], &b[i * SPAN], &y[i * SPAN], min(SPAN, n - i * SPAN))
 
 
 def copy_rows(const unsigned char[:, :] x, unsigned char[:, :] y):

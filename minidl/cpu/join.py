@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidl.cpu import _elementwise
-from minidl.cpu.array import Array, empty, flat_float32, rows, stored
+from minidl.cpu import _elementwise, _norm
+from minidl.cpu.array import Array, empty, flat_float32, rows, rows_float32, stored
+from minidl.cpu.group_norm import sample_sums, samples
 from minidl.precision import float32
 
-__all__ = ["add", "concat"]
+__all__ = ["add", "concat", "gate_gradient", "mul"]
 
 
 def add(a: Array, b: Array) -> Array:
@@ -19,6 +20,34 @@ def add(a: Array, b: Array) -> Array:
     y = empty(a.size, float32)
     _elementwise.add(flat_float32(a), flat_float32(b), y)
     return stored(y, a.shape, a.dtype)
+
+
+def mul(a: Array, b: Array) -> Array:
+    """``a * b`` of one dtype, multiplied in float32 and rounded once.
+
+    Args:
+        b: like ``a``; or a gate (N, 1, ..., 1, C), one number for each sample and channel of ``a`` (N, ..., C).
+    """
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    if a.shape == b.shape:
+        y = empty(a.size, float32)
+        _elementwise.mul(flat_float32(a), flat_float32(b), y)
+        return stored(y, a.shape, a.dtype)
+    v, n, pixels = samples(a)
+    assert b.shape == (n, *(1,) * (a.ndim - 2), a.shape[-1]), (a.shape, b.shape)
+    y = empty(v.shape, float32)
+    if v.size:
+        gate = np.ascontiguousarray(rows_float32(b))
+        nothing = np.zeros_like(gate)
+        _norm.affine_rows(v, nothing, gate, nothing, pixels, y)
+    return stored(y, a.shape, a.dtype)
+
+
+def gate_gradient(dy: Array, a: Array) -> Array:
+    """The gradient of the gate of `mul`: ``dy * a`` (N, ..., C) added up over each sample, (N, 1, ..., 1, C)."""
+    v, n, pixels = samples(a)
+    _, products = sample_sums(dy, v, np.zeros((n, a.shape[-1]), float32), n, pixels)
+    return stored(products.astype(float32), (n, *(1,) * (a.ndim - 2), a.shape[-1]), a.dtype)
 
 
 def concat(parts: Sequence[Array]) -> Array:

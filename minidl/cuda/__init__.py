@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from minidl.cuda.activation import relu, relu_backward
+from minidl.cuda.activation import activate, activate_backward, relu, relu_backward
+from minidl.cuda.adaptive import (
+    adam_advance,
+    adamw_update,
+    blend,
+    clip_norm,
+    clip_values,
+    gradient_square,
+    lamb_moments,
+    lamb_update,
+    lars_update,
+    segment_norms,
+)
 from minidl.cuda.array import (
     array_type,
     assign,
@@ -44,11 +56,19 @@ from minidl.cuda.conv2d import (
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
+from minidl.cuda.group_norm import (
+    group_norm_apply,
+    group_norm_backward_apply,
+    group_norm_backward_stats,
+    group_norm_stats,
+)
 from minidl.cuda.image import normalise
-from minidl.cuda.join import add, concat
+from minidl.cuda.join import add, concat, gate_gradient, mul
+from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cuda.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
 from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
+from minidl.cuda.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cuda.pool2d import (
     adaptive_avg_pool2d,
     adaptive_avg_pool2d_backward,
@@ -57,7 +77,11 @@ from minidl.cuda.pool2d import (
     max_pool2d,
     max_pool2d_backward,
 )
+from minidl.cuda.segmentation import confusion_counts, dice_backward, dice_sums
+from minidl.cuda.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
+from minidl.cuda.softmax import softmax, softmax_backward
 from minidl.cuda.transfer import from_dlpack, uploader
+from minidl.cuda.upsample2d import upsample2d, upsample2d_backward
 
 name = "cuda"
 
@@ -92,9 +116,22 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
+    "group_norm_stats",
+    "group_norm_apply",
+    "group_norm_backward_stats",
+    "group_norm_backward_apply",
+    "layer_norm",
+    "layer_norm_backward_weight",
+    "layer_norm_backward_data",
+    "activate",
+    "activate_backward",
     "relu",
     "relu_backward",
+    "softmax",
+    "softmax_backward",
     "add",
+    "mul",
+    "gate_gradient",
     "concat",
     "max_pool2d",
     "max_pool2d_backward",
@@ -103,15 +140,34 @@ __all__ = [
     "adaptive_avg_pool2d",
     "adaptive_avg_pool2d_backward",
     "pad2d",
+    "upsample2d",
+    "upsample2d_backward",
     "dropout",
     "count_labels",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
+    "smoothed_cross_entropy",
+    "smoothed_cross_entropy_backward",
+    "pointwise_loss",
+    "pointwise_loss_backward",
+    "dice_sums",
+    "dice_backward",
+    "confusion_counts",
     "csb_matmul",
     "csb_sampled",
     "csb_expand",
     "csb_pick",
     "sgd_update",
+    "adam_advance",
+    "adamw_update",
+    "segment_norms",
+    "lars_update",
+    "lamb_moments",
+    "lamb_update",
+    "clip_values",
+    "gradient_square",
+    "clip_norm",
+    "blend",
     "find_nonfinite",
     "update_loss_scale",
     "require_device",

@@ -1,39 +1,73 @@
-"""ReLU on the GPU; kernels in activation.cu."""
+"""Activation functions on the GPU; kernels in activation.cu."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import dtype_code, walk
 
-__all__ = ["relu", "relu_backward"]
+__all__ = ["activate", "activate_backward", "relu", "relu_backward"]
+
+_NAMES = ("relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
+_FUNCTIONS = {name: f"{name}_" if name == "tanh" else name for name in _NAMES}  # C++ has a tanh already
 
 
-def relu(x: Any) -> Any:
-    """``max(x, 0)``; NaN stays NaN."""
-    code = dtype_code(x, "relu")
+def _function(name: str) -> str:
+    if name not in _FUNCTIONS:
+        raise checks.unknown("activation", name, _FUNCTIONS)
+    return _FUNCTIONS[name]
+
+
+def activate(x: Any, function: str, slope: float = 0.0) -> Any:
+    """``function(x)``, any shape; NaN stays NaN.
+
+    Args:
+        function: "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh" or "hardswish".
+        slope: of "leaky_relu" below zero.
+    """
+    defines = {"FORWARD": 1, "DTYPE": dtype_code(x, function), "FUNCTION": _function(function)}
     x = as_rows(x)
     y = empty(x.shape, x.dtype)
     plan = walk(x, y, unroll=2)
-    defines = {"FORWARD": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll}
-    launch("activation", "relu_kernel", plan.grid, plan.block, x, y, plan.argument, defines=defines)
+    defines |= {"VEC": plan.vec, "UNROLL": plan.unroll}
+    args = (x, y, np.float32(slope), plan.argument)
+    launch("activation", "activate_kernel", plan.grid, plan.block, *args, defines=defines)
     return y
 
 
-def relu_backward(dy: Any, y: Any, *, add: Any = None) -> Any:
-    """``dy`` where ``y > 0``, else 0 (+ ``add``), from the output ``y`` of `relu`."""
-    code = dtype_code(dy, "relu_backward", "dy")
-    operands = (dy, y) if add is None else (dy, y, add)
+def activate_backward(dy: Any, kept: Any, function: str, slope: float = 0.0, *, add: Any = None) -> Any:
+    """``dy`` times the slope of ``function``, plus ``add`` (all of one shape and dtype).
+
+    Args:
+        kept: the output of "relu", "relu6", "leaky_relu", "sigmoid" and "tanh"; the input of the others.
+    """
+    defines = {"DTYPE": dtype_code(dy, function, "dy"), "FUNCTION": _function(function), "ADD": int(add is not None)}
+    operands = (dy, kept) if add is None else (dy, kept, add)
     assert all(x.shape == dy.shape and x.dtype == dy.dtype for x in operands), [checks.describe(x) for x in operands]
-    dy, y = as_rows(dy), as_rows(y)
+    dy, kept = as_rows(dy), as_rows(kept)
     dx = empty(dy.shape, dy.dtype)
     if add is not None:
         add = as_rows(add)
-    arrays = (dy, y, dx) if add is None else (dy, y, dx, add)
+    arrays = (dy, kept, dx) if add is None else (dy, kept, dx, add)
     plan = walk(*arrays, unroll=1)
-    defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": int(add is not None)}
-    launch("activation", "relu_backward_kernel", plan.grid, plan.block, dy, y, add, dx, plan.argument, defines=defines)
+    defines |= {"VEC": plan.vec, "UNROLL": plan.unroll}
+    launch(
+        "activation", "activate_backward_kernel", plan.grid, plan.block, dy, kept, add, dx, np.float32(slope),
+        plan.argument, defines=defines,
+    )  # fmt: skip
     return dx
+
+
+def relu(x: Any) -> Any:
+    """``max(x, 0)``, any shape; NaN stays NaN."""
+    return activate(x, "relu")
+
+
+def relu_backward(dy: Any, y: Any, *, add: Any = None) -> Any:
+    """``dy`` where the output ``y`` was positive, else 0, plus ``add`` (all of one shape and dtype)."""
+    return activate_backward(dy, y, "relu", add=add)

@@ -12,14 +12,14 @@ from minidl.cuda.rows import DTYPE, address
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["find_nonfinite", "sgd_update", "update_loss_scale"]
+__all__ = ["CHUNK", "check_arena", "find_nonfinite", "sgd_update", "update_loss_scale"]
 
 BLOCK = 256
 CHUNK = 64  # elements that share a segment
 PER_BLOCK = {"sgd_update": BLOCK * 4 * 2, "find_nonfinite": BLOCK * 4 * 4}  # elements, as unrolled in optim.cu
 
 
-def _check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -> None:
+def check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -> None:
     """The kernels read 16 bytes at a time and trust the length, so a wrong arena would corrupt memory."""
     if x.dtype != dtype:
         raise checks.bad_dtype(who, argument, dtype, x.dtype)
@@ -53,20 +53,20 @@ def sgd_update(
     n = master.size
     if n % CHUNK:
         raise checks.bad_shape("sgd_update", "master", f"(n,), n a multiple of {CHUNK}", master.shape)
-    _check_arena("sgd_update", "master", master, n)
-    _check_arena("sgd_update", "grad", grad, n)
+    check_arena("sgd_update", "master", master, n)
+    check_arena("sgd_update", "grad", grad, n)
     assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
     assert segment_of.flags.c_contiguous and control.flags.c_contiguous
     assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
     assert control.dtype == float32 and control.shape == (8,), control.shape
     if momentum is not None:
-        _check_arena("sgd_update", "momentum", momentum, n)
+        check_arena("sgd_update", "momentum", momentum, n)
     elif nesterov:
         raise checks.bad_value("sgd_update", "nesterov", "False without a momentum buffer", nesterov)
     if working is not None:
         if working.dtype not in DTYPE:
             raise checks.bad_dtype("sgd_update", "working", "float32, bfloat16 or float16", working.dtype)
-        _check_arena("sgd_update", "working", working, n, working.dtype)
+        check_arena("sgd_update", "working", working, n, working.dtype)
     defines = {
         "DTYPE": DTYPE[float32 if working is None else working.dtype],
         "MOMENTUM": int(momentum is not None),
@@ -79,7 +79,7 @@ def sgd_update(
 
 def find_nonfinite(grad: Any, control: Any) -> None:
     """control[3] = 1.0 when ``grad`` ((n,) float32) holds an Inf or a NaN, else 0.0."""
-    _check_arena("find_nonfinite", "grad", grad, grad.size)
+    check_arena("find_nonfinite", "grad", grad, grad.size)
     n = np.int64(grad.size)
     launch("optim", "clear_nonfinite", 1, 1, control)
     launch("optim", "find_nonfinite", ceil_div(grad.size, PER_BLOCK["find_nonfinite"]), BLOCK, grad, control, n)

@@ -1,16 +1,17 @@
-"""Elementwise non-linearities."""
+"""Non-linearities: of every element, and softmax over channels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
+from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.value import MaskedGradient, Normalized, Value, materialize
 
-__all__ = ["ReLU"]
+__all__ = ["GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 
 
 class ReLU(Layer):
@@ -60,3 +61,126 @@ class ReLU(Layer):
         else:
             gradient = MaskedGradient(dy, term=Normalized(kept.raw, kept.moments, *kept.affine))
         return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
+
+
+class _Activation(Layer):
+    """``function`` of every element, any shape; one operation each way.
+
+    Attributes:
+        function: name in the operation tables.
+        keeps_output: backward needs the output, which the next layer usually keeps too; else it needs the input.
+        flop: operations per element, forward and backward, as the formulas below count them.
+    """
+
+    accepts_add = True
+    function = ""
+    keeps_output = False
+    flop = (0, 0)
+    slope = 0.0
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        n, (forward, backward) = prod(shape), self.flop
+        return Cost(PassCost(forward * n, 2 * n * itemsize), PassCost(backward * n, 3 * n * itemsize))
+
+    def compute(self, x: Any) -> Any:
+        y = self.ops.activate(x, self.function, self.slope)
+        self.save(kept=y if self.keeps_output else x)
+        return y
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        return self.ops.activate_backward(dy, self.saved().kept, self.function, self.slope, add=add)
+
+
+class ReLU6(_Activation):
+    """``min(max(x, 0), 6)`` (Howard et al., "MobileNets", 2017). Keeps its output."""
+
+    function, keeps_output, flop = "relu6", True, (2, 2)
+
+
+class LeakyReLU(_Activation):
+    """``x`` above zero, ``negative_slope * x`` below (Maas, Hannun and Ng, ICML 2013). Keeps its output.
+
+    Args:
+        negative_slope: at least 0, so that the output has the sign of the input.
+    """
+
+    function, keeps_output, flop = "leaky_relu", True, (2, 2)
+
+    def __init__(self, negative_slope: float = 0.01, *, name: str | None = None):
+        super().__init__(name)
+        self.slope = checks.number(
+            self.name, "negative_slope", negative_slope, "of at least 0, finite", lambda v: 0 <= v < inf
+        )
+
+    def describe(self) -> str:
+        return f"{self.slope}"
+
+
+class Sigmoid(_Activation):
+    """``1 / (1 + exp(-x))``. Keeps its output."""
+
+    function, keeps_output, flop = "sigmoid", True, (4, 3)
+
+
+class Tanh(_Activation):
+    """``tanh(x)``. Keeps its output."""
+
+    function, keeps_output, flop = "tanh", True, (1, 3)
+
+
+class SiLU(_Activation):
+    """``x * sigmoid(x)``, also called swish (Elfwing, Uchibe and Doya 2017). Keeps its input."""
+
+    function, flop = "silu", (5, 9)
+
+
+class GELU(_Activation):
+    """``x`` times the normal distribution function of ``x`` (Hendrycks and Gimpel 2016). Keeps its input.
+
+    Args:
+        approximate: "none", or "tanh": ``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2``.
+    """
+
+    def __init__(self, approximate: str = "none", *, name: str | None = None):
+        super().__init__(name)
+        if approximate not in ("none", "tanh"):
+            raise checks.unknown("approximation of GELU", approximate, ("none", "tanh"))
+        self.approximate = approximate
+        self.function = "gelu" if approximate == "none" else "gelu_tanh"
+        self.flop = (5, 11) if approximate == "none" else (10, 17)
+
+    def describe(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class Hardswish(_Activation):
+    """``x * min(max(x + 3, 0), 6) / 6`` (Howard et al., "Searching for MobileNetV3", ICCV 2019). Keeps its input."""
+
+    function, flop = "hardswish", (5, 5)
+
+
+class Softmax(Layer):
+    """``exp(x) / sum of exp(x)`` over channels, the last axis, around the largest. Keeps its output.
+
+    A loss wants logits: `SoftmaxCrossEntropy` does both in one pass.
+    """
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) < 2 or shape[-1] < 1:
+            raise checks.bad_shape(self.name, "x", "(N, ..., C) with at least one channel", shape)
+        return shape
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
+        n = prod(shape)
+        return Cost(PassCost(5 * n, 2 * n * itemsize), PassCost(4 * n, 3 * n * itemsize))
+
+    def compute(self, x: Any) -> Any:
+        y = self.ops.softmax(x)
+        self.save(y=y)
+        return y
+
+    def backward_data(self, dy: Any, add: Any = None) -> Any:
+        return self.ops.softmax_backward(dy, self.saved().y)

@@ -1,4 +1,4 @@
-"""Layers that join several inputs: residual sums and channel concatenation."""
+"""Layers that join several inputs: residual sums, products and channel concatenation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.value import Normalized, Origin, Value, materialize
 
-__all__ = ["Add", "Concat"]
+__all__ = ["Add", "Concat", "Mul"]
 
 
 class Add(Layer):
@@ -47,6 +47,42 @@ class Add(Layer):
 
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, Any]:
         return dy, dy
+
+
+class Mul(Layer):
+    """Product of two inputs: of one shape, or images times a gate, one number for each sample and channel.
+
+    Shapes:
+        (N, ..., C), (N, ..., C) → (N, ..., C), or (N, H, W, C), (N, 1, 1, C) → (N, H, W, C).
+    """
+
+    num_inputs = 2
+
+    def output_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+        if b != a and (len(a) != 4 or b != _gate(a)):
+            expected = f"{a} like the first" + (f", or {_gate(a)}" if len(a) == 4 else "")
+            raise checks.bad_shape(self.name, "second input", expected, b)
+        return a
+
+    def cost(self, a: tuple[int, ...], b: tuple[int, ...], itemsize: int = 4) -> Cost:
+        n, m = prod(a), prod(b)
+        # Both gradients are products with dy; that of a gate is summed over the pixels.
+        both = PassCost((2 if a == b else 3) * n, (3 * n + 2 * m) * itemsize)
+        return Cost(forward=PassCost(n, (2 * n + m) * itemsize), backward_data=both)
+
+    def compute(self, a: Any, b: Any) -> Any:
+        self.save(a=a, b=b)
+        return self.ops.mul(a, b)
+
+    def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, Any]:
+        kept = self.saved()
+        db = self.ops.mul(dy, kept.a) if kept.b.shape == dy.shape else self.ops.gate_gradient(dy, kept.a)
+        return self.ops.mul(dy, kept.b), db
+
+
+def _gate(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a gate of images."""
+    return shape[0], 1, 1, shape[-1]
 
 
 class Concat(Layer):

@@ -8,8 +8,11 @@ from typing import Any
 
 from minidl import checks
 from minidl.graph import Graph
+from minidl.models.blocks import depthwise_separable, squeeze_excitation
 from minidl.models.densenet import densenet121
+from minidl.models.efficientnet import efficientnet_b0
 from minidl.models.mlp import lenet, mlp
+from minidl.models.mobilenet import mobilenet_v2
 from minidl.models.resnet import resnet18, resnet20, resnet34, resnet50, resnet101, resnet152
 from minidl.models.rows import by_rows
 from minidl.models.unet import unet
@@ -18,11 +21,12 @@ from minidl.models.vgg import vgg16, vgg16_bn
 MODELS: dict[str, Callable[..., Graph]] = {
     function.__name__: function
     for function in (
-        densenet121, lenet, mlp, resnet18, resnet20, resnet34, resnet50, resnet101, resnet152, unet, vgg16, vgg16_bn,
+        densenet121, efficientnet_b0, lenet, mlp, mobilenet_v2, resnet18, resnet20, resnet34, resnet50, resnet101,
+        resnet152, unet, vgg16, vgg16_bn,
     )
 }  # fmt: skip
 
-__all__ = ["MODELS", "build", "by_rows", *MODELS]
+__all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", *MODELS]
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:

@@ -1,7 +1,8 @@
 """Least work of a layer's passes: model FLOP and least bytes, the batch included, whatever algorithm computes them.
 
 FLOP are the arithmetic operations of the layer's formula, one each for an addition, multiplication, division,
-comparison, exponential or logarithm; a multiply-add counts 2 and a sum of M terms M.
+comparison, square root, exponential, logarithm, hyperbolic tangent or error function; a multiply-add counts 2 and a
+sum of M terms M.
 
 * Windows count whole: a convolution's filter and a pool's window at every output position, taps on the padding or
   beyond the image included, as is usual; so the three products of a convolution count the same. A transposed
@@ -15,8 +16,9 @@ otherwise), buffers, gradients (of parameters: float32) and what the forward pas
 input and output; single numbers do not count. An element of the input that no window covers (strides beyond the
 kernel, cropping) is not read; input gradients are written whole.
 
-Two things take two steps, of which the second needs the end of the first, so that their operand is read twice: batch
-normalisation in training (statistics, then normalising) and an update with loss scaling (test, then update). An operand
+Some things take two steps, of which the second needs the end of the first, so that their operand is read twice: batch
+normalisation in training and group normalisation (statistics, then normalising), and an update with loss scaling (test,
+then update); a row of a softmax or a layer norm is kept and read once. An operand
 that stays in the cache between them, or from one pass to the next, can beat these bytes.
 """
 

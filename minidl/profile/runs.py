@@ -28,7 +28,7 @@ FAMILIES = {
     "batch norm": ("BatchNorm2d",),
     "ReLU": ("ReLU",),
     "pooling": ("MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d"),
-    "joins": ("Add", "Concat"),
+    "joins": ("Add", "Mul", "Concat"),
 }
 
 _NETWORK = re.compile(r"(?P<model>.+?)/(?P<size>\d+x\d+)/b(?P<batch>\d+)(?P<options>, .+)?")

@@ -257,7 +257,7 @@ class CSBMatrix:
             bias: (M,) float32, added to each output feature.
             relu: the result is max(·, 0).
             tf32x3: on a Hopper GPU float32 products may be taken as three TF32 products where `route` says so: faster
-                for all but the sparsest matrices, some 1e-5 of |A||x| off, and structural zeros are multiplied.
+                for all but the sparsest matrices, some 1e-5 of `|A||x|` off, and structural zeros are multiplied.
 
         Raises:
             ValueError: shapes that do not fit.

@@ -26,7 +26,7 @@ def assert_equal_training(answers, alone):
             assert count == labels
             assert abs(loss - expected) <= 2e-5 * (1 + abs(expected))
         np.testing.assert_allclose(answer["weights"], alone["weights"], rtol=2e-4, atol=2e-5)
-        assert answer["test"][1] == alone["test"][1]
+        assert answer["test"][1] == alone["test"][1] and answer["metrics"] == alone["metrics"]
         assert answer["weights"] == answers[0]["weights"], "ranks must agree to the bit"
 
 
@@ -62,6 +62,17 @@ def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
     together = job.run("training", ranks, tmp_path, "cpu", "0", str(parts))
     assert alone.status == together.status == 0, alone.output + together.output
     assert_equal_training(together.answers, alone.answers[0])
+
+
+@pytest.mark.parametrize("recipe", ["lamb", "lars"])
+def test_adaptive_optimizers_clipping_and_weighted_losses_of_n_ranks_equal_one(recipe, tmp_path):
+    folders = [tmp_path / str(ranks) for ranks in (1, 3)]
+    for folder in folders:
+        folder.mkdir()
+    alone = job.run_alone("training", folders[0], "cpu", "0", "0", "0", recipe)
+    done = job.run("training", 3, folders[1], "cpu", "600", "0", "0", recipe)
+    assert alone.status == done.status == 0, alone.output + done.output
+    assert_equal_training(done.answers, alone.answers[0])
 
 
 def test_in_shared_memory_the_size_of_messages_changes_no_bit(tmp_path):

@@ -1,4 +1,4 @@
-"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [PARTS [SLOTS]]``; results to OUT.
+"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [PARTS [SLOTS [RECIPE]]]``.
 
 The network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of
 7 samples does not divide by any number of ranks but one. Steps cut into PARTS micro-batches have no batch norm, whose
@@ -18,23 +18,46 @@ from minidl import data, dist
 from minidl.train import Trainer
 
 IGNORED = 3
+# Optimizer and options of the loss by recipe.
+RECIPES = {
+    "sgd": (lambda model: m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3), {}),
+    "lamb": (
+        lambda model: m.LAMB(model, 0.05, weight_decay=1e-3, clip_norm=0.5),
+        {"label_smoothing": 0.1, "weight": [1.0, 2.0, 0.5, 1.0]},
+    ),
+    "lars": (lambda model: m.LARS(model, 0.05, trust_coefficient=0.5, clip_value=0.05), {"label_smoothing": 0.2}),
+}
 
 
-def network(normed: bool):
+def network(normed: bool, bias: bool):
+    """``bias``: of convolutions, whose gradients a batch norm cancels to rounding errors, which Adam enlarges."""
+
     def norm(name, x):
         return m.BatchNorm2d(6, sync=True, name=name)(x) if normed else x
 
     graph = m.Graph()
-    x = m.Conv2d(3, 6, 3, padding=1, name="conv1")(graph.input((8, 8, 3)))
+    x = m.Conv2d(3, 6, 3, padding=1, bias=bias, name="conv1")(graph.input((8, 8, 3)))
     x = m.MaxPool2d(2, name="pool")(m.ReLU(name="relu")(norm("bn1", x)))
-    x = norm("bn2", m.Add()(m.Conv2d(6, 6, 3, padding=1, name="conv2")(x), x))
+    x = norm("bn2", m.Add()(m.Conv2d(6, 6, 3, padding=1, bias=bias, name="conv2")(x), x))
     x = m.Dropout(0.2)(m.Flatten()(x))
     return graph.output(m.Linear(96, 4, name="fc")(x))
 
 
-def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0) -> None:
+def metrics(model, loader, comm):
+    """Top-1, top-2 and the confusion matrix over the test set."""
+    top, confusion = m.TopK(2, ignore_index=IGNORED, comm=comm), m.Confusion(ignore_index=IGNORED, comm=comm)
+    model.eval()
+    for batch in loader:
+        logits = model.forward(batch.images, grad=False)
+        for metric in (top, confusion):
+            metric.update(logits, batch.labels)
+    return [*top.read(), confusion.read().tolist()]
+
+
+def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0, recipe: str = "sgd") -> None:
     comm = dist.init(device)
-    model = m.Model(network(not parts), device=device, comm=comm, seed=3, group_bytes=group_bytes)
+    graph = network(not parts, bias=recipe == "sgd")
+    model = m.Model(graph, device=device, comm=comm, seed=3, group_bytes=group_bytes)
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
     loaders = [
         data.Loader(
@@ -43,10 +66,11 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
         )
         for split in ("train", "test")
     ]  # fmt: skip
-    optimizer = m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3)
+    make, options = RECIPES[recipe]
+    optimizer = make(model)
     if slots:
         optimizer.update_in_backward(slots)
-    loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm)
+    loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm, **options)
     run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3, accumulate=parts or 1)
     losses, train = [], run._train
 
@@ -60,11 +84,11 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     weights = np.concatenate([v.ravel() for _, v in sorted(model.state_dict().items())])
     answer = {
         "rank": comm.rank, "size": comm.size, "losses": losses, "weights": weights.tolist(),
-        "test": [row["test_loss"], row["test_accuracy"]],
+        "test": [row["test_loss"], row["test_accuracy"]], "metrics": metrics(model, loaders[1], comm),
     }  # fmt: skip
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]), *sys.argv[6:])

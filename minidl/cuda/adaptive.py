@@ -1,0 +1,214 @@
+"""Adaptive parameter updates, clipping and averages on flat arenas; the kernels are in adaptive.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import empty
+from minidl.cuda.launch import launch
+from minidl.cuda.optim import CHUNK, check_arena
+from minidl.cuda.rows import DTYPE
+from minidl.cuda.totals import column_totals
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = [
+    "adam_advance",
+    "adamw_update",
+    "blend",
+    "clip_norm",
+    "clip_values",
+    "gradient_square",
+    "lamb_moments",
+    "lamb_update",
+    "lars_update",
+    "segment_norms",
+]
+
+BLOCK, EACH, RUN = 256, 4, 16
+
+
+def _over(n: int) -> int:
+    return ceil_div(n, BLOCK * EACH)
+
+
+def _check(who: str, n: int, segment_of: Any, segments: Any, control: Any, record: Any, **arenas: Any) -> None:
+    if n % CHUNK:
+        raise checks.bad_shape(who, "master", f"(n,), n a multiple of {CHUNK}", (n,))
+    for argument, arena in arenas.items():
+        check_arena(who, argument, arena, n)
+    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
+    assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
+    assert all(x.dtype == float32 and x.shape == (8,) for x in (control, record)), (control.shape, record.shape)
+
+
+def _working(who: str, working: Any | None, n: int) -> dict[str, int | str]:
+    if working is not None:
+        if working.dtype not in DTYPE:
+            raise checks.bad_dtype(who, "working", "float32, bfloat16 or float16", working.dtype)
+        check_arena(who, "working", working, n, working.dtype)
+    code = DTYPE[float32 if working is None else working.dtype]
+    return {"UPDATE": 1, "DTYPE": code, "WORKING": int(working is not None)}
+
+
+def adam_advance(control: Any, record: Any) -> None:
+    """Before an update: count the step and set its corrections, unless ``control`` says nonfinite.
+
+    Args:
+        record: (8,) float32 [beta1, beta2, eps, step, 1 - beta1^step, 1 - beta2^step, trust coefficient, 0].
+    """
+    launch("adaptive", "adam_advance", 1, 1, control, record, defines={"WORKING": 0})
+
+
+def adamw_update(
+    master: Any,
+    grad: Any,
+    first: Any,
+    second: Any,
+    working: Any | None,
+    segment_of: Any,
+    segments: Any,
+    control: Any,
+    record: Any,
+) -> None:
+    """One step of AdamW in place; nothing changes when ``control`` says nonfinite.
+
+    Args:
+        master, grad, first, second: (n,) float32 slices of arenas, n a multiple of 64.
+        working: (n,) in the storage dtype, receives the rounded master; may be None.
+        segment_of: (n / 64,) int32; segments: (S, 4) float32 rows [lr_scale, weight_decay, momentum_scale, trust].
+        control, record: see `sgd_update` and `adam_advance`.
+    """
+    n = master.size
+    arenas = {"master": master, "grad": grad, "first": first, "second": second}
+    _check("adamw_update", n, segment_of, segments, control, record, **arenas)
+    args = (master, grad, first, second, working, segment_of, segments, control, record, np.int64(n))
+    launch("adaptive", "adamw_update", _over(n), BLOCK, *args, defines=_working("adamw_update", working, n))
+
+
+def segment_norms(master: Any, grad: Any, bounds: Any, control: Any) -> Any:
+    """(S, 2) float32: the norms of the weights and of the gradients, without the loss scale, of S segments.
+
+    Args:
+        master, grad: (n,) float32 slices of arenas that hold just these segments.
+        bounds: (S + 1,) int32, the chunks of 64 elements of the arena at which the segments begin, and the end.
+    """
+    n = master.size
+    check_arena("segment_norms", "master", master, n)
+    check_arena("segment_norms", "grad", grad, n)
+    partial = empty((n // CHUNK, 2), float32)
+    args = (master, grad, partial, control, np.int64(n))
+    launch("adaptive", "norm_sums", _over(n), BLOCK, *args, defines={"WORKING": 0})
+    return _norms(partial, bounds)
+
+
+def _norms(partial: Any, bounds: Any) -> Any:
+    count = bounds.size - 1
+    norms = empty((count, 2), float32)
+    launch("adaptive", "segment_norms", count, 1024, partial, bounds, norms, defines={"WORKING": 0})
+    return norms
+
+
+def lars_update(
+    master: Any,
+    grad: Any,
+    momentum: Any,
+    working: Any | None,
+    segment_of: Any,
+    segments: Any,
+    norms: Any,
+    control: Any,
+    record: Any,
+) -> None:
+    """One step of LARS in place: ``buf = momentum * buf + trust * (g + decay * w)``, ``w -= lr * buf``.
+
+    Args:
+        norms: (S, 2) of `segment_norms`, a row for each of ``segments``.
+        others: as `adamw_update`.
+    """
+    n = master.size
+    _check("lars_update", n, segment_of, segments, control, record, master=master, grad=grad, momentum=momentum)
+    args = (master, grad, momentum, working, segment_of, segments, norms, control, record, np.int64(n))
+    launch("adaptive", "lars_update", _over(n), BLOCK, *args, defines=_working("lars_update", working, n))
+
+
+def lamb_moments(
+    master: Any,
+    grad: Any,
+    first: Any,
+    second: Any,
+    segment_of: Any,
+    segments: Any,
+    bounds: Any,
+    control: Any,
+    record: Any,
+) -> Any:
+    """The first half of a step of LAMB: moments in place; (S, 2) float32, the norms of weights and of directions.
+
+    Args:
+        bounds: as `segment_norms`.
+        others: as `adamw_update`.
+    """
+    n = master.size
+    arenas = {"master": master, "grad": grad, "first": first, "second": second}
+    _check("lamb_moments", n, segment_of, segments, control, record, **arenas)
+    partial = empty((n // CHUNK, 2), float32)
+    args = (master, grad, first, second, partial, segment_of, segments, control, record, np.int64(n))
+    launch("adaptive", "lamb_moments", _over(n), BLOCK, *args, defines={"WORKING": 0})
+    return _norms(partial, bounds)
+
+
+def lamb_update(
+    master: Any,
+    first: Any,
+    second: Any,
+    working: Any | None,
+    segment_of: Any,
+    segments: Any,
+    norms: Any,
+    control: Any,
+    record: Any,
+) -> None:
+    """The second half of a step of LAMB: ``w -= lr * |w| / |u| * u``, norms as `lamb_moments` gave them."""
+    n = master.size
+    _check("lamb_update", n, segment_of, segments, control, record, master=master, first=first, second=second)
+    args = (master, first, second, working, segment_of, segments, norms, control, record, np.int64(n))
+    launch("adaptive", "lamb_update", _over(n), BLOCK, *args, defines=_working("lamb_update", working, n))
+
+
+def clip_values(grad: Any, limit: float, control: Any) -> None:
+    """Bound every gradient by ±``limit``, times the loss scale of ``control``, in place; NaN stays."""
+    check_arena("clip_values", "grad", grad, grad.size)
+    args = (grad, control, np.float32(limit), np.int64(grad.size))
+    launch("adaptive", "clip_values", _over(grad.size), BLOCK, *args, defines={"WORKING": 0})
+
+
+def gradient_square(grad: Any) -> Any:
+    """(1,) float64: the sum of squares of ``grad`` (n,) float32, n a multiple of 64."""
+    check_arena("gradient_square", "grad", grad, grad.size)
+    partial = empty((max(1, ceil_div(grad.size, BLOCK * EACH * RUN)), 1), np.float64)
+    args = (grad, partial, np.int64(grad.size))
+    launch("adaptive", "squares", len(partial), BLOCK, *args, defines={"WORKING": 0})
+    return column_totals(partial)
+
+
+def clip_norm(grad: Any, square: Any, limit: float, control: Any) -> None:
+    """Scale ``grad`` in place so that its norm is at most ``limit``, times the loss scale of ``control``.
+
+    Args:
+        square: (1,) float64, the sum of squares that counts: of `gradient_square`, or of several arenas together.
+    """
+    check_arena("clip_norm", "grad", grad, grad.size)
+    args = (grad, square, control, np.float32(limit), np.int64(grad.size))
+    launch("adaptive", "clip_norm", _over(grad.size), BLOCK, *args, defines={"WORKING": 0})
+
+
+def blend(average: Any, x: Any, keep: float) -> None:
+    """``average = keep * average + (1 - keep) * x`` in place, (n,) float32, n a multiple of 64."""
+    check_arena("blend", "average", average, x.size)
+    check_arena("blend", "x", x, x.size)
+    args = (average, x, np.float32(keep), np.int64(x.size))
+    launch("adaptive", "blend", _over(x.size), BLOCK, *args, defines={"WORKING": 0})

@@ -1,0 +1,62 @@
+"""Losses that compare every element with a target; the kernels are in pointwise_loss.cu."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import contiguous, empty, zeros
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, address, dtype_code
+from minidl.cuda.totals import column_totals
+from minidl.shapes import ceil_div
+
+__all__ = ["pointwise_loss", "pointwise_loss_backward"]
+
+BLOCK, CHUNK = 256, 8192  # as in pointwise_loss.cu
+LOSSES = ("bce_with_logits", "mse", "focal")
+
+
+def _variant(x: Any, t: Any, loss: str, *more: Any) -> dict[str, int | str]:
+    if loss not in LOSSES:
+        raise checks.unknown("loss", loss, LOSSES)
+    assert x.shape == t.shape and x.dtype == t.dtype, (checks.describe(x), checks.describe(t))
+    # The last chunk may end anywhere: vectors must divide the count.
+    vec = math.gcd(ACCESS // x.itemsize, x.size, *(address(a) % ACCESS // x.itemsize for a in (x, t, *more)))
+    return {"DTYPE": dtype_code(x, loss), "VEC": vec, "LOSS": loss}
+
+
+def pointwise_loss(x: Any, target: Any, loss: str, a: float = 1.0, b: float = 0.0) -> Any:
+    """Totals (2,) float64 over this rank's elements: sum of the terms, number of elements.
+
+    Args:
+        x, target: of one shape and storage dtype.
+        loss: "mse"; "bce_with_logits", ``a`` the weight of positive terms; "focal" (on logits), ``a`` the weight of
+            positive terms and 1 - a of the others, ``b`` the focusing exponent, 0 or at least 1.
+    """
+    x, target = contiguous(x), contiguous(target)
+    if x.size == 0:
+        return zeros((2,), np.float64)
+    defines = _variant(x, target, loss) | {"FORWARD": 1}
+    blocks = ceil_div(x.size, CHUNK)
+    partial = empty((blocks, 2), np.float64)
+    args = (x, target, partial, np.int64(x.size), np.float32(a), np.float32(b))
+    launch("pointwise_loss", "pointwise_loss", blocks, BLOCK, *args, defines=defines)
+    return column_totals(partial)
+
+
+def pointwise_loss_backward(
+    x: Any, target: Any, totals: Any, scale: Any | None, loss: str, a: float = 1.0, b: float = 0.0
+) -> Any:
+    """The gradient of ``totals[0] / totals[1]`` by ``x``, times ``scale`` ((1,) float32, or None for 1)."""
+    x, target = contiguous(x), contiguous(target)
+    dx = empty(x.shape, x.dtype)
+    if x.size:
+        args = (x, target, totals, scale, dx, np.int64(x.size), np.float32(a), np.float32(b))
+        blocks = ceil_div(x.size, CHUNK)
+        defines = _variant(x, target, loss, dx)
+        launch("pointwise_loss", "pointwise_loss_backward", blocks, BLOCK, *args, defines=defines)
+    return dx

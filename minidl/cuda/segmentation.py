@@ -1,0 +1,87 @@
+"""What segmentation counts: sums of a Dice loss, its gradient, the confusion matrix; kernels in segmentation.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda.array import as_rows, contiguous, empty, zeros
+from minidl.cuda.grid import ints
+from minidl.cuda.launch import launch
+from minidl.cuda.loss import LABELS
+from minidl.cuda.rows import dtype_code, rows
+from minidl.cuda.softmax import BLOCK, row_variant
+from minidl.cuda.totals import column_totals
+from minidl.shapes import ceil_div, round_up
+
+__all__ = ["confusion_counts", "dice_backward", "dice_sums"]
+
+MOST_PARTIALS = 1024  # blocks whose results one more launch adds, or that add to one array
+SHARED_COUNTS = 8192  # in 32 KiB of shared memory
+
+
+def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
+    """Sums over this rank's pixels, to be added over ranks: (3K + 1,) float64.
+
+    Args:
+        p: (..., K) probabilities; labels: (...) int32, int64 or uint8, ``ignore_index`` and what is no class left out.
+
+    Returns:
+        For each class the probability on its pixels, that on all valid pixels, its pixels; then the labels out of
+        range.
+    """
+    p, labels = as_rows(p), contiguous(labels)
+    count, classes, pitch = rows(p)
+    assert labels.shape == p.shape[:-1], (labels.shape, p.shape)
+    if count == 0:
+        return zeros((3 * classes + 1,), np.float64)
+    lanes = min(32, 1 << max(classes - 1, 0).bit_length())
+    # At most 64 terms in float32, or as many as leave MOST_PARTIALS chunks.
+    deep = BLOCK // lanes
+    chunk = round_up(max(64 * deep, ceil_div(count, MOST_PARTIALS)), deep)
+    partial = empty((ceil_div(count, chunk), 3 * classes + 1), np.float64)
+    defines = {"SUMS": 1, "DTYPE": dtype_code(p, "dice_sums", "p"), "LABEL": LABELS[labels.dtype], "LANES": lanes}
+    sizes = np.int64(count), np.int64(chunk), np.int32(classes), np.int64(pitch), np.int64(ignore_index)
+    grid = ceil_div(classes, lanes), len(partial)
+    launch("segmentation", "dice_sums", grid, BLOCK, p, labels, partial, *sizes, defines=defines)
+    return column_totals(partial)
+
+
+def dice_backward(p: Any, labels: Any, sums: Any, scale: Any | None = None, *, smooth: float, ignore_index: int) -> Any:
+    """The gradient of ``1 - mean over classes of (2 hit + smooth) / (mass + pixels + smooth)`` by the logits.
+
+    Args:
+        p: (..., K), the softmax of the logits.
+        sums: of `dice_sums`, added over all ranks.
+        scale: (1,) float32, the loss scale; None stands for 1.
+    """
+    p, labels = as_rows(p), contiguous(labels)
+    dlogits = empty(p.shape, p.dtype)
+    if p.size:
+        defines, grid = row_variant("dice_backward", p, dlogits)
+        count, classes, pitch = rows(p)
+        sizes = np.int64(count), np.int32(classes), np.int64(pitch), np.int64(ignore_index), np.float32(smooth)
+        defines |= {"LABEL": LABELS[labels.dtype]}
+        launch("segmentation", "dice_backward", grid, BLOCK, p, labels, sums, scale, dlogits, *sizes, defines=defines)
+    return dlogits
+
+
+def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
+    """(K * K + 1,) float64 over this rank's rows: how often [label, first largest logit], then labels out of range."""
+    logits, labels = as_rows(logits), contiguous(labels)
+    count, classes, pitch = rows(logits)
+    assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
+    size = classes * classes + 1
+    counts, out = zeros((size,), np.uint32), empty((size,), np.float64)
+    if count:
+        defines, grid = row_variant("confusion_counts", logits)
+        passes, shared = ceil_div(grid, MOST_PARTIALS), int(size <= SHARED_COUNTS)
+        sizes = np.int64(count), np.int32(classes), np.int64(pitch), np.int32(passes), np.int64(ignore_index)
+        defines |= {"CONFUSION": 1, "LABEL": LABELS[labels.dtype], "SHARED": shared}
+        launch(
+            "segmentation", "confusion", ceil_div(grid, passes), BLOCK, logits, labels, counts, *sizes,
+            defines=defines, shared=4 * size * shared,
+        )  # fmt: skip
+    launch("segmentation", "widen_counts", ceil_div(size, BLOCK), BLOCK, counts, out, *ints(size), defines={"WIDEN": 1})
+    return out

@@ -1,0 +1,89 @@
+"""Softmax cross entropy with class weights and label smoothing; the kernels are in smoothed_loss.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import as_rows, contiguous, empty, zeros
+from minidl.cuda.launch import launch
+from minidl.cuda.loss import LABELS
+from minidl.cuda.rows import rows
+from minidl.cuda.softmax import BLOCK, row_variant
+from minidl.cuda.totals import column_totals
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = ["smoothed_cross_entropy", "smoothed_cross_entropy_backward"]
+
+COLUMNS = 6
+MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
+
+
+def _variant(logits: Any, labels: Any, *more: Any) -> tuple[dict[str, int | str], int]:
+    if labels.dtype not in LABELS:
+        raise checks.bad_dtype("smoothed_cross_entropy", "labels", "uint8, int32 or int64", labels.dtype)
+    assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
+    defines, grid = row_variant("smoothed_cross_entropy", logits, *more)
+    return defines | {"LABEL": LABELS[labels.dtype]}, grid
+
+
+def smoothed_cross_entropy(
+    logits: Any, labels: Any, weights: Any | None = None, *, smoothing: float, ignore_index: int, top: int = 1
+) -> tuple[Any, Any]:
+    """Totals over this rank's rows, to be added over ranks before anything is divided.
+
+    Args:
+        logits: (..., K), any storage dtype; labels: (...) int32, int64 or uint8.
+        weights: (K,) float32, of the classes; None for ones.
+        smoothing: share of every label that is spread over all classes.
+        top: how many of the largest logits the last total looks at; equal ones in the order of their classes.
+
+    Returns:
+        totals (6,) float64: summed loss, sum of the labels' weights, labels that are the first largest logit, labels
+        out of range, valid labels, valid labels among the ``top`` largest; lse (...) float32.
+    """
+    logits, labels = as_rows(logits), contiguous(labels)
+    count, channels, pitch = rows(logits)
+    lse = empty(labels.shape, float32)
+    if count == 0:
+        return zeros((COLUMNS,), np.float64), lse
+    defines, grid = _variant(logits, labels)
+    passes = ceil_div(grid, MOST_PARTIALS)
+    partial = empty((ceil_div(grid, passes), COLUMNS), np.float64)
+    sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int32(passes), np.int64(ignore_index)
+    args = (logits, labels, weights, lse, partial, *sizes, np.float32(smoothing), np.int32(top))
+    name = "smoothed_cross_entropy"
+    launch("smoothed_loss", name, len(partial), BLOCK, *args, defines=defines | {"FORWARD": 1})
+    return column_totals(partial), lse
+
+
+def smoothed_cross_entropy_backward(
+    logits: Any,
+    labels: Any,
+    lse: Any,
+    totals: Any,
+    weights: Any | None = None,
+    scale: Any | None = None,
+    *,
+    smoothing: float,
+    ignore_index: int,
+) -> Any:
+    """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
+
+    Args:
+        lse, totals: of the forward pass, the totals summed over all ranks.
+        scale: (1,) float32, the loss scale; None stands for 1.
+    """
+    logits, labels, lse = as_rows(logits), contiguous(labels), contiguous(lse)
+    assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)
+    dlogits = empty(logits.shape, logits.dtype)
+    if logits.size:
+        defines, grid = _variant(logits, labels, dlogits)
+        count, channels, pitch = rows(logits)
+        sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int64(ignore_index), np.float32(smoothing)
+        args = (logits, labels, weights, lse, totals, scale, dlogits, *sizes)
+        launch("smoothed_loss", "smoothed_cross_entropy_backward", grid, BLOCK, *args, defines=defines)
+    return dlogits

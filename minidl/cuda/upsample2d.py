@@ -1,0 +1,58 @@
+"""Resizing of images, nearest and bilinear, on the GPU; kernels in upsample2d.cu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.grid import INT_MAX, ints, row_grid
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
+from minidl.shapes import Pair, resize_axis
+
+__all__ = ["upsample2d", "upsample2d_backward"]
+
+_AXIS = np.dtype([(name, np.int32) for name in ("a", "b", "d", "size", "out", "bilinear")])
+
+
+def _axis(size: int, out: int, mode: str, align_corners: bool) -> np.ndarray:
+    axis = resize_axis(size, out, mode, align_corners)
+    assert 2 * size * (out + 1) <= INT_MAX, (size, out)  # the kernels multiply in 32 bits
+    return np.array([axis], _AXIS)
+
+
+def _resize(name: str, x: Any, y: Any, place: tuple[int, int, int], axes: list[np.ndarray], **defines: int) -> None:
+    """``place``: images, their height and width, of the array that the threads write."""
+    vec = min(vector_width(x, y), ACCESS // x.itemsize)
+    n, height, width = place
+    grid, block = row_grid(n * height, width * (x.shape[3] // vec))
+    sizes = *ints(n, x.shape[3]), np.int64(rows(x)[2])
+    defines |= {"DTYPE": dtype_code(x, name), "VEC": vec}
+    launch("upsample2d", name, grid, block, x, y, *sizes, *axes, defines=defines)
+
+
+def upsample2d(x: Any, size: Pair, mode: str, align_corners: bool = False) -> Any:
+    """``x`` (N, H, W, C) resized to ``size`` (height, width).
+
+    Args:
+        mode: "nearest": output o reads input floor(o * in / out); or "bilinear".
+        align_corners: of "bilinear": the centres of the corner pixels stay, instead of the image's edges.
+    """
+    x = as_rows(x)
+    y = empty((x.shape[0], *size, x.shape[3]), x.dtype)
+    if y.size:
+        axes = [_axis(i, o, mode, align_corners) for i, o in zip(x.shape[1:3], size, strict=True)]
+        _resize("upsample2d", x, y, y.shape[:3], axes, FORWARD=1, BILINEAR=int(mode == "bilinear"))
+    return y
+
+
+def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, align_corners: bool = False) -> Any:
+    """The gradient of the input of ``shape`` (N, H, W, C)."""
+    dy = as_rows(dy)
+    dx = empty(shape, dy.dtype)
+    if dx.size:
+        axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
+        _resize("upsample2d_backward", dy, dx, shape[:3], axes, BILINEAR=int(mode == "bilinear"))
+    return dx

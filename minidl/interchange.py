@@ -1,0 +1,197 @@
+"""Weights of other libraries: state dicts as torchvision and timm name them, in safetensors files, without PyTorch.
+
+Filters are converted between KCRS and KRSC, the columns of a Linear behind a Flatten between (C, H, W) and (H, W, C)
+order; nothing else changes, so a file written by `export_weights` and read again gives the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as serialize
+
+from minidl import checks
+from minidl.graph import Graph
+from minidl.layers import Flatten, Linear
+from minidl.model import Model
+
+__all__ = ["ImportReport", "convert_state", "export_weights", "import_weights", "torch_state"]
+
+_SHOWN = 8
+_IGNORED = re.compile(r"(^|\.)num_batches_tracked$")
+# Other spellings of names, tried in turn: wrappers around a whole network, DenseNets of 2017, timm's VGGs.
+_SPELLINGS = (
+    (re.compile(r"^(module|model|_orig_mod)\."), ""),
+    (re.compile(r"(denselayer\d+)\.(norm|conv)\.(\d)\."), r"\1.\2\3."),
+    (re.compile(r"^pre_logits\.fc1\."), "classifier.0."),
+    (re.compile(r"^pre_logits\.fc2\."), "classifier.3."),
+    (re.compile(r"^head\.fc\."), "classifier.6."),
+)
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What became of the tensors of a file, by name.
+
+    Attributes:
+        loaded: of the model, in its order.
+        missing: of the model, not in the file.
+        unexpected: of the file, not in the model.
+        mismatched: of the model, with what was expected and what came.
+        ignored: of the file, of no use here (counters of batches).
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor of the model was found, and no other."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} loaded"]
+        for kind in ("missing", "unexpected", "mismatched"):
+            names = getattr(self, kind)
+            if names:
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                parts.append(f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{more}")
+        return "; ".join(parts)
+
+
+def import_weights(
+    model: Model, weights: str | os.PathLike | Mapping[str, np.ndarray], *, strict: bool = True
+) -> ImportReport:
+    """Load a PyTorch state dict into ``model``.
+
+    Args:
+        weights: a safetensors file, or arrays by name. Names are torchvision's; timm's and those of wrapped models
+            (``module.``) are understood for the networks of `minidl.models`. Any floating dtype; stored as float32.
+        strict: refuse what is missing, unexpected or of another shape; else load the rest and leave it as it is.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no safetensors file; with ``strict`` a state that does not fit, of which nothing is loaded then.
+    """
+    state = _read(weights) if isinstance(weights, (str, os.PathLike)) else weights
+    own = model.state_dict()
+    found, report = convert_state(model.graph, own, state)
+    if strict and not report.complete:
+        remedy = "pass strict=False to load the rest"
+        raise ValueError(f"weights do not fit the model: {report}; {remedy}")
+    model.load_state_dict(own | found)
+    return report
+
+
+def convert_state(
+    graph: Graph, own: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], ImportReport]:
+    """Arrays of a PyTorch ``state`` in minidl's names and layouts, those that fit ``own`` (`Model.state_dict`)."""
+    report, found = ImportReport(), {}
+    images = _flattened(graph)
+    for name, values in state.items():
+        if _IGNORED.search(name):
+            report.ignored.append(name)
+            continue
+        own_name = _own_name(name, own)
+        if own_name is None:
+            report.unexpected.append(name)
+            continue
+        expected = own[own_name].shape
+        array = _to_minidl(np.asarray(values), images.get(own_name), len(expected))
+        if array.shape != expected:
+            report.mismatched.append(f"{own_name} (expected {expected}, got {array.shape})")
+        elif own_name in found:
+            report.unexpected.append(name)
+        else:
+            found[own_name] = array
+    wrong = {text.split(" ", 1)[0] for text in report.mismatched}
+    report.loaded.extend(name for name in own if name in found)
+    report.missing.extend(name for name in own if name not in found and name not in wrong)
+    return found, report
+
+
+def torch_state(model: Model) -> dict[str, np.ndarray]:
+    """Parameters and buffers of ``model`` with torchvision's names and layouts, float32, dense."""
+    images = _flattened(model.graph)
+    return {name: _to_torch(values, images.get(name)) for name, values in model.state_dict().items()}
+
+
+def export_weights(model: Model, path: str | os.PathLike) -> Path:
+    """Write `torch_state` to a safetensors file, which ``load_state_dict(strict=False)`` of PyTorch takes.
+
+    PyTorch's counters of batches are not among them. The file replaces an older one in one step.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(serialize(torch_state(model), {"format": "pt"}))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        remedy = "a PyTorch file is converted by safetensors.torch.save_file(torch.load(path), ...)"
+        raise checks.bad_value("weights", "path", "a safetensors file", str(path), f"{error}; {remedy}") from error
+
+
+def _own_name(name: str, own: Mapping[str, np.ndarray]) -> str | None:
+    """The model's name of a tensor called ``name``: itself, or another spelling of it."""
+    for pattern, replacement in ((re.compile("^"), ""), *_SPELLINGS):
+        name = pattern.sub(replacement, name)
+        if name in own:
+            return name
+    return None
+
+
+def _flattened(graph: Graph) -> dict[str, tuple[int, int, int]]:
+    """The image (H, W, C) whose values the columns of a Linear's weight belong to, by the weight's name."""
+    found = {}
+    for node in graph.nodes:
+        if isinstance(node.layer, Linear):
+            below = graph.nodes[node.inputs[0]]
+            shape = graph.nodes[below.inputs[0]].shape if isinstance(below.layer, Flatten) else ()
+            if len(shape) == 3:
+                found[f"{node.name}.weight"] = shape
+    return found
+
+
+def _to_minidl(values: np.ndarray, image: tuple[int, int, int] | None, axes: int) -> np.ndarray:
+    """Float32, channels last; ``axes`` of the result."""
+    values = values.astype(np.float32)
+    if image is not None and values.ndim == 2 and values.shape[1] == np.prod(image):
+        height, width, channels = image
+        values = values.reshape(-1, channels, height, width)
+    if values.ndim == 4:
+        values = values.transpose(0, 2, 3, 1)
+        if axes == 2:  # a convolution over the whole image stands for a Linear
+            values = values.reshape(values.shape[0], -1)
+    return np.ascontiguousarray(values)
+
+
+def _to_torch(values: np.ndarray, image: tuple[int, int, int] | None) -> np.ndarray:
+    if image is not None:
+        return np.ascontiguousarray(values.reshape(-1, *image).transpose(0, 3, 1, 2)).reshape(values.shape)
+    return np.ascontiguousarray(values.transpose(0, 3, 1, 2) if values.ndim == 4 else values)

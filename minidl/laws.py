@@ -1,0 +1,160 @@
+"""The laws that every layer obeys, for layers of your own: gradients equal central differences, and good manners.
+
+For a random direction v of the input (or of a parameter) and a random dy, the law of gradients is
+
+    <dx, v> = d/dh <dy, f(x + h·v)>  at h = 0,
+
+whose right side is taken by central differences with Richardson extrapolation, in float64 over float32 layers. One
+direction tests every element at once: a wrong element shows unless it is orthogonal to v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidl import backend, checks
+from minidl.layer import Layer
+from minidl.random import RandomCounter
+
+__all__ = ["check_gradients", "check_layer"]
+
+_STEP = 2.0**-6
+_TOLERANCE = 2e-3  # float32 rounding of f, divided by the step, with room for third derivatives
+
+
+def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed: int = 0, directions: int = 3) -> None:
+    """Hold ``layer`` to the laws, alone, in float32; return when it obeys them all.
+
+    `output_shape` tells the shape; inputs and gradients are not written to; a pass repeated gives the same bits;
+    ``grad=False`` saves nothing; an empty batch gives an empty answer; and every gradient equals central differences.
+    Inputs are spread so that no two values
+    nearly coincide and none is nearly 0: kinks elsewhere must be avoided by another ``seed``.
+
+    Args:
+        layer: not part of a model; its parameters and buffers are left as they were.
+        shapes: one for each input, batch first.
+        directions: random directions for each gradient.
+
+    Raises:
+        AssertionError: naming the law and the input or parameter that breaks it.
+        ValueError, TypeError: from the layer, for shapes that it cannot take.
+    """
+    if not isinstance(layer, Layer):
+        raise checks.bad_dtype("check_layer", "layer", "a Layer", checks.describe(layer))
+    if layer.bound:
+        raise checks.order(layer.name, "check_layer on a layer of a model", "pass a layer of its own")
+    ops, rng = backend.open_device(device), np.random.default_rng(seed)
+    inputs = [_spread(rng, tuple(shape)) for shape in shapes]
+    layer.output_shape(*(x.shape for x in inputs))
+    state = layer.to(device, "fp32").state_dict()
+    try:
+        _manners(layer, ops, inputs, rng)
+        check_gradients(layer, ops, inputs, rng, directions=directions)
+        _empty_batch(layer, ops, [x.shape for x in inputs])
+    finally:
+        layer.load_state_dict(state)
+
+
+def _spread(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Values in ±2.1 whose neighbours differ by more than a step of differences where there are few, none near 0."""
+    size = int(np.prod(shape))
+    spaced = (np.arange(size) - size / 2 + 0.5) * (4.0 / max(size, 1))
+    return rng.permutation(np.sign(spaced) * (np.abs(spaced) + 0.1)).reshape(shape).astype(np.float32)
+
+
+def _require(law: bool, layer: Layer, text: str) -> None:
+    if not law:
+        raise AssertionError(f"{layer.name}: {text}")
+
+
+def _parts(dx: Any) -> tuple[Any, ...]:
+    return dx if isinstance(dx, tuple) else (dx,)
+
+
+def _manners(layer: Layer, ops: ModuleType, inputs: list[np.ndarray], rng: np.random.Generator) -> None:
+    """Everything but the values of gradients."""
+    arrays = [ops.from_host(x) for x in inputs]
+    layer.random = RandomCounter()
+    y = layer.forward(*arrays)
+    expected = layer.output_shape(*(x.shape for x in inputs))
+    _require(y.shape == expected, layer, f"forward gives the shape {y.shape}, output_shape says {expected}")
+    first = ops.to_host(y)
+    dy = ops.from_host(rng.standard_normal(y.shape).astype(np.float32))
+    kept = ops.to_host(dy)
+    results = [ops.to_host(part) for part in _parts(layer.backward(dy))]
+    for i, (array, x) in enumerate(zip(arrays, inputs, strict=True)):
+        _require(np.array_equal(ops.to_host(array), x), layer, f"input {i} was written to")
+        _require(results[i].shape == x.shape, layer, f"the gradient of input {i} has shape {results[i].shape}")
+    _require(np.array_equal(ops.to_host(dy), kept), layer, "the gradient of the output was written to")
+    layer.random = RandomCounter()
+    again = ops.to_host(layer.forward(*arrays))
+    _require(np.array_equal(again, first, equal_nan=True), layer, "forward repeated gives other bits")
+    repeated = [ops.to_host(part) for part in _parts(layer.backward(dy))]
+    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(repeated, results, strict=True))
+    _require(same, layer, "backward repeated gives other bits")
+    layer.forward(*arrays, grad=False)
+    _require(layer.store.saved_bytes == 0, layer, "forward(grad=False) saved something")
+
+
+def _empty_batch(layer: Layer, ops: ModuleType, shapes: list[tuple[int, ...]]) -> None:
+    """No samples: a rank may run out of them."""
+    training, layer.training = layer.training, False
+    try:
+        empty = [ops.zeros((0, *shape[1:]), np.dtype(np.float32)) for shape in shapes]
+        y = layer.forward(*empty)
+        expected = layer.output_shape(*(x.shape for x in empty))
+        _require(y.shape == expected, layer, f"an empty batch gives the shape {y.shape}, output_shape says {expected}")
+        for part, x in zip(_parts(layer.backward(y)), empty, strict=True):
+            _require(part.shape == x.shape, layer, f"an empty batch has a gradient of shape {part.shape}")
+    finally:
+        layer.training = training
+
+
+def check_gradients(
+    layer: Layer, ops: ModuleType, inputs: Sequence[np.ndarray], rng: np.random.Generator, *, directions: int = 3
+) -> None:
+    """Assert the law of gradients for every input and every parameter of ``layer`` at float32 ``inputs``."""
+    y = ops.to_host(layer.forward(*[ops.from_host(x) for x in inputs]))
+    dy = rng.standard_normal(y.shape).astype(np.float32)
+    dx = [ops.to_host(part) for part in _parts(layer.backward(ops.from_host(dy)))]
+    scale = float(np.linalg.norm(dy)) + 1e-6
+    gradients = layer.params.gradients() if layer.specs else {}
+    gradients = {name: ops.to_host(gradient) for name, gradient in gradients.items()}
+
+    def objective(values: Sequence[np.ndarray]) -> float:
+        out = ops.to_host(layer.forward(*[ops.from_host(x) for x in values], grad=False))
+        return float(np.sum(out.astype(np.float64) * dy))
+
+    def check(gradient: np.ndarray, what: str, at: Callable[[np.ndarray], float]) -> None:
+        for _ in range(directions):
+            v = rng.standard_normal(gradient.shape).astype(np.float32)
+            v /= max(float(np.linalg.norm(v)), 1e-6)
+            analytic = float(np.sum(gradient.astype(np.float64) * v))
+            numeric = _difference(lambda h, v=v: at(np.float32(h) * v))
+            close = abs(analytic - numeric) <= _TOLERANCE * (scale + abs(numeric))
+            _require(close, layer, f"{what}: gradient says {analytic}, central differences {numeric}")
+
+    for i, gradient in enumerate(dx):
+        _require(gradient.shape == inputs[i].shape, layer, f"the gradient of input {i} has shape {gradient.shape}")
+        check(gradient, f"input {i}", lambda d, i=i: objective([x + d if j == i else x for j, x in enumerate(inputs)]))
+    if not layer.specs:
+        return
+    state = layer.state_dict()
+
+    def with_parameter(name: str, moved: np.ndarray) -> float:
+        layer.load_state_dict({**state, name: state[name] + moved})
+        return objective(inputs)
+
+    for name, gradient in gradients.items():
+        check(gradient, name, lambda d, name=name: with_parameter(name, d))
+    layer.load_state_dict(state)
+
+
+def _difference(evaluate: Callable[[float], float]) -> float:
+    coarse = (evaluate(_STEP) - evaluate(-_STEP)) / (2 * _STEP)
+    fine = (evaluate(_STEP / 2) - evaluate(-_STEP / 2)) / _STEP
+    return (4 * fine - coarse) / 3

@@ -1,0 +1,62 @@
+"""EfficientNet-B0 (Tan and Le, "EfficientNet: Rethinking Model Scaling", ICML 2019), with torchvision's names."""
+
+from __future__ import annotations
+
+from minidl.graph import Graph, Node, scope
+from minidl.initializers import kaiming_normal
+from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, SiLU
+from minidl.models.blocks import conv_norm, squeeze_excitation
+
+__all__ = ["efficientnet_b0"]
+
+# expansion, kernel, stride of the first block, channels, blocks
+_STAGES = (
+    (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3), (6, 5, 2, 192, 4),
+    (6, 3, 1, 320, 1),
+)  # fmt: skip
+_SQUEEZE = 4  # a block's input channels over those of its squeeze
+
+
+def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, sync: bool) -> Node:
+    """Widen by 1×1, filter channel by channel, gate, narrow by 1×1; added to ``x`` where it fits."""
+    y, index = x, 0
+    with scope("block"):
+        if expansion != 1:
+            with scope("0"):
+                y = conv_norm(y, expansion * x.shape[-1], activation=SiLU, sync=sync)
+            index = 1
+        with scope(f"{index}"):
+            y = conv_norm(y, y.shape[-1], kernel, stride, groups=y.shape[-1], activation=SiLU, sync=sync)
+        with scope(f"{index + 1}"):
+            squeezed = max(1, x.shape[-1] // _SQUEEZE)
+            y = squeeze_excitation(y, squeezed, activation=SiLU, weight_init=kaiming_normal("out"))
+        with scope(f"{index + 2}"):
+            y = conv_norm(y, channels, sync=sync)
+    return Add()(x, y) if stride == 1 and x.shape[-1] == channels else y
+
+
+def efficientnet_b0(
+    num_classes: int = 1000,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    dropout: float = 0.2,
+    sync_batch_norm: bool = False,
+) -> Graph:
+    """Sixteen gated inverted residuals between a strided 3×3 and a 1×1 convolution.
+
+    Without the stochastic depth that torchvision's training adds: it has no parameters and does nothing in evaluation.
+    """
+    graph = Graph()
+    x = graph.input(image_shape)
+    with scope("features"):
+        with scope("0"):
+            x = conv_norm(x, 32, 3, 2, activation=SiLU, sync=sync_batch_norm)
+        for stage, (expansion, kernel, stride, channels, depth) in enumerate(_STAGES, start=1):
+            for i in range(depth):
+                with scope(f"{stage}.{i}"):
+                    x = _mb_conv(x, channels, kernel, stride if i == 0 else 1, expansion, sync_batch_norm)
+        with scope(f"{len(_STAGES) + 1}"):
+            x = conv_norm(x, 1280, activation=SiLU, sync=sync_batch_norm)
+    x = Flatten()(AdaptiveAvgPool2d(1, name="avgpool")(x))
+    with scope("classifier"):
+        x = Dropout(dropout, name="0")(x)
+        return graph.output(Linear(x.shape[-1], num_classes, name="1")(x))

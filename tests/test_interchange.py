@@ -1,0 +1,151 @@
+"""Weights of PyTorch without PyTorch: names, layouts, files, and what does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import minidl as m
+from minidl import models
+from minidl.interchange import export_weights, import_weights, torch_state
+
+f32 = np.float32
+
+
+def network():
+    """A convolution, a transposed one, a Flatten of an image and a Linear on it."""
+    graph = m.Graph()
+    x = m.Conv2d(3, 4, (3, 2), name="features.0")(graph.input((5, 4, 3)))
+    x = m.ConvTranspose2d(4, 2, (2, 3), stride=2, bias=False, name="features.1")(x)
+    x = m.BatchNorm2d(2, name="features.2")(x)
+    return graph.output(m.Linear(6 * 7 * 2, 5, name="classifier")(m.Flatten()(x)))
+
+
+def drawn(rng):
+    """A state dict as PyTorch would have it."""
+    shapes = {
+        "features.0.weight": (4, 3, 3, 2), "features.0.bias": (4,), "features.1.weight": (4, 2, 2, 3),
+        "features.2.weight": (2,), "features.2.bias": (2,), "features.2.running_mean": (2,),
+        "features.2.running_var": (2,), "classifier.weight": (5, 2 * 6 * 7), "classifier.bias": (5,),
+    }  # fmt: skip
+    state = {name: rng.standard_normal(shape).astype(f32) for name, shape in shapes.items()}
+    state["features.2.running_var"] = np.abs(state["features.2.running_var"]) + 0.5
+    return state | {"features.2.num_batches_tracked": np.array(7)}
+
+
+def torch_logits(state, x):
+    """What PyTorch computes in evaluation, on NCHW images, in float64."""
+    s = {name: values.astype(np.float64) for name, values in state.items()}
+    w = s["features.0.weight"]
+    y = np.zeros((len(x), 4, 3, 3))
+    for p, q in np.ndindex(3, 3):
+        y[:, :, p, q] = np.einsum("nchw,kchw->nk", x[:, :, p : p + 3, q : q + 2], w) + s["features.0.bias"]
+    z = np.zeros((len(x), 2, 6, 7))
+    for p, q in np.ndindex(3, 3):
+        z[:, :, 2 * p : 2 * p + 2, 2 * q : 2 * q + 3] += np.einsum(
+            "nc,ckhw->nkhw", y[:, :, p, q], s["features.1.weight"]
+        )
+    mean, var, gamma, beta = (
+        s[f"features.2.{name}"][:, None, None] for name in ("running_mean", "running_var", "weight", "bias")
+    )
+    z = (z - mean) / np.sqrt(var + 1e-5) * gamma + beta
+    return z.reshape(len(x), -1) @ s["classifier.weight"].T + s["classifier.bias"]
+
+
+def test_logits_are_those_of_the_state_dict(ops, rng, tmp_path):
+    state, x = drawn(rng), rng.standard_normal((2, 3, 5, 4)).astype(f32)
+    save_file(state, tmp_path / "torch.safetensors")
+    model = m.Model(network(), device=ops.name).eval()
+    report = import_weights(model, tmp_path / "torch.safetensors")
+    assert report.complete and report.ignored == ["features.2.num_batches_tracked"] and len(report.loaded) == 9
+    y = ops.to_host(model.forward(ops.from_host(np.ascontiguousarray(x.transpose(0, 2, 3, 1)))))
+    np.testing.assert_allclose(y, torch_logits(state, x.astype(np.float64)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_round_trip_gives_the_same_bits(rng, tmp_path):
+    state = drawn(rng)
+    model = m.Model(network())
+    import_weights(model, state)
+    back = torch_state(model)
+    assert list(back) == list(model.state_dict())
+    for name, values in back.items():
+        np.testing.assert_array_equal(values, state[name])
+    path = export_weights(model, tmp_path / "folder" / "weights.safetensors")
+    again = m.Model(network(), seed=5)
+    assert import_weights(again, path).complete
+    for name, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, again.state_dict()[name])
+    assert [p.name for p in path.parent.iterdir()] == ["weights.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "mobilenet_v2", "efficientnet_b0"])
+def test_models_export_the_shapes_of_torchvision(name):
+    model = m.Model(models.build(name, (64, 64, 3), 10))
+    state = torch_state(model)
+    spatial = {"resnet18": ("conv1.weight", (64, 3, 7, 7)), "densenet121": ("features.conv0.weight", (64, 3, 7, 7)),
+               "mobilenet_v2": ("features.1.conv.0.0.weight", (32, 1, 3, 3)),
+               "efficientnet_b0": ("features.1.0.block.1.fc1.weight", (8, 32, 1, 1))}[name]  # fmt: skip
+    assert state[spatial[0]].shape == spatial[1]
+    again = m.Model(models.build(name, (64, 64, 3), 10), seed=3)
+    assert import_weights(again, {f"module.{key}": values for key, values in state.items()}).complete
+    for key, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, again.state_dict()[key])
+
+
+def test_other_spellings_of_densenets_and_vggs():
+    model = m.Model(models.densenet121(10, (32, 32, 3)))
+    old = {
+        key.replace(".norm1.", ".norm.1.").replace(".conv2.", ".conv.2."): v for key, v in torch_state(model).items()
+    }
+    assert import_weights(m.Model(models.densenet121(10, (32, 32, 3)), seed=1), old).complete
+    graph = m.Graph()
+    x = m.Flatten()(graph.input((2, 3, 4)))
+    with m.scope("classifier"):
+        graph.output(m.Linear(5, 2, name="6")(m.Linear(24, 5, name="0")(x)))
+    model = m.Model(graph)
+    filters = np.arange(5 * 24, dtype=f32).reshape(5, 4, 2, 3)
+    state = {"pre_logits.fc1.weight": filters, "pre_logits.fc1.bias": np.ones(5, f32),
+             "head.fc.weight": np.ones((2, 5), f32), "head.fc.bias": np.zeros(2, f32)}  # fmt: skip
+    assert import_weights(model, state).complete
+    expected = filters.transpose(0, 2, 3, 1).reshape(5, 24)
+    np.testing.assert_array_equal(model.state_dict()["classifier.0.weight"], expected)
+
+
+def test_what_does_not_fit_is_told_and_left_alone(rng):
+    state = drawn(rng)
+    state["classifier.weight"], state["classifier.bias"] = np.zeros((7, 84), f32), np.zeros(7, f32)
+    state["extra.weight"] = np.zeros(3, f32)
+    del state["features.0.bias"]
+    model = m.Model(network())
+    before = model.state_dict()
+    words = (
+        r"6 loaded; 1 missing: features.0.bias; 1 unexpected: extra.weight; 2 mismatched: classifier.weight \(expected"
+    )
+    with pytest.raises(ValueError, match=words + r".*strict=False"):
+        import_weights(model, state)
+    for name, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, before[name])
+    report = import_weights(model, state, strict=False)
+    assert not report.complete and len(report.loaded) == 6
+    after = model.state_dict()
+    for name in ("classifier.weight", "classifier.bias", "features.0.bias"):
+        np.testing.assert_array_equal(after[name], before[name])
+    np.testing.assert_array_equal(after["features.2.bias"], state["features.2.bias"])
+
+
+def test_sixteen_bit_files_become_float32(rng, tmp_path):
+    state = {name: values.astype(np.float16) for name, values in drawn(rng).items()}
+    save_file(state, tmp_path / "half.safetensors")
+    model = m.Model(network())
+    import_weights(model, tmp_path / "half.safetensors")
+    np.testing.assert_array_equal(model.state_dict()["features.0.bias"], state["features.0.bias"].astype(f32))
+
+
+def test_files_that_are_none(tmp_path):
+    model = m.Model(network())
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        import_weights(model, tmp_path / "absent.safetensors")
+    (tmp_path / "weights.pth").write_bytes(b"PK\3\4 pickle")
+    with pytest.raises(ValueError, match="path must be a safetensors file.*save_file"):
+        import_weights(model, tmp_path / "weights.pth")

@@ -1,0 +1,155 @@
+"""Losses beyond plain cross entropy, and what metrics count: laws of the operations of both tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minidl.precision import float32
+from tests.layouts import LAYOUTS, place
+from tests.reference import losses as reference
+from tests.reference import softmax as softmax_reference
+from tests.reference.differences import gradient
+from tests.tolerance import assert_close, draw
+
+IGNORE = 255
+SHAPES = [(1, 1), (7, 10), (2, 5, 3, 4), (33, 1000), (1, 41, 37, 21), (3, 9000), (0, 10), (0, 4, 4, 3)]
+
+
+def labelled(rng, shape, dtype, label_type=np.int64):
+    """Logits, some of them equal, and labels: every fifth ignored, one out of range."""
+    logits = np.round(draw(rng, shape, dtype, scale=3.0).astype(np.float64), 1).astype(dtype)
+    labels = rng.integers(0, min(shape[-1], IGNORE), shape[:-1]).astype(label_type)
+    labels.reshape(-1)[::5] = IGNORE
+    labels.reshape(-1)[3:4] = shape[-1] if shape[-1] < 127 else 0
+    return logits, labels
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_smoothed_totals_equal_the_reference(ops, rng, dtype, shape, smoothing, weighted):
+    logits, labels = labelled(rng, shape, dtype)
+    weights = rng.uniform(0.2, 2, shape[-1]).astype(np.float32) if weighted else None
+    for layout in LAYOUTS:
+        totals, lse = ops.smoothed_cross_entropy(
+            place(ops, logits, layout), ops.from_host(labels), ops.from_host(weights) if weighted else None,
+            smoothing=smoothing, ignore_index=IGNORE, top=5,
+        )  # fmt: skip
+        expected = reference.smoothed_cross_entropy(logits, labels, weights, smoothing, IGNORE, 5)
+        found = ops.to_host(totals)
+        assert found.dtype == np.float64 and lse.dtype == float32 and lse.shape == labels.shape
+        np.testing.assert_array_equal(found[2:], expected[2:])
+        np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(7, 10), (2, 3, 2, 5), (4, 33)])
+def test_smoothed_gradient_is_the_difference(ops, rng, dtype, shape, smoothing, weighted):
+    logits, labels = labelled(rng, shape, dtype)
+    weights = rng.uniform(0.2, 2, shape[-1]).astype(np.float32) if weighted else None
+    arrays = ops.from_host(logits), ops.from_host(labels)
+    w = ops.from_host(weights) if weighted else None
+    totals, lse = ops.smoothed_cross_entropy(*arrays, w, smoothing=smoothing, ignore_index=IGNORE)
+    scale = ops.from_host(np.float32([8]))
+    dx = ops.smoothed_cross_entropy_backward(*arrays, lse, totals, w, scale, smoothing=smoothing, ignore_index=IGNORE)
+    assert dx.dtype == dtype
+
+    def mean(x):
+        return np.divide(*reference.smoothed_cross_entropy(x, labels, weights, smoothing, IGNORE)[:2])
+
+    assert_close(ops.to_host(dx), gradient(mean, logits, 8.0), dtype, scale=4.0)
+
+
+def test_shards_of_a_weighted_loss_give_the_gradient_of_the_whole(ops, rng):
+    logits, labels = labelled(rng, (30, 7), float32)
+    labels[12:15] = IGNORE
+    weights = ops.from_host(rng.uniform(0.2, 2, 7).astype(np.float32))
+    options = {"smoothing": 0.1, "ignore_index": IGNORE}
+    whole = ops.from_host(logits), ops.from_host(labels)
+    totals, lse = ops.smoothed_cross_entropy(*whole, weights, **options)
+    expected = ops.to_host(ops.smoothed_cross_entropy_backward(*whole, lse, totals, weights, **options))
+    parts, joint = [], np.zeros(6)
+    for a, b in ((0, 12), (12, 15), (15, 15), (15, 30)):
+        arrays = ops.from_host(logits[a:b]), ops.from_host(labels[a:b])
+        part, lse = ops.smoothed_cross_entropy(*arrays, weights, **options)
+        joint += ops.to_host(part)
+        parts.append((*arrays, lse))
+    np.testing.assert_allclose(joint, ops.to_host(totals), rtol=1e-12)
+    joint = ops.from_host(joint)
+    dx = [ops.to_host(ops.smoothed_cross_entropy_backward(*part, joint, weights, **options)) for part in parts]
+    np.testing.assert_allclose(np.concatenate(dx), expected, rtol=1e-6, atol=1e-9)
+
+
+LOSSES = [("mse", 1.0, 0.0), ("bce_with_logits", 1.0, 0.0), ("bce_with_logits", 3.0, 0.0), ("focal", 0.25, 2.0),
+          ("focal", 0.5, 0.0), ("focal", 0.75, 1.0)]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss, a, b", LOSSES)
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7, 3), (2, 9, 11, 16), (5, 9001), (0, 5)])
+def test_pointwise_losses_equal_the_reference(ops, rng, dtype, shape, loss, a, b):
+    x = draw(rng, shape, dtype, scale=4.0)
+    target = rng.integers(0, 2, shape).astype(dtype) if loss != "mse" else draw(rng, shape, dtype)
+    if loss != "mse":
+        target.reshape(-1)[::7] = 0.25  # soft targets
+    for layout in LAYOUTS if len(shape) == 4 else ["dense"]:
+        totals = ops.pointwise_loss(place(ops, x, layout), place(ops, target, layout), loss, a, b)
+        assert totals.dtype == np.float64 and totals.shape == (2,)
+        expected = reference.pointwise(x, target, loss, a, b)
+        np.testing.assert_allclose(ops.to_host(totals), [expected, x.size], rtol=2e-6)
+
+
+@pytest.mark.parametrize("loss, a, b", LOSSES)
+def test_pointwise_gradients_are_differences(ops, rng, dtype, loss, a, b):
+    x = draw(rng, (3, 41), dtype, scale=3.0)
+    x[0, :4] = [20, -20, 60, -60]
+    target = rng.integers(0, 2, x.shape).astype(dtype)
+    target[1] = np.float32(0.25)
+    arrays = ops.from_host(x), ops.from_host(target)
+    totals = ops.pointwise_loss(*arrays, loss, a, b)
+    dx = ops.pointwise_loss_backward(*arrays, totals, ops.from_host(np.float32([1000])), loss, a, b)
+    assert dx.dtype == dtype
+    step = 2.0**-14
+    term = reference.POINTWISE[loss]
+    values = zip(x.astype(np.float64).ravel(), target.astype(np.float64).ravel(), strict=True)
+    slope = [(term(v + step, t, a, b) - term(v - step, t, a, b)) / (2 * step) for v, t in values]
+    expected = np.reshape(slope, x.shape) * 1000 / x.size
+    assert_close(ops.to_host(dx), expected, dtype, scale=1000 / x.size * (64 if loss == "mse" else 2))
+
+
+def test_an_unknown_loss_names_the_known_ones(ops):
+    x = ops.zeros((2, 2), np.dtype(np.float32))
+    with pytest.raises(ValueError, match="unknown loss 'l1'; .*bce_with_logits, focal, mse"):
+        ops.pointwise_loss(x, x, "l1")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 5, 3, 4), (1, 41, 37, 21), (500, 150), (0, 4, 4, 3)])
+def test_dice_sums_equal_the_reference(ops, rng, dtype, shape, layout):
+    logits, labels = labelled(rng, shape, dtype, np.int32)
+    p = (softmax_reference.softmax(logits) if logits.size else logits).astype(dtype)
+    sums = ops.to_host(ops.dice_sums(place(ops, p, layout), ops.from_host(labels), ignore_index=IGNORE))
+    assert sums.dtype == np.float64
+    np.testing.assert_allclose(sums, reference.dice_sums(p, labels, IGNORE), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("smooth", [1.0, 1e-3])
+def test_dice_gradient_is_the_difference(ops, rng, smooth):
+    logits, labels = labelled(rng, (2, 3, 4, 5), float32)
+    p = ops.softmax(ops.from_host(logits))
+    sums = ops.dice_sums(p, ops.from_host(labels), ignore_index=IGNORE)
+    factor = ops.from_host(np.float32([16]))
+    dx = ops.dice_backward(p, ops.from_host(labels), sums, factor, smooth=smooth, ignore_index=IGNORE)
+    expected = gradient(lambda x: reference.dice(x, labels, smooth, IGNORE), logits, 16.0)
+    np.testing.assert_allclose(ops.to_host(dx), expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("label_type", [np.uint8, np.int32, np.int64])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 10), (1, 41, 37, 21), (400, 130), (0, 4, 4, 3)])
+def test_confusion_counts_equal_the_reference(ops, rng, shape, label_type, layout):
+    logits, labels = labelled(rng, shape, float32, label_type)
+    counts = ops.to_host(ops.confusion_counts(place(ops, logits, layout), ops.from_host(labels), ignore_index=IGNORE))
+    assert counts.dtype == np.float64
+    np.testing.assert_array_equal(counts, reference.confusion_counts(logits, labels, IGNORE))
