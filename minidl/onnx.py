@@ -18,6 +18,7 @@ from minidl import checks
 from minidl.graph import Node
 from minidl.layer import Layer
 from minidl.layers import (
+    GELU,
     AdaptiveAvgPool2d,
     Add,
     AvgPool2d,
@@ -27,10 +28,21 @@ from minidl.layers import (
     ConvTranspose2d,
     Dropout,
     Flatten,
+    GroupNorm,
+    Hardswish,
+    LayerNorm,
+    LeakyReLU,
     Linear,
     MaxPool2d,
+    Mul,
     Pad,
     ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+    Upsample,
 )
 from minidl.model import Model
 from minidl.shapes import ceil_div
@@ -175,8 +187,82 @@ def _batch_norm2d(to: _Writer, node: Node, x: str) -> str:
     return to.add("BatchNormalization", [x, scale, shift, *running], node.name, epsilon=layer.eps)
 
 
-def _relu(to: _Writer, node: Node, x: str) -> str:
-    return to.add("Relu", [x], node.name)
+def _group_norm(to: _Writer, node: Node, x: str) -> str:
+    layer, shape = node.layer, to.shape_before(node)
+    groups, name = layer.num_groups, node.name
+    parts = to.constant(f"{name}.parts", np.array([0, groups, -1], np.int64))
+    whole = to.constant(f"{name}.whole", np.array([0, shape[-1], *shape[:-1]], np.int64))
+    one, zero = (to.constant(f"{name}.{v}", np.full(groups, v, np.float32)) for v in (1, 0))
+    y = to.add("Reshape", [x, parts], f"{name}.grouped")
+    y = to.add("InstanceNormalization", [y, one, zero], f"{name}.normalised", epsilon=layer.eps)
+    y = to.add("Reshape", [y, whole], name if not layer.specs else f"{name}.joined")
+    if not layer.specs:
+        return y
+    column = (shape[-1], *[1] * (len(shape) - 1))
+    scale, shift = (to.constant(f"{name}.{p}", to.state[f"{name}.{p}"].reshape(column)) for p in ("weight", "bias"))
+    return to.add("Add", [to.add("Mul", [y, scale], f"{name}.scaled"), shift], name)
+
+
+def _layer_norm(to: _Writer, node: Node, x: str) -> str:
+    layer, images = node.layer, len(to.shape_before(node)) == 3
+    if images:
+        x = to.add("Transpose", [x], f"{node.name}.turned", perm=_TO_NHWC)
+    channels = to.shape_before(node)[-1]
+    if layer.specs:
+        affine = [to.parameter(layer, "weight"), to.parameter(layer, "bias")]
+    else:
+        affine = [to.constant(f"{node.name}.weight", np.ones(channels, np.float32))]
+    name = f"{node.name}.normalised" if images else node.name
+    y = to.add("LayerNormalization", [x, *affine], name, axis=-1, epsilon=layer.eps)
+    return to.add("Transpose", [y], node.name, perm=_TO_NCHW) if images else y
+
+
+def _elementwise(kind: str, **attributes: Any) -> Callable[..., str]:
+    return lambda to, node, *inputs: to.add(kind, list(inputs), node.name, **attributes)
+
+
+def _leaky_relu(to: _Writer, node: Node, x: str) -> str:
+    return to.add("LeakyRelu", [x], node.name, alpha=node.layer.slope)
+
+
+def _relu6(to: _Writer, node: Node, x: str) -> str:
+    bounds = [to.constant(f"{node.name}.{word}", np.float32(v)) for word, v in (("least", 0), ("most", 6))]
+    return to.add("Clip", [x, *bounds], node.name)
+
+
+def _silu(to: _Writer, node: Node, x: str) -> str:
+    return to.add("Mul", [x, to.add("Sigmoid", [x], f"{node.name}.gate")], node.name)
+
+
+def _gelu(to: _Writer, node: Node, x: str) -> str:
+    """``x (1 + erf(x / sqrt(2))) / 2``, or its approximation by tanh: opset 17 has no operator of its own."""
+    name = node.name
+    number = lambda word, value: to.constant(f"{name}.{word}", np.float32(value))  # noqa: E731
+    if node.layer.approximate == "none":
+        inner = to.add("Mul", [x, number("root", 0.5**0.5)], f"{name}.inner")
+        curve = to.add("Erf", [inner], f"{name}.curve")
+    else:
+        cube = to.add("Mul", [to.add("Mul", [x, x], f"{name}.square"), x], f"{name}.cube")
+        bent = to.add("Mul", [cube, number("cubic", 0.044715)], f"{name}.bent")
+        inner = to.add(
+            "Mul", [to.add("Add", [x, bent], f"{name}.sum"), number("root", (2 / np.pi) ** 0.5)], f"{name}.inner"
+        )
+        curve = to.add("Tanh", [inner], f"{name}.curve")
+    half = to.add("Mul", [x, number("half", 0.5)], f"{name}.halved")
+    return to.add("Mul", [half, to.add("Add", [curve, number("one", 1)], f"{name}.share")], name)
+
+
+def _upsample(to: _Writer, node: Node, x: str) -> str:
+    layer, name = node.layer, node.name
+    batch = to.add("Shape", [x], f"{name}.batch", end=1)
+    rest = to.constant(f"{name}.rest", np.array([node.shape[2], *node.shape[:2]], np.int64))
+    sizes = to.add("Concat", [batch, rest], f"{name}.sizes", axis=0)
+    if layer.mode == "nearest":
+        how = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    else:
+        corners = "align_corners" if layer.align_corners else "half_pixel"
+        how = {"mode": "linear", "coordinate_transformation_mode": corners}
+    return to.add("Resize", [x, "", "", sizes], name, **how)
 
 
 def _max_pool2d(to: _Writer, node: Node, x: str) -> str:
@@ -229,10 +315,6 @@ def _linear(to: _Writer, node: Node, x: str) -> str:
     return to.add("Gemm", inputs, node.name, transB=1)
 
 
-def _add(to: _Writer, node: Node, a: str, b: str) -> str:
-    return to.add("Add", [a, b], node.name)
-
-
 def _concat(to: _Writer, node: Node, *parts: str) -> str:
     return to.add("Concat", list(parts), node.name, axis=1)
 
@@ -246,7 +328,7 @@ def _pad(to: _Writer, node: Node, x: str) -> str:
 
 _FORMS: dict[type[Layer], Callable[..., str]] = {
     AdaptiveAvgPool2d: _adaptive_avg_pool2d,
-    Add: _add,
+    Add: _elementwise("Add"),
     AvgPool2d: _avg_pool2d,
     BatchNorm2d: _batch_norm2d,
     Concat: _concat,
@@ -254,8 +336,20 @@ _FORMS: dict[type[Layer], Callable[..., str]] = {
     ConvTranspose2d: _conv_transpose2d,
     Dropout: _dropout,
     Flatten: _flatten,
+    GELU: _gelu,
+    GroupNorm: _group_norm,
+    Hardswish: _elementwise("HardSwish"),
+    LayerNorm: _layer_norm,
+    LeakyReLU: _leaky_relu,
     Linear: _linear,
     MaxPool2d: _max_pool2d,
+    Mul: _elementwise("Mul"),
     Pad: _pad,
-    ReLU: _relu,
+    ReLU: _elementwise("Relu"),
+    ReLU6: _relu6,
+    SiLU: _silu,
+    Sigmoid: _elementwise("Sigmoid"),
+    Softmax: _elementwise("Softmax", axis=1),
+    Tanh: _elementwise("Tanh"),
+    Upsample: _upsample,
 }

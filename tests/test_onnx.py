@@ -65,6 +65,24 @@ LAYERS = {
     "adaptive-uneven": ((5, 8, 3), lambda: [m.AdaptiveAvgPool2d((3, 9))]),
     "flatten": ((3, 4, 5), lambda: [m.Flatten(), m.Dropout(0.5), m.Linear(60, 7, bias=False)]),
     "pad": ((5, 6, 2), lambda: [m.Pad((1, -2, 0, 3), 0.5)]),
+    "group-norm": ((4, 5, 6), lambda: [m.GroupNorm(3, 6)]),
+    "group-norm-without-affine": ((4, 5, 6), lambda: [m.GroupNorm(2, 6, affine=False)]),
+    "layer-norm": ((4, 5, 6), lambda: [m.LayerNorm(6)]),
+    "layer-norm-of-vectors": ((7,), lambda: [m.LayerNorm(7)]),
+    "leaky-relu": ((4, 5, 3), lambda: [m.LeakyReLU(0.2)]),
+    "relu6": ((4, 5, 3), lambda: [m.Conv2d(3, 3, 1), m.ReLU6()]),
+    "sigmoid": ((4, 5, 3), lambda: [m.Sigmoid()]),
+    "tanh": ((4, 5, 3), lambda: [m.Tanh()]),
+    "silu": ((4, 5, 3), lambda: [m.SiLU()]),
+    "gelu": ((4, 5, 3), lambda: [m.GELU()]),
+    "gelu-tanh": ((4, 5, 3), lambda: [m.GELU("tanh")]),
+    "hardswish": ((4, 5, 3), lambda: [m.Hardswish()]),
+    "softmax": ((4, 5, 3), lambda: [m.Softmax()]),
+    "softmax-of-vectors": ((7,), lambda: [m.Softmax()]),
+    "nearest": ((4, 5, 3), lambda: [m.Upsample((7, 12))]),
+    "nearest-smaller": ((9, 8, 3), lambda: [m.Upsample((4, 3))]),
+    "bilinear": ((4, 5, 3), lambda: [m.Upsample(scale_factor=2, mode="bilinear")]),
+    "bilinear-corners": ((4, 5, 3), lambda: [m.Upsample((9, 7), mode="bilinear", align_corners=True)]),
 }
 
 
@@ -78,7 +96,7 @@ def test_every_layer_computes_the_same(name, layout, rng):
 def test_every_layer_that_has_a_form_is_tested():
     from minidl.onnx import _FORMS
 
-    tested = {type(layer) for _, layers in LAYERS.values() for layer in layers()} | {m.Add, m.Concat}
+    tested = {type(layer) for _, layers in LAYERS.values() for layer in layers()} | {m.Add, m.Concat, m.Mul}
     assert tested == set(_FORMS)
 
 
@@ -89,6 +107,8 @@ def test_every_layer_that_has_a_form_is_tested():
         ("resnet18", (32, 32, 3)),
         ("unet", (32, 48, 3)),
         ("densenet121", (32, 32, 3)),
+        ("mobilenet_v2", (32, 32, 3)),
+        ("efficientnet_b0", (32, 32, 3)),
         ("lenet", (28, 28, 1)),
         ("mlp", (8, 8, 1)),
     ],
