@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 ALIKE_SECONDS = 0.5  # for other ranks to fail of the same
+HEARD_SECONDS = 0.2  # for the launcher to pass on the message: MPICH's, told to kill all, may leave it unread
 ENGINE_SECONDS = 2.0  # for engines to let go of the GPU
 SILENT_SECONDS = 2.0  # for the rank that speaks for this one
 KILL_SECONDS = 5.0  # for MPI to end the job; afterwards at least this process goes
@@ -134,7 +135,7 @@ def abort(headline: str, details: str = "", code: int = 1, *, alike: str = "") -
     if not _aborting.acquire(blocking=False):
         threading.Event().wait()  # another thread of this process is at it, and the first failure is the one to tell
     assert _job is not None, "abort before install"
-    last_resort = threading.Timer(ALIKE_SECONDS + ENGINE_SECONDS + KILL_SECONDS, _end_process, (code,))
+    last_resort = threading.Timer(ALIKE_SECONDS + HEARD_SECONDS + ENGINE_SECONDS + KILL_SECONDS, _end_process, (code,))
     last_resort.daemon = True
     last_resort.start()
     with contextlib.suppress(Exception):
@@ -142,6 +143,7 @@ def abort(headline: str, details: str = "", code: int = 1, *, alike: str = "") -
     ranks = _ranks_alike(alike or f"{headline}\n{details}")
     if ranks[0] == _job.rank:
         _write(describe(rank_list(ranks), _job.size, f"{headline}; ending all ranks", details))
+        time.sleep(HEARD_SECONDS)
     else:
         time.sleep(SILENT_SECONDS)  # the rank that speaks ends this one
     release = threading.Thread(target=_release_engines, daemon=True)
