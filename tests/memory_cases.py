@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+import minidl as m
 from minidl import models
 from minidl.memory import Step, Tensor, Trace, record
 
@@ -42,6 +43,21 @@ def random_trace(
         Step(f"layer{t}", "forward" if t < loss else "backward_data", int(rng.integers(0, 9))) for t in range(last + 1)
     ]
     return Trace(tuple(steps), tuple(tensors), loss)
+
+
+def small_graph(name: str, image: int, *, width: int = 8) -> m.Graph:
+    """A library model, a U-Net of ``width``, or "mixed": dropout, a view, a dense join and linear layers in one."""
+    if name == "unet":
+        return models.build(name, (image, image, 3), 2, width=width, depth=3)
+    if name != "mixed":
+        return models.build(name, (image, image, 3), 10)
+    graph = m.Graph()
+    x = graph.input((image, image, 3))
+    y = m.ReLU(name="r1")(m.Conv2d(3, 8, 3, padding=1, name="c1")(x))
+    z = m.Dropout(0.3, name="d1")(m.Conv2d(8, 8, 3, padding=1, name="c2")(y))
+    y = m.MaxPool2d(2, name="p1")(m.BatchNorm2d(16, name="b1")(m.Concat(name="cat")(y, z)))
+    y = m.Linear(16 * (image // 2) ** 2, 32, name="l1")(m.Flatten(name="f")(y))
+    return graph.output(m.Linear(32, 10, name="l2")(m.Dropout(0.5, name="d2")(m.ReLU(name="r2")(y))))
 
 
 @functools.cache

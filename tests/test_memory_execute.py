@@ -26,24 +26,10 @@ from minidl.step import EagerStep
 from minidl.store import TensorStore
 from tests.conftest import CUDA
 from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
+from tests.memory_cases import small_graph
 from tests.memory_engine import DryEngine, Hazard, Judge, require_apart
 
 CASES = [("resnet20", 32, 8, "bf16"), ("resnet50", 64, 2, "tf32"), ("unet", 64, 2, "bf16"), ("mixed", 16, 3, "fp32")]
-
-
-def _graph(name: str, image: int) -> m.Graph:
-    """A library model, a narrow U-Net, or a network with what those lack: dropout, a view, a dense join."""
-    if name == "unet":
-        return models.build(name, (image, image, 3), 2, width=16, depth=3)
-    if name != "mixed":
-        return models.build(name, (image, image, 3), 10)
-    graph = m.Graph()
-    x = graph.input((image, image, 3))
-    y = m.ReLU(name="r1")(m.Conv2d(3, 8, 3, padding=1, name="c1")(x))
-    z = m.Dropout(0.3, name="d1")(m.Conv2d(8, 8, 3, padding=1, name="c2")(y))
-    y = m.MaxPool2d(2, name="p1")(m.BatchNorm2d(16, name="b1")(m.Concat(name="cat")(y, z)))
-    y = m.Linear(16 * (image // 2) ** 2, 32, name="l1")(m.Flatten(name="f")(y))
-    return graph.output(m.Linear(32, 10, name="l2")(m.Dropout(0.5, name="d2")(m.ReLU(name="r2")(y))))
 
 
 def _labels(name: str, image: int, batch: int) -> tuple[int, ...]:
@@ -89,7 +75,7 @@ def _steps(model, case, engine, script, judge, count: int = 2) -> None:
 
 def _model(case, fusion: str):
     name, image, _, precision = case
-    model = m.Model(_graph(name, image), device="cuda", precision=precision)
+    model = m.Model(small_graph(name, image, width=16), device="cuda", precision=precision)
     fuse(model, fusion)
     return model
 
@@ -522,7 +508,7 @@ def test_only_results_lie_outside_the_arena(case):
     recording, _ = _planned(case)
     outside = [a for a in recording.allocations if a.handed_out]
     names = {recording.trace.tensors[a.tensor].name for a in outside if a.tensor is not None and a.nbytes > 64}
-    assert len(names) == 1 and names.pop().partition(":")[0] == _graph(*case[:2]).output_node.name
+    assert len(names) == 1 and names.pop().partition(":")[0] == small_graph(*case[:2], width=16).output_node.name
 
 
 def test_placements_never_overlap(rng):

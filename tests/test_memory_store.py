@@ -12,35 +12,20 @@ from minidl import models
 from minidl.memory import Joint, PlannedStore, Trace, Violation, best, pin, problem, record
 from minidl.memory.policies import vdnn
 from minidl.store import TensorStore
-from tests.memory_cases import real_trace
+from tests.memory_cases import real_trace, small_graph
 
 NETWORKS = [("resnet20", 32, 4, "fp32"), ("resnet20", 32, 4, "bf16"), ("unet", 32, 2, "fp32"), ("mixed", 16, 3, "fp32")]
 
 
-def _graph(name: str, image: int) -> m.Graph:
-    """A library model, a narrow U-Net, or a network with the layers that those lack: dropout, a view, dense joins."""
-    if name == "unet":
-        return models.build(name, (image, image, 3), 2, width=8, depth=3)
-    if name != "mixed":
-        return models.build(name, (image, image, 3), 10)
-    graph = m.Graph()
-    x = graph.input((image, image, 3))
-    y = m.ReLU(name="r1")(m.Conv2d(3, 8, 3, padding=1, name="c1")(x))
-    z = m.Dropout(0.3, name="d1")(m.Conv2d(8, 8, 3, padding=1, name="c2")(y))
-    y = m.MaxPool2d(2, name="p1")(m.BatchNorm2d(16, name="b1")(m.Concat(name="cat")(y, z)))
-    y = m.Linear(16 * (image // 2) ** 2, 32, name="l1")(m.Flatten(name="f")(y))
-    return graph.output(m.Linear(32, 10, name="l2")(m.Dropout(0.5, name="d2")(m.ReLU(name="r2")(y))))
-
-
 def _trace(name: str, image: int, batch: int, precision: str) -> Trace:
-    return record(_graph(name, image), batch, precision=precision)
+    return record(small_graph(name, image), batch, precision=precision)
 
 
 def _train(name: str, image: int, batch: int, precision: str, store: TensorStore | None, steps: int = 2) -> list[bytes]:
     """Losses, gradients, weights and statistics of some steps, as bytes; dropout and momentum included."""
     rng = np.random.default_rng(3)
     classes = 2 if name == "unet" else 10
-    model = m.Model(_graph(name, image), precision=precision, seed=5, store=store)
+    model = m.Model(small_graph(name, image), precision=precision, seed=5, store=store)
     optimizer, loss = m.SGD(model, 0.05, 0.9, 1e-4), m.SoftmaxCrossEntropy()
     seen = []
     for _ in range(steps):
