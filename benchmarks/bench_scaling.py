@@ -1,0 +1,315 @@
+"""Training steps on several ranks: images per second, efficiency, and what communication adds, beside PyTorch's DDP.
+
+    mpirun -n 2 python benchmarks/bench_scaling.py --cases resnet50/256 vgg16/64 unet/32 --json out.json
+    python benchmarks/bench_scaling.py --ranks 2 --device cpu --cases resnet20/32 --arms shm mpi
+
+A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
+a CUDA graph. An arm is a way of the messages: ENGINE[/MIB[/DTYPE]], of groups of so many MiB (default: what `minidl
+tune comm` kept), gradients sent as fp32 or bf16. Engines on GPUs: links (sums by our own kernels where they have a
+route), two_shot and copied (gradients all by this kernel, or by the copy engines), nccl; on CPUs: shm, mpi. All arms
+take turns in blocks of steps on one model, among them the same step without messages, on all ranks at once: efficiency
+is its time over the arm's. What communication adds is told twice: the arm less the step without messages, and, for the
+first arm, what events say the update waited in a step that is watched.
+
+PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minidl import checks, dist, launch, models
+from minidl.bench.setup import Setup, device_of
+from minidl.bench.step import TrainingStep
+from minidl.bench.warm import compile_ahead, this_gpu
+from minidl.dist import Communicator, ipc
+from minidl.dist.shm import ShmCommunicator
+from minidl.fusion import fuse
+from minidl.precision import precision
+from minidl.profile.results import machine_record, result, write
+from minidl.profile.steps import StepProfiler
+from minidl.profile.tables import show
+from minidl.profile.timing import Timing
+
+CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
+ARMS = {"cuda": ["links", "nccl", "nccl/0", "nccl/25", "links/25", "links/25/bf16"], "cpu": ["shm", "mpi", "mpi/0"]}
+PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
+SILENT = "without messages"
+WATCHED = 5  # steps
+TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
+
+Step = Callable[[], Any]
+
+
+class Arm(NamedTuple):
+    """How messages go; ``group_bytes`` None: as this machine is tuned."""
+
+    engine: str
+    group_bytes: int | None
+    dtype: str
+
+    @classmethod
+    def parse(cls, text: str, device: str) -> Arm:
+        engine, *rest = text.split("/")
+        known = ("links", "two_shot", "copied", "nccl") if device == "cuda" else ("shm", "mpi")
+        if engine not in known:
+            raise checks.unknown("engine of an arm", engine, known)
+        if len(rest) > 2 or (rest and not rest[0].isdecimal()) or rest[1:] not in ([], ["fp32"], ["bf16"]):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/MIB[/DTYPE]]", text)
+        return cls(engine, int(rest[0]) << 20 if rest else None, rest[1] if rest[1:] else "fp32")
+
+
+ROUTES = {
+    "links": ipc.Routes(),
+    "two_shot": ipc.Routes(two_shot=float("inf")),
+    "copied": ipc.Routes(two_shot=0, copied=float("inf")),
+    "nccl": ipc.BY_NCCL,
+}
+
+
+def arguments() -> argparse.Namespace:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--ranks", type=int, default=2, help="where no launcher started it")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--cases", nargs="+", metavar="MODEL/BATCH", help="batch of each rank")
+    p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
+    p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/MIB[/DTYPE]]")
+    p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
+    p.add_argument("--blocks", type=int, default=9, help="timed blocks of steps of each arm")
+    p.add_argument("--steps", type=int, default=5, help="steps in a block")
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
+    a = p.parse_args()
+    checks.at_least("bench_scaling", "--blocks", a.blocks, 2)
+    return a
+
+
+class Ours:
+    """Our step in all its arms, on one model."""
+
+    def __init__(self, setup: Setup, comm: Communicator, fusion: str):
+        self.comm, self.setup = comm, setup
+        self.step = TrainingStep(
+            setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm
+        )
+        fuse(self.step.model, fusion)
+        self.tuned_bytes = self.step.model.arena.group_bytes
+        self.messages: dict[str, int] = {}
+
+    def connect(self, arm: Arm) -> None:
+        """Cut and send messages as the arm does; a collective."""
+        arena, comm = self.step.model.arena, self.comm
+        if self.setup.device == "cuda":
+            if comm.links is None and arm.engine != "nccl":
+                raise checks.impossible("bench_scaling", f"arm {arm.engine} without links between the GPUs")
+            if comm.links is not None:
+                comm.links.routes = ROUTES[arm.engine]
+        elif arm.engine == "mpi":
+            comm = comm.control
+        size = self.tuned_bytes if arm.group_bytes is None else arm.group_bytes
+        arena.connect(comm, size, precision(arm.dtype).storage)
+        arena.settle()
+
+    def ready(self, arm: Arm | None) -> tuple[Step, Callable[[], None]]:
+        """(a step as the arm takes it, started by the call; what to do before a run of them); None: without messages.
+
+        A collective.
+        """
+        arena, comm = self.step.model.arena, self.comm
+
+        def prepare() -> None:
+            if arm is None:
+                arena.connect(dist.SOLO, self.tuned_bytes)
+            else:
+                self.connect(arm)
+
+        prepare()
+        self.messages[str(arm)] = len(arena.messages)
+        if self.setup.device == "cpu":
+            return self.step, prepare
+        replay, wire = self.step.capture(), arena.wire
+
+        def step() -> Any:
+            assert wire is not None  # the graph writes to it
+            return replay()
+
+        arena.connect(comm, self.tuned_bytes)
+        return step, lambda: None
+
+    def waited(self, arm: Arm) -> float:
+        """Milliseconds that the update of a watched step waits for messages, on the slowest rank; a collective."""
+        self.connect(arm)
+        gpu = self.setup.device == "cuda"
+        profiler = StepProfiler(self.step.ops, captured=gpu)
+        found = []
+        if gpu:
+            replay = self.step.capture(profiler)
+            with replay.stream:
+                for _ in range(WATCHED + 1):
+                    self.comm.barrier()
+                    replay()
+                    found += profiler.read()
+        else:
+            self.step.observe(profiler)
+            for _ in range(WATCHED + 1):
+                with profiler.step():
+                    self.step()
+            found = profiler.read()
+            self.step.observe()
+        names = {message.name for message in self.step.model.arena.messages}
+        waits = [sum(s.ms for s in one.spans if s.pass_name == "wait" and s.layer in names) for one in found[1:]]
+        return max(self.comm.share(statistics.median(waits)))
+
+
+def nothing() -> None:
+    """Before a run of steps that need none of it."""
+
+
+def block_ms(comm: Communicator, step: Step, steps: int, settle: Callable[[], None]) -> float:
+    """Milliseconds of a step, on the slowest rank; a collective."""
+    settle()
+    comm.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    settle()
+    return max(comm.share((time.perf_counter() - started) / steps * 1e3))
+
+
+def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, Any]:
+    """PyTorch's steps, with and without messages, which compute what ours does; a collective."""
+    if not a.peers:
+        return {}
+    from benchmarks.ddp import Peer
+
+    found: dict[str, Any] = {}
+    for name in a.peers:
+        peer = Peer(setup.graph(), ours.step, compiled=PEERS[name])
+        first = np.mean(ours.comm.share(float(peer())))
+        if not np.isclose(first, loss, rtol=TOLERANCE.get(setup.precision, 3e-2)):
+            raise AssertionError(f"{name} computes something else: loss {first}, ours {loss}")
+        found[name], found[f"{name} {SILENT}"] = (peer, nothing), (peer.silent(), nothing)
+    return found
+
+
+def measure(a: argparse.Namespace, comm: Communicator, setup: Setup, arms: dict[str, Arm]) -> list[dict[str, Any]]:
+    """The rows of one case; a collective."""
+    if setup.device == "cuda" and comm.local_rank == 0:
+        compile_ahead(setup.graph(), setup.batch, setup.precision, a.fusion, this_gpu())
+    comm.barrier()
+    ours = Ours(setup, comm, a.fusion)
+    with_weights = ours.step.model.forward(ours.step.x)
+    loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
+    steps = peers_of(a, setup, ours, loss)
+    steps[SILENT] = ours.ready(None)
+    steps |= {name: ours.ready(arm) for name, arm in arms.items()}
+
+    def settle() -> None:
+        if setup.device == "cuda":
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for block in range(a.blocks + 1):
+        for name, (step, prepare) in steps.items():
+            prepare()
+            ms = block_ms(comm, step, a.steps if block else 2, settle)
+            if block:
+                samples[name].append(ms)
+    times = {name: Timing(tuple(values)) for name, values in samples.items()}
+    first = next(iter(arms))
+    waited = {first: ours.waited(arms[first])}
+    return [row(setup, name, arm, ours, times, a.peers, waited.get(name)) for name, arm in arms.items()]
+
+
+def row(
+    setup: Setup, name: str, arm: Arm, ours: Ours, times: dict[str, Timing], peers: list[str], waited: float | None
+) -> dict[str, Any]:
+    """A row of the result file."""
+    mine, alone, images = times[name], times[SILENT], setup.batch * setup.ranks
+    efficiency = {peer: times[f"{peer} {SILENT}"].ms / times[peer].ms for peer in peers}
+    return {
+        "case": setup.title, "pass": "step", "dtype": setup.precision, "arm": name, "ms": mine.ms,
+        "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks, "images_per_s": images / mine.ms * 1e3,
+        "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
+        "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
+        "group_bytes": ours.tuned_bytes if arm.group_bytes is None else arm.group_bytes, "message_dtype": arm.dtype,
+        "parameters": ours.step.model.num_parameters,
+        "peers": {peer: times[peer].ms for peer in peers}, "peer_spreads": {p: times[p].spread for p in peers},
+        "peer_images_per_s": {peer: images / times[peer].ms * 1e3 for peer in peers}, "peer_efficiency": efficiency,
+        "peer_exposed_ms": {peer: times[peer].ms - times[f"{peer} {SILENT}"].ms for peer in peers},
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
+    """Print all rows, those that scale worst first."""
+    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "by events"]
+    for peer in peers:
+        columns += [f"{peer} ms", "images/s", "efficiency", "adds ms", "its ms / ours"]
+    cells = []
+    for r in sorted(rows, key=lambda r: r["efficiency"]):
+        events = r["exposed_by_events_ms"]
+        cells.append([
+            r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
+            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", "" if events is None else f"{events:.3f}",
+        ])  # fmt: skip
+        for p in peers:
+            cells[-1] += [
+                f"{r['peers'][p]:.3f}", f"{r['peer_images_per_s'][p]:.0f}", f"{r['peer_efficiency'][p]:.2%}",
+                f"{r['peer_exposed_ms'][p]:.3f}", f"{r['peers'][p] / r['ms']:.2f}",
+            ]  # fmt: skip
+    show(f"training steps on {rows[0]['ranks']} ranks, worst efficiency first", columns, cells)
+
+
+def joined(device: str) -> Communicator:
+    """All ranks; on CPUs in shared memory, with the engine of MPI underneath."""
+    if device == "cpu":
+        return ShmCommunicator(dist.init("cpu", "mpi"))
+    return dist.init(device)
+
+
+def main() -> None:
+    """Measure all cases and show them."""
+    a = arguments()
+    if dist.launched_size() == 1:
+        sys.exit(launch.main(["-n", str(a.ranks), *sys.argv]))
+    comm = joined(a.device)
+    device = device_of(a.device, comm)
+    arms = {text: Arm.parse(text, device) for text in a.arms or ARMS[device]}
+    mode = precision(a.precision or ("bf16" if device == "cuda" else "fp32")).name
+    if a.peers:
+        from benchmarks import ddp
+
+        ddp.join(comm, device)
+    rows: list[dict[str, Any]] = []
+    for case in a.cases or CASES[device]:
+        model, _, batch = case.partition("/")
+        if model not in models.MODELS or not batch.isdecimal():
+            raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH", case)
+        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), arms)
+        if comm.rank == 0:
+            latest = [r for r in rows if r["case"] == rows[-1]["case"]]
+            print(f"{case}: " + ", ".join(f"{r['arm']} {r['ms']:.2f} ms" for r in latest), flush=True)
+            if a.json:
+                write(Path(a.json), result("bench_scaling", rows, machine_record()))
+    if comm.rank == 0:
+        table(rows, a.peers)
+    if a.peers:
+        ddp.leave()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
