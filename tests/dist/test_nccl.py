@@ -42,13 +42,15 @@ def patient(monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
 
 
+@pytest.mark.parametrize("engine", ["auto", "nccl", "staged"])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_laws_hold(ranks, tmp_path):
-    done = job.run("laws", ranks, tmp_path, "cuda")
+def test_laws_hold(ranks, engine, tmp_path):
+    done = job.run("laws", ranks, tmp_path, "cuda", engine)
     assert done.status == 0, done.output
     assert [answer["rank"] for answer in done.answers] == list(range(ranks))
     for answer in done.answers:
-        assert answer["name"] == "nccl" and answer["size"] == ranks and answer["count"] > 100
+        assert answer["name"] == ("staged" if engine == "staged" else "nccl")
+        assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
 
@@ -71,6 +73,18 @@ def test_compiled_training_gives_the_bits_of_eager_training(ranks, tmp_path):
             assert eager == compiled, case
             losses = [loss for loss, _, _ in eager["losses"]]
             assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
+    """To the bit, whatever the way, size, type and place; and a kernel that waits gives up in time."""
+    done = job.run("links", ranks, tmp_path)
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["links"] and answer["wrong"] == {}
+        assert set(answer["replays"].values()) == {0} and max(answer["regions"]) <= 2
+        if answer["rank"] == 0:
+            assert 0.2 <= answer["seconds"] < 2 and "has waited too long for another rank" in answer["said"]
 
 
 def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
