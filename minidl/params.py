@@ -262,10 +262,14 @@ class Arena:
 
     # -- one backward pass ------------------------------------------------------------------------------------------
 
-    def connect(self, comm: Communicator, group_bytes: int = 0, message_dtype: np.dtype = float32) -> None:
+    def connect(
+        self, comm: Communicator, group_bytes: int | Mapping[str, int] = 0, message_dtype: np.dtype = float32
+    ) -> None:
         """Cut the gradients into messages: neighbouring layers share one until it holds ``group_bytes``.
 
         Args:
+            group_bytes: or, by layer, what is enough for a message that ends there
+                (`minidl.profile.grouping.by_neighbourhood`).
             message_dtype: bfloat16 sends each gradient rounded to it, half the bytes; the sums are rounded as well.
                 With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + u) where the engine
                 adds in float32 and rounds once (mpi, and shm on one host; on several hosts sum |g| counts twice);
@@ -275,6 +279,7 @@ class Arena:
         self.connected += 1
         rounded = message_dtype != float32 and comm.size > 1
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
+        enough = (lambda layer: group_bytes) if isinstance(group_bytes, int) else group_bytes.__getitem__
         self.messages = []
         for name in reversed(self._layers):
             mine = [s for s in self._layers[name] if s.trainable]
@@ -282,7 +287,7 @@ class Arena:
                 continue
             begin, end = mine[0].offset, mine[-1].stop
             last = self.messages[-1] if self.messages else None
-            if last is not None and (last.end - last.begin) * 4 < group_bytes:
+            if last is not None and (last.end - last.begin) * 4 < enough(last.layers[-1]):
                 last.end, last.layers = end, (*last.layers, name)
             else:
                 self.messages.append(Message(begin, end, (name,)))
