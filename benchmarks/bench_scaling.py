@@ -4,12 +4,13 @@
     python benchmarks/bench_scaling.py --ranks 2 --device cpu --cases resnet20/32 --arms shm mpi
 
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
-a CUDA graph. An arm is a way of the messages: ENGINE[/MIB[/DTYPE]], of groups of so many MiB (default: what `minidl
-tune comm` kept), gradients sent as fp32 or bf16. Engines on GPUs: links (sums by our own kernels where they have a
-route), two_shot and copied (gradients all by this kernel, or by the copy engines), nccl; on CPUs: shm, mpi. All arms
-take turns in blocks of steps on one model, among them the same step without messages, on all ranks at once: efficiency
-is its time over the arm's. What communication adds is told twice: the arm less the step without messages, and, for the
-first arm, what events say the update waited in a step that is watched.
+a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
+memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
+on GPUs: links (sums by our own kernels where they have a route), two_shot and copied (gradients all by this kernel, or
+by the copy engines), nccl; on CPUs: shm, mpi. All arms take turns in blocks of steps on one model, among them the same
+step without messages, on all ranks at once: efficiency is its time over the arm's. What communication adds is told
+twice: the arm less the step without messages, and, for the first arm, what events say the update waited in a step that
+is watched.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -20,7 +21,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +37,18 @@ from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.precision import precision
+from minidl.profile.grouping import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
 from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
-ARMS = {"cuda": ["links", "nccl", "nccl/0", "nccl/25", "links/25", "links/25/bf16"], "cpu": ["shm", "mpi", "mpi/0"]}
+ARMS = {
+    "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "copied/25", "nccl/0", "nccl/4", "nccl/25"],
+    "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
+}
+NEAR, NEAR_BYTES = "near", (4 << 20, 25 << 20)
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 SILENT = "without messages"
 WATCHED = 5  # steps
@@ -52,10 +58,10 @@ Step = Callable[[], Any]
 
 
 class Arm(NamedTuple):
-    """How messages go; ``group_bytes`` None: as this machine is tuned."""
+    """How messages go; ``group`` in MiB, or ``near``; None: as this machine is tuned."""
 
     engine: str
-    group_bytes: int | None
+    group: str | None
     dtype: str
 
     @classmethod
@@ -64,9 +70,10 @@ class Arm(NamedTuple):
         known = ("links", "two_shot", "copied", "nccl") if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
-        if len(rest) > 2 or (rest and not rest[0].isdecimal()) or rest[1:] not in ([], ["fp32"], ["bf16"]):
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/MIB[/DTYPE]]", text)
-        return cls(engine, int(rest[0]) << 20 if rest else None, rest[1] if rest[1:] else "fp32")
+        sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
+        if len(rest) > 2 or not sized or rest[1:] not in ([], ["fp32"], ["bf16"]):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE]]", text)
+        return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32")
 
 
 ROUTES = {
@@ -85,7 +92,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", metavar="MODEL/BATCH", help="batch of each rank")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
     p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/MIB[/DTYPE]]")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE]]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of steps of each arm")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
@@ -117,9 +124,15 @@ class Ours:
                 comm.links.routes = ROUTES[arm.engine]
         elif arm.engine == "mpi":
             comm = comm.control
-        size = self.tuned_bytes if arm.group_bytes is None else arm.group_bytes
-        arena.connect(comm, size, precision(arm.dtype).storage)
+        arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
+
+    def group_bytes(self, arm: Arm) -> int | Mapping[str, int]:
+        """As `Model` takes it."""
+        if arm.group == NEAR:
+            itemsize = self.step.model.precision.storage.itemsize
+            return by_neighbourhood(self.step.model.neighbours(), itemsize, *NEAR_BYTES)
+        return self.tuned_bytes if arm.group is None else int(arm.group) << 20
 
     def ready(self, arm: Arm | None) -> tuple[Step, Callable[[], None]]:
         """(a step as the arm takes it, started by the call; what to do before a run of them); None: without messages.
@@ -245,7 +258,7 @@ def row(
         "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks, "images_per_s": images / mine.ms * 1e3,
         "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
         "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
-        "group_bytes": ours.tuned_bytes if arm.group_bytes is None else arm.group_bytes, "message_dtype": arm.dtype,
+        "group": arm.group or "tuned", "message_dtype": arm.dtype,
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: times[peer].ms for peer in peers}, "peer_spreads": {p: times[p].spread for p in peers},
         "peer_images_per_s": {peer: images / times[peer].ms * 1e3 for peer in peers}, "peer_efficiency": efficiency,
