@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl import checks
+from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, Work, place
 from minidl.initializers import Initializer, generator
 from minidl.precision import Precision, float32
@@ -232,9 +232,11 @@ class Arena:
         ``update(begin, end)`` is called between two layers, when all layers of the message have run backward and its
         all-reduce is over, before another message takes its slot. Weights, momentum and their bits are those of updates
         after the backward pass. After an error within one, part of the weights are those of the next step.
+
+        Raises:
+            ValueError: for less than one slot, or an arena that is sharded.
         """
-        if self.sharded:
-            raise checks.order("gradients", "a ring of an arena that is sharded", "choose one of the two")
+        legality.refuse("gradients", ring=True, sharded=self.sharded)
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         self.connected += 1
         rounded = self.wire is not self.grad
@@ -299,9 +301,12 @@ class Arena:
         self.begin_step()
 
     def shard(self) -> None:
-        """From now on each rank gets the sum of its part of every message only, in chunks of the segment table."""
-        if self.slots:
-            raise checks.order("gradients", "sharding of an arena that is a ring", "choose one of the two")
+        """From now on each rank gets the sum of its part of every message only, in chunks of the segment table.
+
+        Raises:
+            ValueError: for an arena that is a ring.
+        """
+        legality.refuse("gradients", ring=self.slots, sharded=True)
         self.sharded = True
         self._share_out()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from minidl import checkpoint, checks
+from minidl import checkpoint, checks, legality
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
@@ -137,6 +137,7 @@ class Trainer:
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
         self._check_parts()
+        legality.refuse("Trainer", **optimizer.parts(), checkpoints=output is not None)
         self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
         self._step = self._choose_step()
         require_same(self.comm, "training plan", self._plan())

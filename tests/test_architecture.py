@@ -14,7 +14,7 @@ LEVELS = [
     {"precision"},
     {"cpu", "cuda"},
     {"backend", "initializers"},
-    {"interop", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
+    {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
     {"profile"},
     {"params"},
     {"layer"},
