@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from minidl.cuda import nvrtc
+from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import address
 from minidl.precision import bfloat16, float16, float32
@@ -25,6 +27,7 @@ __all__ = [
     "add_shares",
     "addresses",
     "channel_bytes",
+    "compiled",
     "flagged",
     "gather",
     "one_shot",
@@ -79,6 +82,11 @@ class Channel:
 def channel_bytes(ranks: int) -> int:
     """Memory of a channel, zero at first, on each rank; the state is its last `STATE_BYTES`."""
     return 2 * ranks * SLOTS * 16 + 2 * 2 * BLOCKS * ranks * 4 + 2 * MAILBOX_BYTES + STATE_BYTES
+
+
+def compiled(channel: Channel) -> None:
+    """Compile the kernels for float32, so that no rank waits for another's compiler."""
+    nvrtc.build("all_reduce", nvrtc.target(current_device().arch), channel.defines(SUMMED[float32]))
 
 
 def addresses(of_ranks: Sequence[int]) -> np.ndarray:

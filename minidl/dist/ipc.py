@@ -27,7 +27,7 @@ LANES = "inline", "messages"
 
 _GRANULE = 2 << 20  # memory is shared in whole pages of the driver, so that nothing else of this process is
 _LONGEST_SECONDS = 86400.0  # that a kernel waits, where the watchdog waits for ever
-_TRIAL_SECONDS = 5.0
+_TRIAL_SECONDS = 10.0
 _AFTER_WATCHDOG_SECONDS = 60.0  # which has the better words
 _ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell
 _LAZY_PEER_ACCESS = 1
@@ -63,6 +63,7 @@ def connect(control: MPICommunicator) -> Links | None:
     links = Links(control)
     try:
         links.open()
+        together(control, "compiling kernels", links.prepare)
         together(control, "adding by way of the memory of other GPUs", links.try_out)
     except RuntimeError:
         links.close(control.barrier)
@@ -202,6 +203,10 @@ class Links:
         """
         for name in LANES:
             self._lanes[name] = _Lane(self, self._control)
+
+    def prepare(self) -> None:
+        """Compile what `try_out` takes, and gradients."""
+        kernels.compiled(self._lanes[LANES[0]].channel)
 
     def try_out(self) -> None:
         """Add known numbers on each lane; from now on calls wait as long as the watchdog, and somewhat longer.

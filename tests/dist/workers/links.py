@@ -6,6 +6,7 @@ nobody refers to any more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 
+from minidl.backend import get_ops
 from minidl.cuda import all_reduce as kernels
 from minidl.dist import init, ipc
 from minidl.precision import bfloat16
@@ -31,14 +33,16 @@ WAYS = {
 }
 DTYPES = ["float32", bfloat16, "float16", "float64", "int32", "int64"]
 SIZES = [1, 2, 3, 31, 64, 1000, 1001, 4099, 70001, 262144, 1048577]
-comm = init("cuda")
+comm, ops = init("cuda"), get_ops("cuda")
 
 
+@functools.cache
 def drawn(rank: int, size: int, dtype) -> np.ndarray:
     values = np.random.default_rng(100 * size + rank).standard_normal(size) * 100
     return values.astype(dtype)
 
 
+@functools.cache
 def expected(size: int, dtype) -> np.ndarray:
     """The sum in rank order, 16-bit types in float32 and rounded once."""
     wide = np.float32 if np.dtype(dtype).itemsize == 2 else np.dtype(dtype)
@@ -67,16 +71,15 @@ def sums() -> dict[str, int]:
         want = expected(size, dtype)
         for begin in (0, 1, 32):
             arena = arenas[dtype]
-            part, before = arena[begin : begin + size], arena[begin + size : begin + size + 1].copy()
+            part, behind = arena[begin : begin + size], ops.to_host(arena[begin + size : begin + size + 1]).tobytes()
             for started in (True, False, True):
-                part[...] = cupy.asarray(drawn(comm.rank, size, dtype))
+                ops.copy_into(part, ops.from_host(drawn(comm.rank, size, dtype)))
                 if started:
                     comm.start_all_reduce(part).wait()
                 else:
                     comm.all_reduce(part)
-                found = part.get()
-                differ = int((found.view(np.uint8) != want.view(np.uint8)).sum())
-                differ += int((arena[begin + size : begin + size + 1] != before).sum())
+                differ = int((ops.to_host(part).view(np.uint8) != want.view(np.uint8)).sum())
+                differ += ops.to_host(arena[begin + size : begin + size + 1]).tobytes() != behind
                 if differ:
                     wrong[f"{way} {dtype} {size} at {begin}"] = differ
     comm.links.routes = ipc.Routes()
@@ -86,7 +89,8 @@ def sums() -> dict[str, int]:
 def gathers() -> dict[str, int]:
     wrong = {}
     for dtype, size in itertools.product(("float32", "uint8", bfloat16, "float64"), (1, 3, 8, 1000, 4096, 70001)):
-        out = comm.all_gather(cupy.asarray(drawn(comm.rank, size, dtype))).get()
+        dtype = np.dtype(dtype)
+        out = ops.to_host(comm.all_gather(ops.from_host(drawn(comm.rank, size, dtype))))
         want = np.stack([drawn(rank, size, dtype) for rank in range(comm.size)])
         if differ := int((out.view(np.uint8) != want.view(np.uint8)).sum()):
             wrong[f"gather {dtype} {size}"] = differ
