@@ -13,12 +13,11 @@ from minidl import checkpoint, checks, data, dist, models, schedule
 from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import compare_backends, plan, simulate, tuning, warm
+from minidl.bench import compare_backends, doctor, plan, simulate, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.config import use_config
 from minidl.dist import abort
-from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
@@ -56,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     warm.add_arguments(verbs.add_parser("warm", help="compile a network's kernels ahead", formatter_class=shown))
     about = "what a step would take on many hosts, from measured layers"
     simulate.add_arguments(verbs.add_parser("simulate", help=about, formatter_class=shown))
-    verbs.add_parser("info", help="what this machine has, and which wheel is missing")
+    about = "what this machine has, which wheel is missing; under a launcher, what lies between the ranks"
+    doctor.add_arguments(verbs.add_parser("doctor", aliases=["info"], help=about, formatter_class=shown))
     return top
 
 
@@ -160,15 +160,6 @@ def _interrupted(arguments: argparse.Namespace) -> NoReturn:
 def _train(a: argparse.Namespace) -> int:
     _, trainer = _trained(a)
     return 0 if trainer.stopped is None else 128 + trainer.stopped  # as shells report a signal
-
-
-def _info(a: argparse.Namespace) -> int:
-    table = facts()
-    width = max(len(fact.name) for fact in table)
-    for fact in table:
-        remedy = f"  -> {fact.remedy}" if fact.remedy else ""
-        print(f"{'ok ' if fact.ok else '-- '} {fact.name:<{width}}  {fact.value}{remedy}")
-    return 0
 
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
@@ -288,7 +279,8 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "warm": warm.run, "simulate": simulate.run, "info": _info, "compare-backends": compare_backends.run,
+    "warm": warm.run, "simulate": simulate.run, "doctor": doctor.run, "info": doctor.run,
+    "compare-backends": compare_backends.run,
 }  # fmt: skip
 
 if __name__ == "__main__":
