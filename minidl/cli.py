@@ -75,6 +75,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--samples", type=int, help="samples of synthetic data")
     p.add_argument("--epochs", type=int, default=30)
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
+    p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
@@ -235,6 +236,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         model, optimizer, loss, train_loader, loader(test_set, shuffle=False),
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
         epochs=a.epochs, output=a.output, profile=profile, compile=False if a.eager else None, accumulate=a.accumulate,
+        watch_gradients=a.watch_gradients,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
         | ({"accumulate": a.accumulate} if a.accumulate > 1 else {}),
     )  # fmt: skip

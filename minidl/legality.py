@@ -26,6 +26,7 @@ PARTS = {
     "rows": "rows shared by ranks",
     "filters": "filters shared by ranks",
     "checkpoints": "checkpoints",
+    "watched": "gradients looked at for NaN",
 }
 """Names of parts, and what they are in words."""
 
@@ -39,6 +40,7 @@ TABLE = {
     ("sharded", "clipped"): "parts are updated as they arrive",
     ("sharded", "compiled"): "the weights of other ranks come in an update of its own",
     ("scaled", "filters"): "each rank would test the gradients of its own filters, and skip steps by itself",
+    ("scaled", "watched"): "overflows are expected, and only skip their step",
     ("clipped", "filters"): "each rank would limit by the norm of its own filters",
     ("norms", "filters"): "each rank would scale by the norm of its own filters",
     ("filters", "checkpoints"): "a checkpoint would hold the filters of one rank",

@@ -194,6 +194,7 @@ class Arena:
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
+        self.look: Callable[[str], None] = lambda layer: None  # at the gradients of a layer, before they are sent
         self.sharded = False
         self.connect(SOLO)
 
@@ -366,6 +367,7 @@ class Arena:
         message = self._message_of.get(layer)
         if message is None:
             return
+        self.look(layer)
         message.waiting -= 1
         if message.waiting < 0:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")

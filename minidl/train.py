@@ -19,6 +19,7 @@ from minidl.dist import abort
 from minidl.dist.agree import require_same, require_same_arrays
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
+from minidl.nonfinite import GradientWatch
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
 from minidl.step import EagerStep
@@ -91,6 +92,8 @@ class Trainer:
         compile: run steps as a CUDA graph (`minidl.compile.CompiledStep`), with the same bits. None: on GPUs, unless
             something forbids it, which is then told; False: never; True: or refuse.
         accumulate: micro-batches of a step, see `minidl.step.EagerStep`.
+        watch_gradients: look for NaN in every layer's gradients before they are summed, and wait for every step, to
+            tell which rank and layer made the first (`minidl.nonfinite`).
 
     Attributes:
         stopped: the signal that ended `fit` before its time.
@@ -99,7 +102,7 @@ class Trainer:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
             An output that is no folder.
         TypeError: settings that JSON cannot hold.
-        FloatingPointError: from `fit`, when the training loss is not finite.
+        FloatingPointError: from `fit`, when the training loss is not finite, or gradients that are watched.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Trainer:
         profile: StepWatch | None = None,
         compile: bool | None = None,
         accumulate: int = 1,
+        watch_gradients: bool = False,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
@@ -137,7 +141,9 @@ class Trainer:
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
         self._check_parts()
-        legality.refuse("Trainer", **optimizer.parts(), checkpoints=output is not None)
+        parts = optimizer.parts() | {"checkpoints": output is not None, "watched": watch_gradients}
+        legality.refuse("Trainer", **parts)
+        self._watch = GradientWatch(model.arena) if watch_gradients else None
         self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
         self._step = self._choose_step()
         require_same(self.comm, "training plan", self._plan())
@@ -178,7 +184,7 @@ class Trainer:
         loaders = self._loaders().items()
         return [
             f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}",
-            f"{type(self._step).__name__} of {self.accumulate} micro-batches",
+            f"{type(self._step).__name__} of {self.accumulate} micro-batches, watched {self._watch is not None}",
             *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
             f"schedule {checks.wording(self.schedule)}",
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
@@ -302,6 +308,8 @@ class Trainer:
         smaller = batch.global_size != self.train_loader.batch
         with self.profile.step(self, len(batch.images)):
             totals = self._take_step(batch, smaller)
+        if self._watch is not None:
+            self._watch.check(self.comm, self.step)
         self.step += 1
         return totals
 

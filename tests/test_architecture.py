@@ -23,7 +23,7 @@ LEVELS = [
     {"models", "data", "summary"},
     {"model"},
     {"fusion"},
-    {"loss", "optim", "stopping"},
+    {"loss", "nonfinite", "optim", "stopping"},
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
     {"compile"},
     {"train"},

@@ -82,13 +82,15 @@ def trained(parts: set[str], folder: Path) -> None:
     if "ring" in parts:
         optimizer.update_in_backward()
     loss, accumulate = m.SoftmaxCrossEntropy(comm=comm), 2 if "accumulated" in parts else 1
-    if "checkpoints" in parts:
+    if parts & {"checkpoints", "watched"}:
         images = data.dataset("synthetic", None, "train", n=8, shape=model.graph.nodes[0].shape, num_classes=4)
         loader = data.Loader(images, 8, rank=0, size=2)
         run = Trainer(
-            model, optimizer, loss, loader, schedule=lambda step: 0.1, epochs=1, output=folder, accumulate=accumulate
-        )
-        run.save()
+            model, optimizer, loss, loader, schedule=lambda step: 0.1, epochs=1, accumulate=accumulate,
+            output=folder if "checkpoints" in parts else None, watch_gradients="watched" in parts,
+        )  # fmt: skip
+        if "checkpoints" in parts:
+            run.save()
     step = EagerStep(model, optimizer, loss, accumulate=accumulate)
     x = np.ones((4, *model.graph.nodes[0].shape), model.precision.storage)
     step(x, np.arange(4, dtype=np.int32))
