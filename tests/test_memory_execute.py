@@ -431,7 +431,7 @@ def test_a_smaller_batch_runs_in_the_same_memory_and_a_larger_is_refused(bench):
 @pytest.mark.parametrize("limit", ["30%", "60%", "80%"])
 @pytest.mark.parametrize("samples", [9, 40, 48, 63])
 def test_a_last_batch_of_any_size_fits_where_the_largest_moves_or_rebuilds(limit, samples):
-    """Planned afresh within the same limit it would move tensors though the largest moves none, or fill a wider arena."""
+    """Planned afresh within the limit it might move tensors though the largest moves none, or fill a wider arena."""
     with dry_run():
         model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda", precision="bf16")
         memory = limit_memory(model, 64, limit, engine=DryEngine, least=1 << 14)
