@@ -87,6 +87,17 @@ def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
             assert 0.2 <= answer["seconds"] < 2 and "has waited too long for another rank" in answer["said"]
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_grouping_changes_no_bit_where_gpus_see_each_other(ranks, tmp_path):
+    """With NCCL it may: the size of a message decides how it adds."""
+    found = set()
+    for group_bytes in (0, 5000, 1 << 30):
+        done = job.run("training", ranks, tmp_path, "cuda", str(group_bytes))
+        assert done.status == 0, done.output
+        found |= {json.dumps([answer["weights"], answer["losses"]]) for answer in done.answers}
+    assert len(found) == 1
+
+
 def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
     done = job.run("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="0")
     assert done.status == 0, done.output
