@@ -41,6 +41,7 @@ ROUTES = {
     **{f"copied-{blocks}": ipc.Routes(0, 0, 0, FAR, blocks) for blocks in (16, 64)},
 }
 LARGEST = {"flagged": kernels.SLOT_DATA_BYTES, "one-shot": kernels.MAILBOX_BYTES}
+HOST_CALLS = 20  # started one after another
 ROTATED_BYTES = 256 << 20  # beyond the cache of any GPU
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100 << 20)
 LINK_SIZES = (512, *SIZES[:2], 32 << 10, *SIZES[2:4], 512 << 10, SIZES[4], 2 << 20, SIZES[5], 8 << 20, *SIZES[6:])
@@ -123,6 +124,28 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
     return {name: [max(times) for times in zip(*comm.share(own[name][1:]), strict=True)] for name in graphs}
 
 
+def host_us(comm: NCCLCommunicator, arena: Any) -> dict[str, float]:
+    """Microseconds of the host for each message that it starts, 1 KiB and 4 MiB, of the slowest rank; a collective."""
+    import cupy
+
+    found = {}
+    for name, routes in (("links", ipc.Routes()), ("nccl", ipc.BY_NCCL)):
+        comm.links.routes = routes
+        for size in (1 << 10, 4 << 20):
+            part, times = arena[: size // 4], []
+            for _ in range(15):
+                cupy.cuda.Device().synchronize()
+                comm.barrier()
+                started = time.perf_counter()
+                works = [comm.start_all_reduce(part) for _ in range(HOST_CALLS)]
+                times.append((time.perf_counter() - started) / HOST_CALLS * 1e6)
+                for work in works:
+                    work.wait()
+            found[f"{name}, {size >> 10} KiB"] = max(comm.share(statistics.median(times)))
+    comm.links.routes = ipc.Routes()
+    return found
+
+
 def rows_of(size: int, ranks: int, times: dict[str, list[float]], peer_name: str) -> list[dict]:
     """Rows of the result file: ours, each with the bare call beside it."""
     peer = times[peer_name]
@@ -173,11 +196,13 @@ def on_gpus(options: argparse.Namespace) -> None:
     arena, rows = comm.place(cupy.zeros(ROTATED_BYTES // 4, np.float32)), []
     for size in (size for size in LINK_SIZES if size <= options.largest):
         rows += rows_of(size, comm.size, measure_links(comm, arena, size, options.samples), "nccl")
+    host = host_us(comm, arena)
     if comm.rank == 0:
         columns = ["KiB", *ROUTES, "nccl", "nccl / best"]
-        show(f"all-reduce on {comm.size} GPUs, microseconds", columns, list(table_of_links(rows)))
+        notes = [f"host, us for each message started: {', '.join(f'{k} {v:.1f}' for k, v in host.items())}"]
+        show(f"all-reduce on {comm.size} GPUs, microseconds", columns, list(table_of_links(rows)), notes=notes)
         if options.json:
-            write(Path(options.json), result("bench_all_reduce", rows, machine_record()))
+            write(Path(options.json), result("bench_all_reduce", rows, machine_record(), host_us=host))
     comm.close()
 
 
