@@ -35,10 +35,9 @@ from minidl.profile.tables import show
 ARMS, PEER = ("shm", "shm-copied", "mpi"), "mpi4py"
 FAR = float("inf")
 ROUTES = {
-    "flagged": ipc.Routes(FAR, 0, 0, 0),
-    "one-shot": ipc.Routes(0, FAR, 0, 0),
-    **{f"two-shot-{blocks}": ipc.Routes(0, 0, FAR, 0, blocks) for blocks in (8, 16, 32, 64)},
-    **{f"copied-{blocks}": ipc.Routes(0, 0, 0, FAR, blocks) for blocks in (16, 64)},
+    "flagged": ipc.Routes(FAR, 0, 0),
+    "one-shot": ipc.Routes(0, FAR, 0),
+    **{f"two-shot-{blocks}": ipc.Routes(0, 0, FAR, blocks) for blocks in (8, 16, 32, 64)},
 }
 LARGEST = {"flagged": kernels.SLOT_DATA_BYTES, "one-shot": kernels.MAILBOX_BYTES}
 HOST_CALLS = 20  # started one after another

@@ -6,8 +6,8 @@
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
 a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
 memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
-on GPUs: links (sums by our own kernels where they have a route), two_shot and copied (gradients all by this kernel, or
-by the copy engines), nccl; on CPUs: shm, mpi. All arms take turns in blocks of steps on one model, among them the same
+on GPUs: links (sums by our own kernels where they have a route; links8: of eight blocks at most), nccl; on CPUs: shm,
+mpi. All arms take turns in blocks of steps on one model, among them the same
 step without messages, on all ranks at once: efficiency is its time over the arm's. What communication adds is told
 twice: the arm less the step without messages, and, for the first arm, what events say the update waited in a step that
 is watched.
@@ -45,7 +45,7 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "copied/25", "nccl/0", "nccl/4", "nccl/25"],
+    "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "links8/25", "nccl/0", "nccl/4", "nccl/25"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR, NEAR_BYTES = "near", (4 << 20, 25 << 20)
@@ -67,7 +67,7 @@ class Arm(NamedTuple):
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
         engine, *rest = text.split("/")
-        known = ("links", "two_shot", "copied", "nccl") if device == "cuda" else ("shm", "mpi")
+        known = ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
@@ -78,8 +78,7 @@ class Arm(NamedTuple):
 
 ROUTES = {
     "links": ipc.Routes(),
-    "two_shot": ipc.Routes(two_shot=float("inf")),
-    "copied": ipc.Routes(two_shot=0, copied=float("inf")),
+    "links8": ipc.Routes(blocks=8),
     "nccl": ipc.BY_NCCL,
 }
 

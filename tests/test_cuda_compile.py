@@ -407,8 +407,6 @@ def call_all_reduce() -> None:
         all_reduce.gather(array, ops.empty((ranks, size), dtype), channel)
         all_reduce.one_shot(array, channel)
         all_reduce.two_shot([0] * ranks, array.nbytes, dtype, channel)
-        all_reduce.rendezvous(channel, 0)
-        all_reduce.add_shares(0, 0, array.nbytes, dtype, channel)
 
 
 def call_ceiling() -> None:

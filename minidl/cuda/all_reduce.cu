@@ -7,8 +7,6 @@
 //   flagged    every 8 bytes travel with their flag in one 16-byte store into a slot of each other rank: one trip
 //   one_shot   each rank copies its array into its mailbox, and then reads all mailboxes
 //   two_shot   on arrays that lie in mapped memory: each rank reads its share of all of them, writes the sum into all
-//   rendezvous returns when all ranks have come; between two of them copy engines move shares, and
-//   add_shares adds them up
 //
 // A channel of a rank, by `peers`: slots [2][RANKS][SLOTS] of 16 bytes, flags [2][2][BLOCKS][RANKS] u32, the mailbox
 // [2][MAILBOX] bytes. Calls on a channel follow each other in stream order; `state` counts them (its epoch) on the device,
@@ -289,32 +287,6 @@ two_shot(GridPeers arrays, i64 begin, i64 end, GridPeers peers, int rank, u32* s
     }
     meet(peers, rank, 1, epoch, stop, limit);
     finish(state, epoch);
-}
-
-// grid 1, block of at least RANKS threads. Stage 0 begins a call, stage 1 ends it.
-extern "C" __global__ void rendezvous(GridPeers peers, int rank, int stage, u32* state, u32* stop, u64 limit) {
-    const u32 epoch = begun(state);
-    meet(peers, rank, stage, epoch, stop, limit);
-    if (stage == 1) finish(state, epoch);
-}
-
-// share [vectors], this rank's, becomes the sum of it and of those of the others, `parts` [RANKS - 1][vectors] in rank order.
-extern "C" __global__ void __launch_bounds__(512, 1) add_shares(E* share, const E* parts, i64 vectors, int rank) {
-    const i64 step = i64(gridDim.x) * blockDim.x;
-    const u64 own = reinterpret_cast<u64>(share), others = reinterpret_cast<u64>(parts);
-    for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += UNROLL * step) {
-        Vector found[UNROLL][RANKS];
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u)
-#pragma unroll
-            for (int r = 0; r < RANKS; ++r)
-                if (i + u * step < vectors)
-                    found[u][r] = r == rank ? fetched(own, i + u * step)
-                                            : fetched(others, (r - (r > rank)) * vectors + i + u * step);
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u)
-            if (i + u * step < vectors) put(own, i + u * step, added(found[u]));
-    }
 }
 
 #else

@@ -5,6 +5,7 @@ Who maps that memory, and when which way is taken, is `minidl.dist.ipc`'s busine
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +25,12 @@ __all__ = [
     "STATE_BYTES",
     "SUMMED",
     "Channel",
-    "add_shares",
     "addresses",
     "channel_bytes",
     "compiled",
     "flagged",
     "gather",
     "one_shot",
-    "rendezvous",
     "shares",
     "two_shot",
 ]
@@ -50,7 +49,7 @@ SUMMED = {
 _MOVED = {WORD: 6, 1: 7}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Channel:
     """Where calls meet that follow one another in stream order; see all_reduce.cu.
 
@@ -69,10 +68,13 @@ class Channel:
     stop: int
     limit_ns: int
 
-    def waiting(self) -> tuple[Any, ...]:
-        """The last arguments of every kernel that waits."""
-        return np.uint64(self.state), np.uint64(self.stop), np.uint64(self.limit_ns)
+    @functools.cached_property
+    def last(self) -> tuple[Any, ...]:
+        """The last arguments of every kernel."""
+        waiting = np.uint64(self.state), np.uint64(self.stop), np.uint64(self.limit_ns)
+        return self.peers, np.int32(self.rank), *waiting
 
+    @functools.lru_cache  # noqa: B019  (channels live as long as the process, nearly)
     def defines(self, kind: int, wide: bool = True) -> dict[str, int]:
         """The macros of a kernel's variant."""
         sizes = {"RANKS": self.ranks, "SLOTS": SLOTS, "BLOCKS": BLOCKS, "MAILBOX": MAILBOX_BYTES}
@@ -117,8 +119,7 @@ def _words(name: str, defines: dict[str, int], channel: Channel, nbytes: int, *a
     assert 0 < words <= SLOTS, nbytes
     block = min(THREADS, 32 * ceil_div(words, 32))
     grid = min(BLOCKS, ceil_div(words, block))
-    peers = channel.peers, np.int32(channel.rank)
-    launch("all_reduce", name, grid, block, *arrays, *peers, *channel.waiting(), defines=defines)
+    launch("all_reduce", name, grid, block, *arrays, *channel.last, defines=defines)
 
 
 def _wide(*numbers: int) -> bool:
@@ -131,10 +132,8 @@ def one_shot(array: Any, channel: Channel) -> None:
     wide = _wide(address(array), array.nbytes)
     vectors = array.nbytes // (VECTOR if wide else array.itemsize)
     grid = min(BLOCKS, ceil_div(vectors, THREADS))
-    launch(
-        "all_reduce", "one_shot", grid, THREADS, array, np.int64(vectors), channel.peers, np.int32(channel.rank),
-        *channel.waiting(), defines=channel.defines(SUMMED[array.dtype], wide),
-    )  # fmt: skip
+    defines = channel.defines(SUMMED[array.dtype], wide)
+    launch("all_reduce", "one_shot", grid, THREADS, array, np.int64(vectors), *channel.last, defines=defines)
 
 
 def two_shot(arrays: Sequence[int], nbytes: int, dtype: np.dtype, channel: Channel, blocks: int = 32) -> None:
@@ -143,28 +142,19 @@ def two_shot(arrays: Sequence[int], nbytes: int, dtype: np.dtype, channel: Chann
     Args:
         blocks: of the grid at most, `BLOCKS` or fewer: multiprocessors that compute beside it keep.
     """
+    grid, arguments, defines = _shared_out(tuple(arrays), nbytes, dtype, channel, blocks)
+    launch("all_reduce", "two_shot", grid, THREADS, *arguments, defines=defines)
+
+
+@functools.lru_cache(4096)  # gradients are sent again and again
+def _shared_out(
+    arrays: tuple[int, ...], nbytes: int, dtype: np.dtype, channel: Channel, blocks: int
+) -> tuple[int, tuple[Any, ...], dict[str, int]]:
+    """Grid, arguments and macros of `two_shot`."""
     cuts, wide = shares(nbytes, dtype.itemsize, channel.ranks), _wide(nbytes, *arrays)
     unit = VECTOR if wide else dtype.itemsize
     begin, end = (cuts[channel.rank + i] // unit for i in (0, 1))
     most = max(after - before for before, after in zip(cuts, cuts[1:], strict=False)) // unit
     grid = max(1, min(blocks, BLOCKS, ceil_div(most, THREADS)))  # the same on all ranks, whose shares may differ
-    launch(
-        "all_reduce", "two_shot", grid, THREADS, addresses(arrays), np.int64(begin), np.int64(end), channel.peers,
-        np.int32(channel.rank), *channel.waiting(), defines=channel.defines(SUMMED[dtype], wide),
-    )  # fmt: skip
-
-
-def rendezvous(channel: Channel, stage: int) -> None:
-    """Wait until all ranks have come; stage 0 begins a call, stage 1 ends it."""
-    arguments = channel.peers, np.int32(channel.rank), np.int32(stage), *channel.waiting()
-    launch("all_reduce", "rendezvous", 1, 32, *arguments, defines=channel.defines(0))
-
-
-def add_shares(share: int, parts: int, nbytes: int, dtype: np.dtype, channel: Channel, blocks: int = 32) -> None:
-    """Add to the ``nbytes`` at address ``share`` those of the other ranks, which lie at ``parts`` in rank order."""
-    wide = _wide(share, parts, nbytes)
-    vectors = nbytes // (VECTOR if wide else dtype.itemsize)
-    grid = min(blocks, ceil_div(vectors, THREADS))
-    defines = channel.defines(SUMMED[dtype], wide)
-    arguments = np.uint64(share), np.uint64(parts), np.int64(vectors), np.int32(channel.rank)
-    launch("all_reduce", "add_shares", grid, THREADS, *arguments, defines=defines)
+    arguments = addresses(arrays), np.int64(begin), np.int64(end), *channel.last
+    return grid, arguments, channel.defines(SUMMED[dtype], wide)

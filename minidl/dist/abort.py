@@ -31,6 +31,7 @@ __all__ = [
     "departure",
     "describe",
     "exit_code",
+    "hold",
     "install",
     "parted",
     "say",
@@ -102,6 +103,12 @@ def parted() -> None:
     """All ranks have left: from here on each may end as it likes."""
     global _parted
     _parted = True
+
+
+def hold() -> None:
+    """Wait for the end where the job is being aborted: what the GPU was to wait for may have been let go by then."""
+    if _aborting.locked():
+        threading.Event().wait()
 
 
 def before_abort(action: Callable[[], None]) -> None:

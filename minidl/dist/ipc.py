@@ -1,10 +1,10 @@
 """Sums by our own kernels among GPUs of one host, each of which sees the memory of the others (CUDA IPC).
 
-NCCL takes some nine microseconds for what fits into a few kilobytes, for which a synchronised batch norm waits in every
-layer; and its kernels hold multiprocessors that a backward pass wants. So small arrays go by kernels of one trip, and
-gradients, which lie in memory that all ranks have mapped (`Links.place`), are added where they are, by a kernel of few
-blocks or by the copy engines. Values are added in rank order, so that sums, unlike NCCL's, do not depend on how
-gradients are grouped into messages. The kernels are those of `minidl.cuda.all_reduce`.
+NCCL takes some seven microseconds for what fits into a few kilobytes, for which a synchronised batch norm waits in
+every layer, and its kernels beside a backward pass cost more than their bytes. So small arrays go by kernels of one
+trip, and gradients, which lie in memory that all ranks have mapped (`Links.place`), are added where they are. Values
+are added in rank order, so that sums, unlike NCCL's, do not depend on how gradients are grouped into messages. The
+kernels are those of `minidl.cuda.all_reduce`. (Copy engines in the place of a kernel were tried, and exposed far more.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _GRANULE = 2 << 20  # memory is shared in whole pages of the driver, so that not
 _LONGEST_SECONDS = 86400.0  # that a kernel waits, where the watchdog waits for ever
 _TRIAL_SECONDS = 10.0
 _AFTER_WATCHDOG_SECONDS = 60.0  # which has the better words
-_ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell
 _LAZY_PEER_ACCESS = 1
 
 
@@ -39,18 +38,17 @@ class Routes:
 
     Attributes:
         flagged, one_shot: for any array.
-        two_shot, copied: for arrays in memory that `Links.place` gave; ``copied`` is by the copy engines.
-        blocks: that a kernel of ``two_shot``, and the one that adds what was copied, takes at most.
+        two_shot: for arrays in memory that `Links.place` gave.
+        blocks: that its kernel takes at most.
     """
 
-    flagged: float = 32 << 10
-    one_shot: float = 512 << 10
+    flagged: float = kernels.SLOT_DATA_BYTES
+    one_shot: float = kernels.MAILBOX_BYTES
     two_shot: float = float("inf")
-    copied: float = float("inf")
     blocks: int = 32
 
 
-BY_NCCL = Routes(0, 0, 0, 0)
+BY_NCCL = Routes(0, 0, 0)
 
 
 def connect(control: MPICommunicator) -> Links | None:
@@ -146,17 +144,16 @@ class _Region(_Shared):
 
 
 class _Lane:
-    """A channel: the calls on it follow each other. And room for what copy engines fetch."""
+    """A channel: the calls on it follow each other."""
 
     def __init__(self, links: Links, control: MPICommunicator) -> None:
         size = kernels.channel_bytes(control.size)
-        self.memory, self._cuda, self._pool = _Shared(control, size), links.cuda, links.pool
+        self.memory, self._cuda = _Shared(control, size), links.cuda
         self.channel = kernels.Channel(
             control.rank, control.size, kernels.addresses(self.memory.addresses),
             self.memory.own + size - kernels.STATE_BYTES, links.stop.ctypes.data, int(_TRIAL_SECONDS * 1e9),
         )  # fmt: skip
         self._last: tuple[int, Any] | None = None  # stream and event of the last call outside of captures
-        self._scratch: list[Any] = []  # the last one is in use; captured graphs may refer to any
 
     def follow(self, stream: Any) -> None:
         """Let a call on ``stream`` come after the one before, perhaps on another one."""
@@ -168,12 +165,6 @@ class _Lane:
         if self._last is None or self._last[0] != stream.ptr:
             self._last = stream.ptr, self._cuda.Event(disable_timing=True)
         self._last[1].record(stream)
-
-    def scratch(self, nbytes: int) -> int:
-        """The address of so much memory."""
-        if not self._scratch or self._scratch[-1].mem.size < nbytes:
-            self._scratch.append(self._pool.malloc(nbytes))  # not from the plan of a step that is being captured
-        return self._scratch[-1].ptr
 
 
 class Links:
@@ -188,8 +179,7 @@ class Links:
         import cupy
 
         self.rank, self.size, self.routes = control.rank, control.size, Routes()
-        self.cuda, self.pool = cupy.cuda, cupy.get_default_memory_pool()
-        self._cupy, self._control = cupy, control
+        self.cuda, self._cupy, self._control = cupy.cuda, cupy, control
         self.stop = np.frombuffer(cupy.cuda.alloc_pinned_memory(8), np.uint32, 2)
         self.stop[:] = 0
         self._lanes: dict[str, _Lane] = {}
@@ -259,35 +249,12 @@ class Links:
             return lambda lane: kernels.flagged(array, lane.channel)
         if nbytes <= min(routes.one_shot, kernels.MAILBOX_BYTES):
             return lambda lane: kernels.one_shot(array, lane.channel)
-        if nbytes > max(routes.two_shot, routes.copied):
-            return None
-        for region in self._regions:
+        for region in self._regions if nbytes <= routes.two_shot else ():
             offset = region.offset(array.data.ptr, nbytes)
             if offset >= 0:
                 places = [address + offset for address in region.addresses]
-                by = self._two_shot if nbytes <= routes.two_shot else self._copied
-                return lambda lane: by(lane, places, nbytes, array.dtype)
+                return lambda lane: kernels.two_shot(places, nbytes, array.dtype, lane.channel, routes.blocks)
         return None
-
-    def _two_shot(self, lane: _Lane, places: list[int], nbytes: int, dtype: np.dtype) -> None:
-        kernels.two_shot(places, nbytes, dtype, lane.channel, self.routes.blocks)
-
-    def _copied(self, lane: _Lane, places: list[int], nbytes: int, dtype: np.dtype) -> None:
-        """Fetch this rank's share of all arrays, add it up, put it into all."""
-        rank, size, stream = self.rank, self.size, self.cuda.get_current_stream().ptr
-        cuts = kernels.shares(nbytes, dtype.itemsize, size)
-        begin, share = cuts[rank], cuts[rank + 1] - cuts[rank]
-        scratch, own = lane.scratch((size - 1) * max(share, 1)), places[rank] + begin
-        others = [(rank + i) % size for i in range(1, size)]  # not all at the same one
-        copy = self.cuda.runtime.memcpyAsync
-        kernels.rendezvous(lane.channel, 0)
-        if share:
-            for other in others:
-                copy(scratch + (other - (other > rank)) * share, places[other] + begin, share, _ANY_WAY, stream)
-            kernels.add_shares(own, scratch, share, dtype, lane.channel, self.routes.blocks)
-            for other in others:
-                copy(places[other] + begin, own, share, _ANY_WAY, stream)
-        kernels.rendezvous(lane.channel, 1)
 
     def place(self, array: Any) -> Any:
         """``array``, or a copy of it where gradients are added without being moved first; a collective.

@@ -24,11 +24,10 @@ from minidl.precision import bfloat16
 
 ALL = float("inf")
 WAYS = {
-    "flagged": ipc.Routes(ALL, 0, 0, 0),
-    "one_shot": ipc.Routes(0, ALL, 0, 0),
-    "two_shot": ipc.Routes(0, 0, ALL, 0),
-    "two_shot of a block": ipc.Routes(0, 0, ALL, 0, blocks=1),
-    "copied": ipc.Routes(0, 0, 0, ALL),
+    "flagged": ipc.Routes(ALL, 0, 0),
+    "one_shot": ipc.Routes(0, ALL, 0),
+    "two_shot": ipc.Routes(0, 0, ALL),
+    "two_shot of a block": ipc.Routes(0, 0, ALL, blocks=1),
     "as usual": ipc.Routes(),
 }
 DTYPES = ["float32", bfloat16, "float16", "float64", "int32", "int64"]
