@@ -43,7 +43,7 @@ LARGEST = {"flagged": kernels.SLOT_DATA_BYTES, "one-shot": kernels.MAILBOX_BYTES
 HOST_CALLS = 20  # started one after another
 ROTATED_BYTES = 256 << 20  # beyond the cache of any GPU
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100 << 20)
-LINK_SIZES = (512, *SIZES[:2], 32 << 10, *SIZES[2:4], 512 << 10, SIZES[4], 2 << 20, SIZES[5], 8 << 20, *SIZES[6:])
+LINK_SIZES = (1 << 10, *SIZES[:2], 32 << 10, *SIZES[2:4], 512 << 10, SIZES[4], 2 << 20, SIZES[5], 8 << 20, *SIZES[6:])
 
 
 def calls_of(size: int) -> int:

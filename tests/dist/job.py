@@ -37,6 +37,7 @@ TIMEOUT_SECONDS = 20.0
 # How a rank can fail (functions of workers/faults.py): the status of the job, and what somebody must have said.
 FAULTS = {
     "uncaught_exception": (1, "ZeroDivisionError: broken on purpose"),
+    "exception_behind_another_hook": (1, "ZeroDivisionError: broken on purpose"),
     "exception_while_a_message_is_awaited": (1, "ZeroDivisionError: broken on purpose"),
     "exception_through_finally_close": (1, "ZeroDivisionError: broken on purpose"),
     "exception_in_thread": (1, "uncaught exception in thread loader-3"),

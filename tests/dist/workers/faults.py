@@ -6,6 +6,7 @@ Rank RANK (default 1) misbehaves, the others wait for it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,19 @@ def uncaught_exception():
         abort.context.update(step=12, layer="layer1.0.conv2")
         raise ZeroDivisionError("broken on purpose")
     wait_for_the_others()
+
+
+def exception_behind_another_hook():
+    """As torch.distributed has one, which keeps what is printed until the hook before it returns: never."""
+    before = sys.excepthook
+
+    def hook(*error):
+        stderr, sys.stderr = sys.stderr, io.StringIO()
+        before(*error)
+        stderr.write(sys.stderr.getvalue())
+
+    sys.excepthook = hook
+    uncaught_exception()
 
 
 def exception_while_a_message_is_awaited():
