@@ -3,6 +3,7 @@
     mpirun -n 2 python benchmarks/bench_scaling.py --cases resnet50/256 vgg16/64 unet/32 --json out.json
     python benchmarks/bench_scaling.py --ranks 2 --device cpu --cases resnet20/32 --arms shm mpi
 
+A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
 a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
 memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
@@ -10,7 +11,7 @@ on GPUs: links (sums by our own kernels where they have a route; links8: of eigh
 mpi. All arms take turns in blocks of steps on one model, among them the same
 step without messages, on all ranks at once: efficiency is its time over the arm's. What communication adds is told
 twice: the arm less the step without messages, and, for the first arm, what events say the update waited in a step that
-is watched.
+is watched. Sums of batch norms stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -37,6 +38,7 @@ from minidl.bench.warm import compile_ahead, this_gpu
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
+from minidl.layers import BatchNorm2d
 from minidl.precision import precision
 from minidl.profile.grouping import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
@@ -89,7 +91,7 @@ def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--ranks", type=int, default=2, help="where no launcher started it")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    p.add_argument("--cases", nargs="+", metavar="MODEL/BATCH", help="batch of each rank")
+    p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
     p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
     p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE]]")
@@ -105,11 +107,12 @@ def arguments() -> argparse.Namespace:
 class Ours:
     """Our step in all its arms, on one model."""
 
-    def __init__(self, setup: Setup, comm: Communicator, fusion: str):
-        self.comm, self.setup = comm, setup
-        self.step = TrainingStep(
-            setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm
-        )
+    def __init__(self, setup: Setup, comm: Communicator, fusion: str, synchronised: bool):
+        self.comm, self.setup, self.synchronised, graph = comm, setup, synchronised, setup.graph()
+        for layer in graph.layers:
+            if isinstance(layer, BatchNorm2d):
+                layer.sync = synchronised
+        self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
         fuse(self.step.model, fusion)
         self.tuned_bytes = self.step.model.arena.group_bytes
         self.messages: dict[str, int] = {}
@@ -229,19 +232,21 @@ def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> di
 
     found: dict[str, Any] = {}
     for name in a.peers:
-        make = partial(Peer, setup.graph(), ours.step, compiled=PEERS[name])
+        make = partial(Peer, setup.graph(), ours.step, compiled=PEERS[name], synchronised=ours.synchronised)
         peer = made(ours.comm, name, make, partial(math.isclose, loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)))
         if peer is not None:
             found[name], found[f"{name} {SILENT}"] = (peer, nothing), (peer.silent(), nothing)
     return found
 
 
-def measure(a: argparse.Namespace, comm: Communicator, setup: Setup, arms: dict[str, Arm]) -> list[dict[str, Any]]:
+def measure(
+    a: argparse.Namespace, comm: Communicator, setup: Setup, synchronised: bool, arms: dict[str, Arm]
+) -> list[dict[str, Any]]:
     """The rows of one case; a collective."""
     if setup.device == "cuda" and comm.local_rank == 0:
         compile_ahead(setup.graph(), setup.batch, setup.precision, a.fusion, this_gpu())
     comm.barrier()
-    ours = Ours(setup, comm, a.fusion)
+    ours = Ours(setup, comm, a.fusion, synchronised)
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
     steps = peers_of(a, setup, ours, loss)
@@ -275,8 +280,8 @@ def row(
     mine, alone, images = times[name], times[SILENT], setup.batch * setup.ranks
     efficiency = {peer: times[f"{peer} {SILENT}"].ms / times[peer].ms for peer in peers}
     return {
-        "case": setup.title, "pass": "step", "dtype": setup.precision, "arm": name, "ms": mine.ms,
-        "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks, "images_per_s": images / mine.ms * 1e3,
+        "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
+        "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks, "images_per_s": images / mine.ms * 1e3,
         "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
         "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
         "group": arm.group or "tuned", "message_dtype": arm.dtype,
@@ -329,10 +334,10 @@ def main() -> None:
         ddp.join(comm, device)
     rows: list[dict[str, Any]] = []
     for case in a.cases or CASES[device]:
-        model, _, batch = case.partition("/")
+        (model, _, batch), synchronised = case.removesuffix("/sync").partition("/"), case.endswith("/sync")
         if model not in models.MODELS or not batch.isdecimal():
-            raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH", case)
-        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), arms)
+            raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH or MODEL/BATCH/sync", case)
+        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), synchronised, arms)
         if comm.rank == 0:
             latest = [r for r in rows if r["case"] == rows[-1]["case"]]
             print(f"{case}: " + ", ".join(f"{r['arm']} {r['ms']:.2f} ms" for r in latest), flush=True)

@@ -55,11 +55,14 @@ class Peer:
         graph: made for this.
         ours: whose weights and batch it takes, as they are.
         compiled: by ``torch.compile``.
+        synchronised: batch norms take the statistics of all ranks.
     """
 
-    def __init__(self, graph: Graph, ours: TrainingStep, *, compiled: bool):
+    def __init__(self, graph: Graph, ours: TrainingStep, *, compiled: bool, synchronised: bool = False):
         device = ours.ops.name
         network = TorchGraph(graph).load(ours.model.state_dict()).to(device)
+        if synchronised:
+            network = torch.nn.SyncBatchNorm.convert_sync_batchnorm(network)
         options = {"device_ids": [torch.cuda.current_device()]} if device == "cuda" else {}
         self._parallel = DistributedDataParallel(
             network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
