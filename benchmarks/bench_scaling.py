@@ -8,10 +8,10 @@ A step is forward, loss, backward, sums of gradients and update of a resident ba
 a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
 memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
 on GPUs: links (sums by our own kernels where they have a route; links8: of eight blocks at most), nccl; on CPUs: shm,
-mpi. All arms take turns in blocks of steps on one model, among them the same
-step without messages, on all ranks at once: efficiency is its time over the arm's. What communication adds is told
-twice: the arm less the step without messages, and, for the first arm, what events say the update waited in a step that
-is watched. Sums of batch norms stay in the step without messages, and go by links there.
+mpi. All arms take turns in blocks of steps on one model, among them the same step without messages, on all ranks at
+once: efficiency is its time over the arm's. What communication adds is told twice: the arm less the step without
+messages, and, for the first arm, what events say the update waited in a step that is watched. Sums of batch norms stay
+in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -281,7 +281,8 @@ def row(
     efficiency = {peer: times[f"{peer} {SILENT}"].ms / times[peer].ms for peer in peers}
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
-        "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks, "images_per_s": images / mine.ms * 1e3,
+        "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks,
+        "images_per_s": images / mine.ms * 1e3,
         "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
         "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
         "group": arm.group or "tuned", "message_dtype": arm.dtype,
