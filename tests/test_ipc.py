@@ -126,7 +126,7 @@ def job(monkeypatch):
     monkeypatch.setattr(ipc, "backend", SimpleNamespace(get_ops=lambda name: SimpleNamespace(copy_into=np.copyto)))
     monkeypatch.setattr(ipc.Links, "try_out", lambda self: None)
 
-    def run(size, program):
+    def run(size, program, left=0):
         meetings: dict = {}
         lock = threading.Lock()
 
@@ -157,7 +157,7 @@ def job(monkeypatch):
         for thread in threads:
             thread.join(60)
         assert not problems, problems[0]
-        assert not memory.live and not memory.opened
+        assert len(memory.live) == left and not memory.opened
         return answers, kernels.calls
 
     run.memory, run.runtime = memory, runtime
@@ -236,6 +236,21 @@ def test_memory_that_no_rank_uses_any_more_is_given_back(job):
 
     answers, _ = job(2, program)
     assert answers == [[1, 1, 2, 2]] * 2, "what rank 0 keeps stays on both"
+
+
+def test_an_array_outlives_the_links(job):
+    kept = []
+
+    def program(links, rank):
+        array = links.place(drawn(rank, 1000).view(Array))
+        if rank == 0:
+            kept.append(array)
+        return None
+
+    job(2, program, left=1)
+    np.testing.assert_array_equal(kept[0], drawn(0, 1000))
+    kept.clear()
+    assert not job.memory.live
 
 
 def test_an_array_that_lies_there_already_stays(job):

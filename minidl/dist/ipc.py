@@ -136,6 +136,8 @@ class _Region(_Shared):
     def retire(self) -> None:
         """Nobody here refers to it any more; the other ranks may."""
         self.retired = True
+        if not self.addresses:  # they have parted
+            self.free()
 
     def offset(self, address: int, nbytes: int) -> int:
         """Of an array in this rank's part; -1 for one that is not in it."""
@@ -272,7 +274,7 @@ class Links:
         memory = self.cuda.UnownedMemory(region.own, region.nbytes, owner)
         placed = self._cupy.ndarray(array.shape, array.dtype, self.cuda.MemoryPointer(memory, 0))
         backend.get_ops("cuda").copy_into(placed, array)
-        weakref.finalize(owner, region.retire)
+        weakref.finalize(owner, region.retire).atexit = False  # the driver may be gone by then
         self._regions.append(region)
         return placed
 
@@ -294,7 +296,8 @@ class Links:
             memory.part()
         barrier()
         for memory in memories:
-            memory.free()
+            if not isinstance(memory, _Region) or memory.retired:  # an array that is still in use keeps its memory
+                memory.free()
 
     def check(self) -> None:
         """Raise RuntimeError where a kernel has waited too long."""
@@ -306,7 +309,7 @@ class Links:
         self.stop[0] = 1
 
     def close(self, barrier: Callable[[], None]) -> None:
-        """Part; arrays that `place` gave must not be used any more. ``barrier``: returns when all ranks called it."""
+        """Part; arrays that `place` gave go on as any others. ``barrier``: returns when all ranks have called it."""
         memories = [*self._regions, *(lane.memory for lane in self._lanes.values())]
         self._lanes, self._regions = {}, []
         self._release(memories, barrier)
