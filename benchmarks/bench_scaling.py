@@ -40,7 +40,7 @@ from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
 from minidl.precision import precision
-from minidl.profile.grouping import by_neighbourhood
+from minidl.profile.grouping import BESIDE_MEMORY, BESIDE_PRODUCTS, by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
@@ -51,7 +51,7 @@ ARMS = {
     "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "links8/25", "nccl/0", "nccl/4", "nccl/25"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
-NEAR, NEAR_BYTES = "near", (4 << 20, 25 << 20)
+NEAR = "near"
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 SILENT = "without messages"
 WATCHED = 5  # steps
@@ -134,7 +134,7 @@ class Ours:
         """As `Model` takes it."""
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
-            return by_neighbourhood(self.step.model.neighbours(), itemsize, *NEAR_BYTES)
+            return by_neighbourhood(self.step.model.neighbours(), itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS)
         return self.tuned_bytes if arm.group is None else int(arm.group) << 20
 
     def ready(self, arm: Arm | None) -> tuple[Step, Callable[[], None]]:

@@ -122,6 +122,27 @@ def test_layers_that_send_nothing_are_neighbours_all_the_same():
     assert grouping.by_neighbourhood(slow, 2, 400, 1500)["layer0"] == 400
 
 
+def test_where_nothing_was_kept_gpus_are_cut_by_neighbourhood_and_cpus_are_not(cpu_ops, monkeypatch):
+    monkeypatch.setattr(grouping, "kept", lambda ops, comm: None)
+    layers = chain(*[(1 << 20, True)] * 60)
+    usual = grouping.by_neighbourhood(layers, 2, 4 << 20, 25 << 20)
+    assert grouping.group_bytes(get_ops("cuda"), Two(), layers, 2) == usual
+    assert grouping.group_bytes(cpu_ops, Two(), layers, 2) == 4 << 20
+    assert grouping.group_bytes(get_ops("cuda"), SOLO, layers, 2) == 4 << 20
+
+
+def test_layers_without_a_cost_are_cut_as_well(cpu_ops):
+    class Plain(m.ReLU):
+        def cost(self, *shapes, itemsize=4):
+            raise NotImplementedError
+
+    graph = m.Graph()
+    x = m.Linear(8, 4, name="fc1")(graph.input((8,)))
+    graph.output(m.Linear(4, 2, name="fc2")(Plain(name="plain")(x)))
+    found = m.Model(graph, comm=Two()).neighbours()
+    assert [(layer.name, layer.flop > 0) for layer in found] == [("fc2", True), ("plain", False), ("fc1", True)]
+
+
 def test_a_model_is_cut_by_its_neighbourhoods_where_they_were_measured(cpu_ops):
     comm = Two()
     apart = {"memory": {"group_bytes": 4096}, "products": {"group_bytes": 16384}}

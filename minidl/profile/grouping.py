@@ -34,6 +34,8 @@ from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
 
 __all__ = [
+    "BESIDE_MEMORY",
+    "BESIDE_PRODUCTS",
     "DEFAULT_BYTES",
     "Neighbour",
     "Record",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 DEFAULT_BYTES = 4 << 20  # where nothing was measured
+BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # the same on GPUs: what was best on H200s with NVLink
 LAYERS = 64
 LAYER_BYTES = {"cpu": 256 << 10, "cuda": 1 << 20}
 SAMPLES = 15
@@ -111,14 +114,16 @@ def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -
 def group_bytes(
     ops: ModuleType, comm: Communicator, layers: Sequence[Neighbour] = (), itemsize: int = 4
 ) -> int | dict[str, int]:
-    """What was measured for this machine, engine and number of ranks, else 4 MiB; a collective on several ranks.
+    """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
 
     Args:
-        layers, itemsize: as for `by_neighbourhood`, which is followed where neighbourhoods were measured apart.
+        layers, itemsize: as for `by_neighbourhood`, which is followed on GPUs, and where neighbourhoods were measured
+            apart.
     """
     record = kept(ops, comm) if comm.size > 1 else None
     if record is None:
-        return DEFAULT_BYTES
+        usual = comm.size > 1 and ops.name == "cuda" and layers
+        return by_neighbourhood(layers, itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS) if usual else DEFAULT_BYTES
     apart = record["beside"]
     if not apart or not layers:
         return record["group_bytes"]
