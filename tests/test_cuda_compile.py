@@ -406,6 +406,7 @@ def call_all_reduce() -> None:
         all_reduce.flagged(array, channel)
         all_reduce.gather(array, ops.empty((ranks, size), dtype), channel)
         all_reduce.one_shot(array, channel)
+        all_reduce.one_shot(ops.empty(size + 1, dtype)[1:], channel)
         all_reduce.two_shot([0] * ranks, array.nbytes, dtype, channel)
 
 

@@ -43,8 +43,11 @@ typedef u64 E; typedef u64 ACC;
 typedef u8 E; typedef u8 ACC;
 #endif
 
-#ifndef WIDE  // whether arrays may be accessed 16 bytes at a time
+#ifndef WIDE  // whether arrays consist of 16 bytes at a time
 #define WIDE 1
+#endif
+#ifndef ALIGNED  // whether this rank's array may be accessed so; the others need not agree
+#define ALIGNED 1
 #endif
 
 constexpr int PER_WORD = 8 / sizeof(E);
@@ -101,6 +104,23 @@ DEVICE Vector fetched(u64 base, i64 index) {
     return v;
 }
 DEVICE void put(u64 base, i64 index, const Vector& v) { reinterpret_cast<Vector::word*>(base)[index] = v.words[0]; }
+
+// The same of this rank's own array.
+DEVICE Vector own_vector(const E* array, i64 index) {
+    if (ALIGNED) return fetched(reinterpret_cast<u64>(array), index);
+    Vector v;
+#pragma unroll
+    for (int j = 0; j < PER_VECTOR; ++j) v.items[j] = array[index * PER_VECTOR + j];
+    return v;
+}
+DEVICE void put_own(E* array, i64 index, const Vector& v) {
+    if (ALIGNED) {
+        put(reinterpret_cast<u64>(array), index, v);
+    } else {
+#pragma unroll
+        for (int j = 0; j < PER_VECTOR; ++j) array[index * PER_VECTOR + j] = v.items[j];
+    }
+}
 
 // ---- adding
 
@@ -252,14 +272,15 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 one_shot(E* array, i64 vectors, GridPeers peers, int rank, u32* state, u32* stop, u64 limit) {
     const u32 epoch = begun(state);
     const i64 first = i64(blockIdx.x) * blockDim.x + threadIdx.x, step = i64(gridDim.x) * blockDim.x;
-    const u64 box = MAILBOX_AT + (epoch & 1) * u64(MAILBOX), own = reinterpret_cast<u64>(array);
-    for (i64 i = first; i < vectors; i += step) put(peers.at[rank] + box, i, fetched(own, i));
+    const u64 box = MAILBOX_AT + (epoch & 1) * u64(MAILBOX);
+    for (i64 i = first; i < vectors; i += step) put(peers.at[rank] + box, i, own_vector(array, i));
     meet(peers, rank, 0, epoch, stop, limit);
     for (i64 i = first; i < vectors; i += step) {
         Vector parts[RANKS];
 #pragma unroll
-        for (int r = 0; r < RANKS; ++r) parts[r] = fetched(r == rank ? own : peers.at[r] + box, i);
-        put(own, i, added(parts));
+        for (int r = 0; r < RANKS; ++r)
+            parts[r] = r == rank ? own_vector(array, i) : fetched(peers.at[r] + box, i);
+        put_own(array, i, added(parts));
     }
     finish(state, epoch);
 }

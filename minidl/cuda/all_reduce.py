@@ -75,10 +75,10 @@ class Channel:
         return self.peers, np.int32(self.rank), *waiting
 
     @functools.lru_cache  # noqa: B019  (channels live as long as the process, nearly)
-    def defines(self, kind: int, wide: bool = True) -> dict[str, int]:
+    def defines(self, kind: int, wide: bool = True, aligned: bool = True) -> dict[str, int]:
         """The macros of a kernel's variant."""
         sizes = {"RANKS": self.ranks, "SLOTS": SLOTS, "BLOCKS": BLOCKS, "MAILBOX": MAILBOX_BYTES}
-        return {"KIND": kind, "WIDE": int(wide), **sizes}
+        return {"KIND": kind, "WIDE": int(wide), "ALIGNED": int(aligned), **sizes}
 
 
 def channel_bytes(ranks: int) -> int:
@@ -129,10 +129,10 @@ def _wide(*numbers: int) -> bool:
 def one_shot(array: Any, channel: Channel) -> None:
     """Replace ``array``, of at most `MAILBOX_BYTES`, by its sum: every rank reads all of the others'."""
     assert 0 < array.nbytes <= MAILBOX_BYTES, array.nbytes
-    wide = _wide(address(array), array.nbytes)
+    wide = _wide(array.nbytes)  # and not where the array lies: blocks must be the same on all ranks
     vectors = array.nbytes // (VECTOR if wide else array.itemsize)
     grid = min(BLOCKS, ceil_div(vectors, THREADS))
-    defines = channel.defines(SUMMED[array.dtype], wide)
+    defines = channel.defines(SUMMED[array.dtype], wide, not wide or _wide(address(array)))
     launch("all_reduce", "one_shot", grid, THREADS, array, np.int64(vectors), *channel.last, defines=defines)
 
 

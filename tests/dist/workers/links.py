@@ -85,6 +85,25 @@ def sums() -> dict[str, int]:
     return wrong
 
 
+def elsewhere() -> dict[str, int]:
+    """Elements that differ where each rank's array begins at another place."""
+    wrong = {}
+    for dtype, size in itertools.product(("float32", bfloat16), (1000, 40_000, 262_144)):
+        dtype = np.dtype(dtype)
+        if not fits("one_shot", size * dtype.itemsize):
+            continue
+        for way in ("one_shot", "as usual"):
+            comm.links.routes = WAYS[way]
+            array = ops.empty((size + 8,), dtype)[comm.rank : comm.rank + size]
+            ops.copy_into(array, ops.from_host(drawn(comm.rank, size, dtype)))
+            comm.all_reduce(array)
+            differ = int((ops.to_host(array).view(np.uint8) != expected(size, dtype).view(np.uint8)).sum())
+            if differ:
+                wrong[f"{way} {dtype} {size} at {comm.rank}"] = differ
+    comm.links.routes = ipc.Routes()
+    return wrong
+
+
 def gathers() -> dict[str, int]:
     wrong = {}
     for dtype, size in itertools.product(("float32", "uint8", bfloat16, "float64"), (1, 3, 8, 1000, 4096, 70001)):
@@ -159,7 +178,10 @@ def given_up() -> tuple[float, str]:
 
 answer = {"rank": comm.rank, "links": comm.links is not None}
 if comm.links is not None:
-    answer |= {"wrong": sums() | gathers(), "replays": {way: replays(way) for way in WAYS if fits(way, 200_000)}}
+    answer |= {
+        "wrong": sums() | elsewhere() | gathers(),
+        "replays": {way: replays(way) for way in WAYS if fits(way, 200_000)},
+    }
     answer |= {"regions": memory()}
     answer["seconds"], answer["said"] = given_up()
 Path(sys.argv[1], f"{comm.rank}.json").write_text(json.dumps(answer))
