@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.bench.inputs import noise
+from minidl.profile.inputs import noise
 from minidl.cuda.array import copy_into, empty
 from minidl.dist.communicator import Communicator
 from minidl.precision import float32

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import checks
-from minidl.bench.inputs import labels, noise
+from minidl.profile.inputs import labels, noise
 from minidl.cuda.capture import capture
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph

@@ -38,6 +38,11 @@ class Site:
     producer: str | None = None
     taker: str | None = None
 
+    @property
+    def shared(self) -> str | None:
+        """The batch norm's name if its normalisation can be part of another layer's pass."""
+        return None if self.kind == "alone" else self.name
+
 
 def find_sites(graph: Graph) -> list[Site]:
     """All batch norms, in execution order. Pure: the graph may or may not belong to a model."""

@@ -1,0 +1,257 @@
+"""Chooses a plan by measuring: every way that could be the fastest runs on this machine, on arrays of these sizes.
+
+Batch norms that share a kernel whatever the plan, the two below a residual sum, are one group. For each group its piece
+of the network (`minidl.fusion.piece`) is timed in every way that the model of `minidl.fusion.cost` does not rule out,
+forward and backward apart, all ways in turns. Where modes of two groups meet in one pass of one convolution, that pass
+is timed with both, too. The sum of these terms is then least (`minidl.fusion.chain`). Equal pieces are timed once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+from minidl.fusion.chain import Term, best
+from minidl.fusion.cost import Machine, predict, runs_as, site_cost
+from minidl.fusion.piece import Cut, Piece, cut
+from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, switches, way_of
+from minidl.fusion.sites import Site, find_sites
+from minidl.graph import Graph
+from minidl.precision import Precision
+from minidl.profile.timing import Budget, Timing, timer
+
+__all__ = ["Clock", "Group", "Measured", "groups", "measure", "tune"]
+
+PASSES = ("forward", "backward")
+MARGIN = 1.5  # what the model thinks slower by more than this factor is not measured
+BUDGET = Budget(samples=7, seconds=float("inf"), sample_ms=1.5)
+
+Switches = frozenset[tuple[str, str]]
+Ways = tuple[str, ...]
+
+
+class Clock(Protocol):
+    """Whoever times pieces."""
+
+    def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> list[Timing]:
+        """A pass of a piece with each of these sets of modes on, in turns."""
+
+
+class DeviceClock:
+    """Times pieces on the device of an operation table."""
+
+    def __init__(self, ops: ModuleType, precision: Precision, budget: Budget = BUDGET):
+        self._ops, self._precision, self._budget = ops, precision, budget
+        self._timer = timer(ops)
+        self._piece: Piece | None = None
+
+    def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> list[Timing]:
+        if self._piece is None or self._piece.cut is not cut:
+            self._piece = None  # its memory first
+            self._piece = Piece(cut, self._ops, self._precision, self._timer.cache_bytes)
+        return self._timer.in_turns([self._piece.calls(which, on) for on in variants], self._budget)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Batch norms that are timed together, and every way of running them.
+
+    Attributes:
+        ways: the combinations, one way for each site.
+        same: for each combination the one whose kernels it runs, see `minidl.fusion.cost.runs_as`.
+        predicted_ms: by the model, forward and backward.
+        timed: the combinations that are worth a measurement.
+    """
+
+    sites: tuple[Site, ...]
+    ways: tuple[Ways, ...]
+    same: Mapping[Ways, Ways]
+    predicted_ms: Mapping[Ways, float]
+    timed: tuple[Ways, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(site.name for site in self.sites)
+
+    def on(self, ways: Ways, which: str) -> Switches:
+        """The modes of a combination that a pass notices."""
+        return frozenset().union(*(switches(s, w, which) for s, w in zip(self.sites, ways, strict=True)))
+
+
+def groups(
+    graph: Graph, batch: int, precision: Precision, machine: Machine, *, everything: bool = False
+) -> list[Group]:
+    """The groups of a network; with ``everything`` also what the model rules out is to be timed."""
+    sites = {site.name: site for site in find_sites(graph)}
+    found, seen = [], set()
+    for site in sites.values():
+        if site.name not in seen:
+            members = (site,) if site.partner is None else (site, sites[site.partner])
+            seen |= {member.name for member in members}
+            found.append(_group(graph, members, batch, precision, machine, everything))
+    return found
+
+
+def _group(
+    graph: Graph, sites: tuple[Site, ...], batch: int, precision: Precision, machine: Machine, everything: bool
+) -> Group:
+    same, times, moved = {}, {}, {}
+    for ways in itertools.product(*map(candidates, sites)):
+        pairs = list(zip(sites, ways, strict=True))
+        same[ways] = tuple(runs_as(graph, site, way, precision, machine) for site, way in pairs)
+        times[ways] = sum(predict(graph, site, way, batch, precision, machine).ms for site, way in pairs)
+        moved[ways] = sum(site_cost(site, way, batch, 1).bytes for site, way in pairs)
+    distinct = list(dict.fromkeys(same.values()))
+    timed = distinct if everything else _worth_timing(distinct, times, moved)
+    return Group(sites, tuple(same), same, times, tuple(timed))
+
+
+def _worth_timing(ways: Sequence[Ways], times: Mapping[Ways, float], moved: Mapping[Ways, int]) -> list[Ways]:
+    """Without those that another one spares bytes and asks no more of convolutions, and those predicted far behind.
+
+    What leaves the convolutions alone is never behind: how much their kernels lose is what the model knows worst.
+    """
+    asked = {w: {(i, m) for i, way in enumerate(w) for m in modes_of(way) if MODES[m].slows} for w in ways}
+    left = [w for w in ways if not any(asked[v] <= asked[w] and moved[v] < moved[w] for v in ways)]
+    fastest = min(times[w] for w in left)
+    return [w for w in left if not asked[w] or times[w] <= MARGIN * fastest]
+
+
+class Measured(NamedTuple):
+    """What measuring found: the terms of a step's time, and the record of each group."""
+
+    terms: list[Term]
+    evidence: list[dict[str, Any]]
+
+
+def measure(
+    graph: Graph,
+    batch: int,
+    found: Sequence[Group],
+    clock: Clock,
+    *,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Measured:
+    """Time what is worth it.
+
+    Args:
+        graph: of the network, which is only looked at.
+        batch: samples of this rank.
+        found: its `groups`.
+        clock: times pieces; `DeviceClock` does.
+        progress: told after each group.
+    """
+    timed = _Remembering(clock)
+    measured = Measured([], [])
+    for i, group in enumerate(found):
+        term, record = _time_group(graph, group, batch, timed)
+        measured.terms.append(term)
+        measured.evidence.append(record)
+        progress(f"{i + 1} of {len(found)}: {' and '.join(group.names)}")
+    for a, b in _neighbours(found):
+        measured.terms.extend(_time_meetings(graph, a, b, batch, timed))
+    return measured
+
+
+class _Remembering:
+    """Times equal pieces once."""
+
+    def __init__(self, clock: Clock):
+        self._clock, self._known = clock, {}
+
+    def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> dict[Switches, Timing]:
+        place = {member.layer.name: i for i, member in enumerate(cut.members)}
+        keys = {on: (cut.key, which, frozenset((place[name], word) for name, word in on)) for on in variants}
+        new = [on for on in keys if keys[on] not in self._known]
+        for on, timing in zip(new, self._clock(cut, which, new) if new else (), strict=True):
+            self._known[keys[on]] = timing
+        return {on: self._known[keys[on]] for on in keys}
+
+
+def _time_group(graph: Graph, group: Group, batch: int, timed: _Remembering) -> tuple[Term, dict[str, Any]]:
+    """(milliseconds of every combination, the record); what was not timed lies as far behind as the model thinks."""
+    piece = cut(graph, group.sites, batch)
+    took: dict[Ways, list[Timing]] = {}
+    if piece is not None:
+        variants = {which: {ways: group.on(ways, which) for ways in group.timed} for which in PASSES}
+        passes = {which: timed(piece, which, list(dict.fromkeys(on.values()))) for which, on in variants.items()}
+        took = {ways: [passes[which][variants[which][ways]] for which in PASSES] for ways in group.timed}
+    ms = {ways: sum(timing.ms for timing in timings) for ways, timings in took.items()}
+    fastest = min(ms, key=ms.__getitem__, default=None)
+    for ways in group.ways:
+        if ways not in ms:
+            behind = group.predicted_ms[ways] - (group.predicted_ms[fastest] if fastest else 0.0)
+            base = ms[fastest] + max(behind, 0.0) if fastest else behind
+            ms[ways] = ms.get(group.same[ways], base)
+    rows = [
+        {
+            "ways": list(ways), "ms": ms[ways], "predicted_ms": group.predicted_ms[ways],
+            "forward_ms": forward.ms if forward else None, "backward_ms": backward.ms if backward else None,
+            "spread": max(forward.spread, backward.spread) if forward else None,
+        }
+        for ways in group.ways
+        for forward, backward in [took.get(ways, (None, None))]
+        if group.same[ways] == ways
+    ]  # fmt: skip
+    record = {"sites": list(group.names), "shape": [batch, *group.sites[0].shape], "timed": bool(took), "rows": rows}
+    return Term(group.names, ms), record
+
+
+def _neighbours(found: Sequence[Group]) -> Iterator[tuple[Site, Site]]:
+    """Pairs of batch norms of different groups with a layer in common."""
+    for one, other in itertools.permutations(found, 2):
+        for a, b in itertools.product(one.sites, other.sites):
+            if a.taker is not None and a.taker == b.producer:
+                yield a, b
+
+
+def _time_meetings(graph: Graph, a: Site, b: Site, batch: int, timed: _Remembering) -> Iterator[Term]:
+    """What modes of two neighbours cost in one kernel beyond the sum of what each costs alone."""
+    meetings = [
+        (x, y, which)
+        for (x, mine), (y, other), which in itertools.product(MODES.items(), MODES.items(), PASSES)
+        if which in mine.passes and which in other.passes and mine.slows and other.slows
+        and getattr(a, mine.where) == getattr(b, other.where) is not None
+    ]  # fmt: skip
+    piece = cut(graph, (a, b), batch) if meetings else None
+    for x, y, which in meetings if piece else ():
+        ways = [[way_of(MODES[mode].needs), way_of((mode, *MODES[mode].needs))] for mode in (x, y)]
+        variants = {
+            (i, j): switches(a, ways[0][i], which) | switches(b, ways[1][j], which)
+            for i, j in itertools.product((0, 1), repeat=2)
+        }
+        took = timed(piece, which, list(dict.fromkeys(variants.values())))
+        ms = {key: took[on].ms for key, on in variants.items()}
+        extra = ms[1, 1] - ms[1, 0] - ms[0, 1] + ms[0, 0]
+        both = itertools.product(candidates(a), candidates(b))
+        yield Term((a.name, b.name), {(p, q): extra for p, q in both if x in modes_of(p) and y in modes_of(q)})
+
+
+def tune(
+    graph: Graph,
+    batch: int,
+    precision: Precision,
+    machine: Machine,
+    clock: Clock,
+    *,
+    everything: bool = False,
+    setting: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The plan that measures fastest.
+
+    Args:
+        graph: of the network; it may belong to a model, nothing of which changes.
+        batch: samples of this rank.
+        machine: for the model of time.
+        everything: time what the model rules out, too.
+        setting: what the measurements hold for, kept in the plan.
+    """
+    found = groups(graph, batch, precision, machine, everything=everything)
+    measured = measure(graph, batch, found, clock, progress=progress)
+    sites = find_sites(graph)
+    ways = best({site.name: candidates(site) for site in sites}, measured.terms)
+    return Plan(ways, fingerprint(sites), dict(setting) if setting else None, measured.evidence)

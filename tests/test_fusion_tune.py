@@ -1,0 +1,292 @@
+"""Choosing a fusion plan by measuring: the pieces that are timed, the choice, and the plan that is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+from tests.test_fusion import BOUND, preactivation, residual, stack, wide
+
+import minidl as m
+from minidl import fusion, models
+from minidl.fusion import chain, cost, kept
+from minidl.fusion.piece import Piece, cut
+from minidl.fusion.plans import MODES, candidates, fingerprint, modes_of, switches, way_of
+from minidl.fusion.tune import DeviceClock, groups, measure, tune
+from minidl.precision import precision
+from minidl.profile.timing import Budget, Timing
+
+H200 = cost.Machine(4.2e9, 7e11, cost.HOPPER)
+BF16, FP32 = precision("bf16"), precision("fp32")
+
+
+class Fake:
+    """A clock whose times are random numbers of what is timed: equal work, equal time."""
+
+    def __init__(self, seed=0):
+        self.seed, self.asked = seed, []
+
+    def __call__(self, cut, which, variants):
+        self.asked += [(cut.key, which, on) for on in variants]
+        return [self._time(cut, which, on) for on in variants]
+
+    def _time(self, cut, which, on):
+        place = {member.layer.name: i for i, member in enumerate(cut.members)}
+        words = [repr(cut.key), which, *sorted(f"{place[name]} {word}" for name, word in on)]
+        ms = 1 + np.random.default_rng([self.seed, *"".join(words).encode()]).random()
+        return Timing((ms, ms))
+
+
+# -- the dynamic programme ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_elimination_equals_trying_everything(seed):
+    """Chains, and graphs with cycles as residual blocks make them."""
+    rng = np.random.default_rng(seed)
+    options = {f"s{i}": [f"w{k}" for k in range(rng.integers(1, 4))] for i in range(rng.integers(1, 7))}
+    names = list(options)
+    scopes = [(name,) for name in names] + list(itertools.pairwise(names))
+    scopes += [tuple(rng.choice(names, size=min(3, len(names)), replace=False)) for _ in range(seed % 3)]
+    terms = [
+        chain.Term(scope, {ways: rng.random() for ways in itertools.product(*(options[name] for name in scope))})
+        for scope in scopes
+    ]
+    everything = [dict(zip(names, ways, strict=True)) for ways in itertools.product(*options.values())]
+    least = min(chain.total(ways, terms) for ways in everything)
+    assert chain.total(chain.best(options, terms), terms) == pytest.approx(least, rel=1e-12)
+
+
+def test_of_equals_the_first_is_taken_and_lone_sites_are_chosen_alone():
+    assert chain.best({"a": ["x", "y"], "b": ["x", "y"]}, [chain.Term(("b",), {("x",): 2.0, ("y",): 1.0})]) == {
+        "a": "x",
+        "b": "y",
+    }
+    assert chain.best({}, []) == {}
+
+
+# -- pieces -------------------------------------------------------------------------------------------------------
+
+
+def piece_groups(graph, precision):
+    return [group for group in groups(graph, 2, precision, H200, everything=True)]
+
+
+@pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
+def test_a_piece_computes_the_same_in_every_way(ops, build):
+    """In 16 bits against the same piece in float32: what is fused errs no more."""
+    graph = build()
+    for group in groups(graph, 2, BF16, H200, everything=True):
+        exact, narrow = (
+            {ways: outcome(Piece(cut(graph, group.sites, 2), ops, mode, 0), group, ways) for ways in group.ways}
+            for mode in (FP32, BF16)
+        )
+        plain = group.ways[0]
+        for ways in group.ways[1:]:
+            for a, b in zip(exact[plain], exact[ways], strict=True):
+                assert np.abs(a - b).max() <= 4 * BOUND * np.abs(a).max(), (group.names, ways)
+            errors = [distance(exact[plain], narrow[which]) for which in (plain, ways)]
+            assert 0 < errors[1] <= 1.25 * errors[0], (group.names, ways)
+
+
+def outcome(piece, group, ways):
+    """What a piece gives outwards, forward and backward, as float64 arrays."""
+    arrays = []
+    for which in ("forward", "backward"):
+        arrays += piece.calls(which, group.on(ways, "forward") | group.on(ways, "backward"))[0]()
+    return [np.asarray(piece.ops.to_host(array), np.float64) for array in arrays]
+
+
+def distance(exact, found):
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in zip(exact, found, strict=True)]
+    return np.sqrt(np.mean(np.square(errors)))
+
+
+def test_a_piece_holds_what_the_modes_reach_and_belongs_to_nobody(cpu_ops):
+    model = m.Model(residual())
+    before = model.modes()
+    sites = {site.name: site for site in fusion.find_sites(model.graph)}
+    found = cut(model.graph, (sites["main1.bn"], sites["side1.bn"]), 3)
+    names = [member.layer.name for member in found.members]
+    assert names == ["main1.conv", "main1.bn", "side1.conv", "side1.bn", "add1", "relu1", "main2.conv"]
+    assert found.operands == ((3, 6, 6, 8), (3, 6, 6, 8))
+    assert [member.back for member in found.members] == [False, True, False, True, True, True, True]
+    assert [member.layer.name for member in found.members if member.outside] == ["relu1", "main2.conv"]
+    piece = Piece(found, cpu_ops, FP32, 0)
+    piece.calls("backward", switches(sites["main1.bn"], "elementwise"))[0]()
+    assert model.modes() == before
+    assert not any(layer.bound or layer is member.layer for layer, member in zip(piece.layers, found.members, strict=True))
+    assert not model.state_dict()["main1.bn.running_mean"].any()
+
+
+def test_layers_that_may_talk_to_other_ranks_are_not_timed():
+    class Watched(m.ReLU):
+        pass
+
+    graph = stack()
+    graph.replace("relu1", Watched(name="other"))
+    sites = fusion.find_sites(graph)
+    assert cut(graph, [sites[1]], 2) is None and cut(graph, [sites[2]], 2) is not None
+    clock = Fake()
+    plan = tune(graph, 2, FP32, H200, clock, everything=True)
+    assert [record["timed"] for record in plan.evidence] == [True, False, True]
+    assert plan.sites["bn1"] == "elementwise", "by the model"
+
+
+def test_a_clock_times_every_candidate_of_a_network(cpu_ops):
+    clock = DeviceClock(cpu_ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=0.01))
+    plan = tune(residual(), 2, FP32, cost.Machine.of(None), clock, everything=True)
+    rows = [row for record in plan.evidence for row in record["rows"]]
+    assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows) and len(rows) == 10
+
+
+# -- candidates ---------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_the_sets_of_modes_that_a_site_can_have():
+    sites = {site.name: site for site in fusion.find_sites(preactivation())}
+    assert candidates(sites["bn0"]) == ["none", "statistics"]
+    assert candidates(sites["bn1"]) == ["none", "elementwise", "elementwise+gradients"]
+    assert candidates(sites["post0"]) == ["none", "elementwise", "statistics", "elementwise+statistics"]
+    for site in sites.values():
+        for way in candidates(site):
+            assert way_of(reversed(modes_of(way))) == way
+
+
+def test_the_model_rules_out_what_only_moves_more_bytes():
+    graph = models.build("resnet50", (224, 224, 3), 10)
+    for group in groups(graph, 256, BF16, H200):
+        assert group.timed and not [ways for ways in group.timed if "none" in ways or "statistics" in ways]
+    for group in groups(graph, 256, FP32, H200):  # no kernel does anything on the way
+        assert group.timed == (("elementwise",) * len(group.sites),)
+        assert all(set(same) <= {"none", "elementwise"} for same in group.same.values())
+
+
+def test_equal_pieces_are_timed_once():
+    clock = Fake()
+    plan = tune(models.build("resnet50", (224, 224, 3), 10), 4, BF16, H200, clock)
+    assert len(clock.asked) == len(set(clock.asked)) and len(plan.evidence) == 49
+    pieces = {key for key, _, _ in clock.asked}
+    assert len(pieces) < len(plan.evidence)
+    by_size = {}
+    for record in plan.evidence[10:]:
+        key = json.dumps([record["shape"], [row["ms"] for row in record["rows"]]])
+        by_size.setdefault(key, set()).add(json.dumps([plan.sites[name] for name in record["sites"]]))
+    assert all(len(ways) == 1 for ways in by_size.values())
+
+
+# -- the choice ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet50", "densenet121", "vgg16_bn"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed):
+    graph = models.build(name, (64, 64, 3), 10)
+    found = groups(graph, 8, BF16, H200)
+    terms = measure(graph, 8, found, Fake(seed)).terms
+    sites = fusion.find_sites(graph)
+    plan = tune(graph, 8, BF16, H200, Fake(seed))
+    for how in fusion.PLANS:
+        assert chain.total(plan.sites, terms) <= chain.total(fusion.choose(sites, how).sites, terms)
+    for site in sites:
+        for way in candidates(site):
+            assert chain.total(plan.sites, terms) <= chain.total(plan.sites | {site.name: way}, terms) + 1e-9
+
+
+def test_modes_that_meet_in_a_kernel_are_timed_together(monkeypatch):
+    """A mode that normalises in the loads of the convolution above meets the statistics which that takes."""
+    loads = MODES["gradients"]._replace(attribute="loads", passes=("forward",), slows={"forward": 0.05})
+    monkeypatch.setitem(MODES, "loads", loads)
+
+    def clock(cut, which, variants):
+        together = lambda on: sum(word in ("loads", "statistics") for _, word in on)  # noqa: E731
+        return [Timing((10.0 - together(on) + 5.0 * (together(on) > 1),) * 2) for on in variants]
+
+    graph = stack()
+    site, above = fusion.find_sites(graph)[:2]
+    assert site.taker == above.producer
+    found = groups(graph, 2, BF16, H200, everything=True)
+    (term,) = [t for t in measure(graph, 2, found, clock).terms if t.sites == (site.name, above.name)]
+    both = ("elementwise+loads", "elementwise+statistics")
+    assert term.ms[both] == pytest.approx(5.0) and ("elementwise", "elementwise") not in term.ms
+
+
+def test_the_heuristic_needs_no_clock_and_no_batch():
+    for name in ("resnet50", "unet"):
+        graph = models.build(name, (64, 64, 3), 10)
+        sites = fusion.find_sites(graph)
+        plan = cost.heuristic(graph, sites, BF16, H200)
+        assert plan == cost.heuristic(graph, sites, BF16, H200)
+        for site in sites:
+            times = {w: cost.predict(graph, site, w, cost.USUAL_BATCH, BF16, H200).ms for w in candidates(site)}
+            assert times[plan.sites[site.name]] == min(times.values())
+        assert set(cost.heuristic(graph, sites, FP32, H200).sites.values()) == {"elementwise"}
+
+
+# -- the plan that is kept ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_measured_plan_is_kept_and_found_again(cache):
+    clock = Fake(1)
+    plan = fusion.fuse(m.Model(residual()), "adaptive", batch=8, clock=clock)
+    assert clock.asked and plan.setting["batch"] == 8 and plan.setting["precision"] == "fp32"
+    (file,) = cache.glob("fusion/*.json")
+    again = fusion.fuse(m.Model(residual()), "adaptive", batch=8)
+    assert again == plan and again.evidence == fusion.Plan.load(file).evidence
+    file.write_text("{")
+    model = m.Model(residual())
+    assert fusion.fuse(model, "adaptive", batch=8, clock=Fake(1)).sites == plan.sites == model.fusion.sites
+    assert fusion.Plan.load(file) == plan
+
+
+def test_plans_of_another_device_batch_or_precision_are_refused_by_name(cache, tmp_path):
+    plan = fusion.fuse(m.Model(residual()), "adaptive", batch=8, clock=Fake())
+    path = tmp_path / "plan.json"
+    for key, value in (("device", "another GPU"), ("batch", 9), ("precision", "bf16")):
+        dataclasses.replace(plan, setting=plan.setting | {key: value}).save(path)
+        with pytest.raises(ValueError, match=f"measured for {key} {value!r}, this is"):
+            fusion.fuse(m.Model(residual()), path, batch=8)
+    dataclasses.replace(plan, setting=None).save(path)  # freed of what it holds for, it is like one written by hand
+    assert fusion.fuse(m.Model(residual()), path, batch=9).sites == plan.sites
+    with pytest.raises(ValueError, match="another network"):
+        fusion.fuse(m.Model(stack()), plan, batch=8)
+    with pytest.raises(ValueError, match="batch must be the samples of a step"):
+        fusion.fuse(m.Model(residual()), "adaptive")
+
+
+class Second:
+    """Rank 1 of two, whose rank 0 shares what it was given."""
+
+    name, rank, size, local_rank, local_size = "test", 1, 2, 1, 2
+
+    def __init__(self, value):
+        self.value = value
+
+    def share(self, value):
+        return [self.value if isinstance(value, tuple) else value, value]
+
+
+def test_all_ranks_follow_rank_0(monkeypatch):
+    model = m.Model(residual())
+    sites = fusion.find_sites(model.graph)
+    plan = fusion.Plan(dict.fromkeys((s.name for s in sites), "elementwise"), fingerprint(sites))
+    model.comm = Second((plan.record(), ""))
+    assert fusion.fuse(model, "adaptive", batch=4, clock=None) == plan
+    assert model.graph["stem.bn"].layer.deferred
+    model.comm = Second((None, "RuntimeError: broken"))
+    with pytest.raises(ValueError, match="rank 0: RuntimeError: broken"):
+        fusion.fuse(model, "adaptive", batch=4)
+
+
+def test_a_setting_names_the_device(ops):
+    found = kept.setting(ops, FP32, 4)
+    assert found["device"] and found["precision"] == "fp32" and found["batch"] == 4
