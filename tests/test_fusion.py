@@ -331,7 +331,9 @@ def test_costs_count_passes_by_hand():
     mixed = fusion.site_cost(own, "statistics", 2, 2), fusion.site_cost(partner, "gradients", 2, 2)
     assert sum(c.backward_bytes for c in mixed) == 10 * size
     for site in sites.values():
-        costs = [fusion.site_cost(site, way, 2, 2).bytes for way in fusion.PLANS if way != "gradients" or site.taker]
+        ways = [way for way in fusion.PLANS if way != "gradients" or site.taker]
+        ways = [way for way in ways if way != "bnff" or (site.kind == "relu" and site.sole)]
+        costs = [fusion.site_cost(site, way, 2, 2).bytes for way in ways]
         assert costs == sorted(set(costs), reverse=True)
 
 
@@ -409,7 +411,7 @@ def test_benchmark_rows_name_the_plan(tmp_path):
 
 
 def test_a_compiled_step_sees_every_mode_that_a_plan_sets():
-    model = m.Model(residual())
+    model = m.Model(preactivation())
     seen = set()
     for how in fusion.PLANS:
         fusion.fuse(model, how)

@@ -33,9 +33,11 @@ def fuse(model: Model, how: str | Path | Plan = "elementwise") -> Plan:
         way = plan.sites[site.name]
         model.graph[site.name].layer.deferred = way != "none" and site.kind != "alone"
         if site.producer is not None:
-            model.graph[site.producer].layer.statistics = way in ("statistics", "gradients")
+            model.graph[site.producer].layer.statistics = way in ("statistics", "gradients", "bnff")
         if site.taker is not None:
-            model.graph[site.taker].layer.masks = way == "gradients"
+            model.graph[site.taker].layer.masks = way in ("gradients", "bnff")
+        if site.kind == "relu":
+            model.graph[site.readers[0]].layer.deferred = way == "bnff"
     return plan
 
 

@@ -45,10 +45,11 @@ _PASSES = {
 def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     """What ``way`` of running ``site`` costs for ``batch`` samples of ``itemsize`` bytes per element."""
     kind = site.kind if site.first_back or site.kind == "alone" else "partner"
-    reaches = way in ("statistics", "gradients")  # into the convolutions around it
+    reaches = way in ("statistics", "gradients", "bnff")  # into the convolutions around it
     forward, backward = _PASSES[kind, "none" if kind == "alone" else "elementwise" if reaches else way]
     forward -= reaches and site.producer is not None  # the statistics take no pass of their own
     # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output).
-    backward -= (1 if site.kind == "relu" else 2) * (way == "gradients")
+    backward -= (1 if site.kind == "relu" else 2) * (way in ("gradients", "bnff"))
+    forward -= 2 * (way == "bnff")  # normalised where it is read
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)

@@ -23,6 +23,7 @@ PLANS = {
     "elementwise": "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
     "statistics": "that, and the convolution below takes the statistics of what it writes (F3, J3)",
     "gradients": "that, and the data gradient of the convolution above masks and sums what it writes (B3)",
+    "bnff": "that, and the convolution above normalises what it reads: the ReLU's output is never written (F4)",
 }
 
 
@@ -79,7 +80,7 @@ class Plan:
 
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker) for s in sites])
+    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -91,6 +92,8 @@ def _obstacle(site: Site, way: str) -> str | None:
         return "no convolution writes for it alone"
     if way == "gradients" and site.taker is None:
         return "no convolution has the last gradient of the ReLU above it"
+    if way == "bnff" and not (site.kind == "relu" and site.sole):
+        return "no convolution alone reads a ReLU over it"
     return None
 
 
