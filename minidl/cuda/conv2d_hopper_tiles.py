@@ -81,8 +81,15 @@ ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
-def candidates(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[HopperTile | HaloTile]:
-    """Every tile that can do a convolution that the family takes."""
+def candidates(
+    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+) -> list[HopperTile | HaloTile]:
+    """Every tile that can do a convolution that the family takes.
+
+    One that normalises its input needs the registers of a multiprocessor for itself.
+    """
+    if normalized:
+        return [tile for tile in TILES if tile.resident == 1]
     return [*TILES, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
@@ -119,9 +126,11 @@ def microseconds(
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> tuple[HopperTile | HaloTile, int]:
+def choose(
+    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
-    among = candidates(conv, backward, device, code)
+    among = candidates(conv, backward, device, code, normalized)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
@@ -147,10 +156,15 @@ def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int =
 
 @functools.lru_cache(maxsize=1024)
 def taken(
-    choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord, code: int
+    choice: Choice | None,
+    conv: Convolution,
+    backward: bool,
+    device: DeviceRecord,
+    code: int,
+    normalized: bool = False,
 ) -> tuple[HopperTile | HaloTile, int] | None:
     """Tile and share of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 1:
         return None
-    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code)}
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code, normalized)}
     return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None

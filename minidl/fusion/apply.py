@@ -69,7 +69,9 @@ def machine_of(ops: Any) -> Machine:
     return Machine.of(current_device() if ops.name == "cuda" else None)
 
 
-def _agreed(model: Model, sites: Sequence[Site], how: str, batch: int | None, clock: Clock | None, progress: Any) -> Plan:
+def _agreed(
+    model: Model, sites: Sequence[Site], how: str, batch: int | None, clock: Clock | None, progress: Any
+) -> Plan:
     """Rank 0's plan; where that has none, its error on every rank."""
     plan, problem = None, ""
     if model.comm.rank == 0:
@@ -85,7 +87,9 @@ def _agreed(model: Model, sites: Sequence[Site], how: str, batch: int | None, cl
     return Plan.of(plan)
 
 
-def _found(model: Model, sites: Sequence[Site], how: str, batch: int | None, clock: Clock | None, progress: Any) -> Plan:
+def _found(
+    model: Model, sites: Sequence[Site], how: str, batch: int | None, clock: Clock | None, progress: Any
+) -> Plan:
     ops, precision, machine = model.ops, model.precision, machine_of(model.ops)
     if how == "auto":
         return heuristic(model.graph, sites, precision, machine)
@@ -93,7 +97,7 @@ def _found(model: Model, sites: Sequence[Site], how: str, batch: int | None, clo
     path = kept.path_of(ops, setting, fingerprint(sites))
     plan = kept.load(path) if clock is None else None
     if plan is None:
-        clock = clock or DeviceClock(ops, precision)
+        clock = clock or (DeviceClock(ops, precision) if ops.name == "cpu" else None)
         plan = tune(model.graph, batch, precision, machine, clock, setting=setting, progress=progress)
         kept.keep(plan, path)
     return plan

@@ -3,8 +3,8 @@
 A pass reads or writes every element of the site's tensor once. Counted is what comes on top of the convolutions: they
 read their inputs and write their outputs in every plan. Parameters and statistics, vectors of C, are left out. In time,
 passes run at the memory's rate, and a convolution that does something on the way is slower by the part that was
-measured for it. Only the ratio of the rates decides, and a usual batch is reckoned with, so the choice is the same for every batch and on
-every day.
+measured for it. Only the ratio of the rates decides, and a usual batch is reckoned with, so the choice is the same for
+every batch and on every day.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     modes = modes_of(way)
     forward, backward = _PASSES[kind, "elementwise" in modes]
     forward -= "statistics" in modes  # which take no pass of their own
+    forward -= 2 * ("prologue" in modes)  # normalised where it is read, but made once more for the weight gradient
+    backward += 2 * ("prologue" in modes)
     # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output).
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     size = batch * prod(site.shape) * itemsize
@@ -100,9 +102,9 @@ class Predicted(NamedTuple):
 
 def runs_as(graph: Graph, site: Site, way: str, precision: Precision, machine: Machine) -> str:
     """The way whose kernels ``way`` comes to here: modes that a convolution has no kernel for fall away."""
-    layer = lambda mode: graph[getattr(site, MODES[mode].where)].layer  # noqa: E731
+    layer = lambda mode: graph[getattr(site, MODES[mode].by)].layer  # noqa: E731
     return way_of(
-        mode for mode in modes_of(way) if not MODES[mode].slows or machine.does(layer(mode), mode, precision)
+        mode for mode in modes_of(way) if MODES[mode].by is None or machine.does(layer(mode), mode, precision)
     )
 
 
@@ -112,7 +114,7 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
     cost = site_cost(site, way, batch, precision.storage.itemsize)
     forward, backward = (count / machine.bytes_per_ms for count in (cost.forward_bytes, cost.backward_bytes))
     for mode in modes_of(way):
-        node = graph[getattr(site, MODES[mode].where)]
+        node = graph[getattr(site, MODES[mode].by)] if MODES[mode].by else None
         for name, part in MODES[mode].slows.items():
             shapes = ((batch, *graph.nodes[i].shape) for i in node.inputs)
             work = getattr(node.layer.cost(*shapes, itemsize=precision.storage.itemsize), name)

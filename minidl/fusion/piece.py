@@ -2,8 +2,8 @@
 
 A piece of some batch norms holds the convolutions that write for them, the sums and ReLUs that read them, and the
 convolutions that take their gradient. It runs as `minidl.model.Model` would run these layers, whatever modes they are
-in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end, which
-no mode changes, are left out.
+in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end,
+which no mode changes, are left out.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ class Piece:
             for k, part in zip(member.inputs, dx if isinstance(dx, tuple) else (dx,), strict=True):
                 if k >= 0:
                     together = k == single or grads[k] is None
-                    grads[k] = part if together else self.ops.add(finished(self.ops, grads[k]), finished(self.ops, part))
+                    grads[k] = (
+                        part if together else self.ops.add(finished(self.ops, grads[k]), finished(self.ops, part))
+                    )
         return [finished(self.ops, gradient) for gradient in grads if gradient is not None]
 
 

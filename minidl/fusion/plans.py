@@ -1,7 +1,7 @@
 """Plans: how each batch norm of a network is run. Records of names only; they can be saved, compared and forced.
 
-A *mode* is one thing that some layer at a batch norm does on the way; a *way* of running a batch norm is a set of modes,
-and a plan gives every batch norm its way.
+A *mode* is one thing that some layer at a batch norm does on the way; a *way* of running a batch norm is a set of
+modes, and a plan gives every batch norm its way.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ class Mode(NamedTuple):
     Attributes:
         attribute: of the layer that does it, True or False.
         where: the field of `Site` that names this layer; None there: the site cannot have the mode.
+        by: the field that names the convolution whose kernels do it; None: kernels of their own.
         passes: those that run other kernels for it.
         needs: modes without which it does nothing.
-        slows: passes of that layer, if it is a convolution, and by which part of their time, as measured on an H200.
+        slows: passes of that convolution, and by which part of their time, as measured on an H200.
         lacking: what a site is told that cannot have it.
         text: what it does.
     """
 
     attribute: str
     where: str
+    by: str | None
     passes: tuple[str, ...]
     needs: tuple[str, ...]
     slows: Mapping[str, float]
@@ -48,18 +50,23 @@ class Mode(NamedTuple):
 # With the names of the literature's passes (F, J: forward, B: backward).
 MODES = {
     "elementwise": Mode(
-        "deferred", "shared", ("forward", "backward"), (), {}, "it is {site.why}",
+        "deferred", "shared", None, ("forward", "backward"), (), {}, "it is {site.why}",
         "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
     ),
     "statistics": Mode(
-        "statistics", "producer", ("forward",), (), {"forward": 0.08},
+        "statistics", "producer", "producer", ("forward",), (), {"forward": 0.08},
         "no convolution writes for it alone",
         "the convolution below takes the statistics of what it writes (F3, J3)",
     ),
     "gradients": Mode(
-        "masks", "taker", ("backward",), ("elementwise",), {"backward_data": 0.1},
+        "masks", "taker", "taker", ("backward",), ("elementwise",), {"backward_data": 0.1},
         "no convolution has the last gradient of the ReLU above it",
         "the data gradient of the convolution above masks and sums what it writes (B3)",
+    ),
+    "prologue": Mode(
+        "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
+        {"forward": 0.05, "backward_weight": 0.05}, "no convolution alone reads a ReLU over it",
+        "the convolution above normalises what it reads: the ReLU's output is never written (F4)",
     ),
 }  # fmt: skip
 
@@ -69,6 +76,7 @@ PLANS = {
     "elementwise": ("elementwise",),
     "statistics": ("elementwise", "statistics"),
     "gradients": ("elementwise", "statistics", "gradients"),
+    "bnff": ("elementwise", "statistics", "gradients", "prologue"),
 }
 
 
@@ -189,7 +197,7 @@ class Plan:
 
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker) for s in sites])
+    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

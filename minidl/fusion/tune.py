@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
+from minidl.backend import get_ops
+from minidl.cuda import capture, nvrtc
+from minidl.cuda.device import current_device
+from minidl.cuda.launch import dry_run
 from minidl.fusion.chain import Term, best
 from minidl.fusion.cost import Machine, predict, runs_as, site_cost
 from minidl.fusion.piece import Cut, Piece, cut
@@ -23,7 +27,7 @@ from minidl.graph import Graph
 from minidl.precision import Precision
 from minidl.profile.timing import Budget, Timing, timer
 
-__all__ = ["Clock", "Group", "Measured", "groups", "measure", "tune"]
+__all__ = ["Clock", "DeviceClock", "Group", "Measured", "compile_ahead", "groups", "measure", "tune"]
 
 PASSES = ("forward", "backward")
 MARGIN = 1.5  # what the model thinks slower by more than this factor is not measured
@@ -50,9 +54,15 @@ class DeviceClock:
 
     def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> list[Timing]:
         if self._piece is None or self._piece.cut is not cut:
-            self._piece = None  # its memory first
+            self.release()
             self._piece = Piece(cut, self._ops, self._precision, self._timer.cache_bytes)
         return self._timer.in_turns([self._piece.calls(which, on) for on in variants], self._budget)
+
+    def release(self) -> None:
+        """Let go of the piece and of the memory that its timing took."""
+        self._piece = None
+        if self._ops.name == "cuda":
+            capture.release()
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ def _worth_timing(ways: Sequence[Ways], times: Mapping[Ways, float], moved: Mapp
 
     What leaves the convolutions alone is never behind: how much their kernels lose is what the model knows worst.
     """
-    asked = {w: {(i, m) for i, way in enumerate(w) for m in modes_of(way) if MODES[m].slows} for w in ways}
+    asked = {w: {(i, m) for i, way in enumerate(w) for m in modes_of(way) if MODES[m].by} for w in ways}
     left = [w for w in ways if not any(asked[v] <= asked[w] and moved[v] < moved[w] for v in ways)]
     fastest = min(times[w] for w in left)
     return [w for w in left if not asked[w] or times[w] <= MARGIN * fastest]
@@ -151,7 +161,7 @@ def measure(
         measured.terms.append(term)
         measured.evidence.append(record)
         progress(f"{i + 1} of {len(found)}: {' and '.join(group.names)}")
-    for a, b in _neighbours(found):
+    for a, b in itertools.permutations(found, 2):
         measured.terms.extend(_time_meetings(graph, a, b, batch, timed))
     return measured
 
@@ -200,34 +210,58 @@ def _time_group(graph: Graph, group: Group, batch: int, timed: _Remembering) -> 
     return Term(group.names, ms), record
 
 
-def _neighbours(found: Sequence[Group]) -> Iterator[tuple[Site, Site]]:
-    """Pairs of batch norms of different groups with a layer in common."""
-    for one, other in itertools.permutations(found, 2):
-        for a, b in itertools.product(one.sites, other.sites):
-            if a.taker is not None and a.taker == b.producer:
-                yield a, b
-
-
-def _time_meetings(graph: Graph, a: Site, b: Site, batch: int, timed: _Remembering) -> Iterator[Term]:
+def _time_meetings(graph: Graph, one: Group, other: Group, batch: int, timed: _Remembering) -> Iterator[Term]:
     """What modes of two neighbours cost in one kernel beyond the sum of what each costs alone."""
-    meetings = [
-        (x, y, which)
-        for (x, mine), (y, other), which in itertools.product(MODES.items(), MODES.items(), PASSES)
-        if which in mine.passes and which in other.passes and mine.slows and other.slows
-        and getattr(a, mine.where) == getattr(b, other.where) is not None
-    ]  # fmt: skip
-    piece = cut(graph, (a, b), batch) if meetings else None
-    for x, y, which in meetings if piece else ():
-        ways = [[way_of(MODES[mode].needs), way_of((mode, *MODES[mode].needs))] for mode in (x, y)]
-        variants = {
-            (i, j): switches(a, ways[0][i], which) | switches(b, ways[1][j], which)
-            for i, j in itertools.product((0, 1), repeat=2)
-        }
-        took = timed(piece, which, list(dict.fromkeys(variants.values())))
-        ms = {key: took[on].ms for key, on in variants.items()}
-        extra = ms[1, 1] - ms[1, 0] - ms[0, 1] + ms[0, 0]
-        both = itertools.product(candidates(a), candidates(b))
-        yield Term((a.name, b.name), {(p, q): extra for p, q in both if x in modes_of(p) and y in modes_of(q)})
+    for (a, mine), (b, theirs) in itertools.product(_asked_of_convolutions(one), _asked_of_convolutions(other)):
+        if getattr(a, MODES[mine].by) != getattr(b, MODES[theirs].by):
+            continue
+        piece = cut(graph, (a, b), batch)
+        extra = 0.0
+        for which in PASSES if piece else ():
+            if which in MODES[mine].passes and which in MODES[theirs].passes:
+                extra += _extra(piece, which, (a, mine), (b, theirs), timed)
+        if extra:
+            ways = itertools.product(candidates(a), candidates(b))
+            both = {(p, q): extra for p, q in ways if mine in modes_of(p) and theirs in modes_of(q)}
+            yield Term((a.name, b.name), both)
+
+
+def _asked_of_convolutions(group: Group) -> list[tuple[Site, str]]:
+    """(batch norm, mode) of what is timed in a group and done by a convolution."""
+    pairs = [(s, m) for ways in group.timed for s, way in zip(group.sites, ways, strict=True) for m in modes_of(way)]
+    return [(site, mode) for site, mode in dict.fromkeys(pairs) if MODES[mode].by]
+
+
+def _extra(piece: Cut, which: str, a: tuple[Site, str], b: tuple[Site, str], timed: _Remembering) -> float:
+    ways = [[(site, way_of(MODES[mode].needs)), (site, way_of((mode, *MODES[mode].needs)))] for site, mode in (a, b)]
+    variants = [switches(*p, which) | switches(*q, which) for p, q in itertools.product(*ways)]
+    took = timed(piece, which, list(dict.fromkeys(variants)))
+    neither, second, first, both = (took[on].ms for on in variants)
+    return both - first - second + neither
+
+
+class _Walking:
+    """A clock that runs every piece once, on shapes, so that a dry run sees its kernels."""
+
+    def __init__(self, ops: ModuleType, precision: Precision):
+        self._ops, self._precision = ops, precision
+
+    def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> list[Timing]:
+        piece = Piece(cut, self._ops, self._precision, cache_bytes=0)
+        for on in variants:
+            piece.calls(which, on)[0]()
+        return [Timing((1.0, 1.0))] * len(variants)
+
+
+def compile_ahead(graph: Graph, batch: int, precision: Precision, found: Sequence[Group]) -> int:
+    """Compile what `measure` will launch on the current GPU, on all cores; how many kernels were not there yet."""
+    device = current_device()
+    with dry_run(device) as log:
+        measure(graph, batch, found, _Walking(get_ops("cuda"), precision))
+    arch = nvrtc.target(device.arch)
+    missing = [kernel for kernel in log.variants if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
+    nvrtc.compile_all(missing, arch)
+    return len(missing)
 
 
 def tune(
@@ -235,7 +269,7 @@ def tune(
     batch: int,
     precision: Precision,
     machine: Machine,
-    clock: Clock,
+    clock: Clock | None = None,
     *,
     everything: bool = False,
     setting: Mapping[str, Any] | None = None,
@@ -247,11 +281,17 @@ def tune(
         graph: of the network; it may belong to a model, nothing of which changes.
         batch: samples of this rank.
         machine: for the model of time.
+        clock: default: the one of the current GPU, for which kernels are compiled first.
         everything: time what the model rules out, too.
         setting: what the measurements hold for, kept in the plan.
     """
     found = groups(graph, batch, precision, machine, everything=everything)
+    if clock is None:
+        compile_ahead(graph, batch, precision, found)
+        clock = DeviceClock(get_ops("cuda"), precision)
     measured = measure(graph, batch, found, clock, progress=progress)
+    if isinstance(clock, DeviceClock):
+        clock.release()
     sites = find_sites(graph)
     ways = best({site.name: candidates(site) for site in sites}, measured.terms)
     return Plan(ways, fingerprint(sites), dict(setting) if setting else None, measured.evidence)

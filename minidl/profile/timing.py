@@ -132,7 +132,7 @@ class Timer:
 
     @staticmethod
     def _turns(runs: Sequence[tuple[Callable[[int], float], int]], budget: Budget) -> list[Timing]:
-        """Of (milliseconds of so many repeats, calls of a repeat) for each; a sample is long enough, turns alternate."""
+        """Of (milliseconds of so many repeats, calls of a repeat) for each; every other turn goes backwards."""
         repeats = [max(1, math.ceil(budget.sample_ms / max(elapsed(1), 1e-3))) for elapsed, _ in runs]
         order = list(range(len(runs)))
         for i in order:
