@@ -81,12 +81,12 @@ def setup_of(a: argparse.Namespace, case: str) -> Setup:
 
 
 class Tuned:
-    """A network with everything measured that its batch norms can do."""
+    """A network whose batch norms were measured: all ways, or those that the model does not rule out."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, everything: bool):
         self.setup, self.graph, mode = setup, setup.graph(), precision(setup.precision)
         machine = machine_of(ops)
-        self.groups = groups(self.graph, setup.batch, mode, machine, everything=True)
+        self.groups = groups(self.graph, setup.batch, mode, machine, everything=everything)
         compile_ahead(self.graph, setup.batch, mode, self.groups)
         self.clock = DeviceClock(ops, mode)
         started = time.perf_counter()
@@ -98,7 +98,7 @@ class Tuned:
 
 def sites(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each distinct group of batch norms, pass and way."""
-    tuned = Tuned(setup_of(a, case))
+    tuned = Tuned(setup_of(a, case), everything=True)
     auto = heuristic(tuned.graph, tuned.sites, precision(a.precision), machine_of(ops)).sites
     pieces = [cut(tuned.graph, group.sites, tuned.setup.batch) for group in tuned.groups]
     keys = [piece.key if piece else group.names for piece, group in zip(pieces, tuned.groups, strict=True)]
@@ -138,7 +138,7 @@ def _show_sites(rows: list[Row]) -> None:
 
 def pairs(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each distinct pair of batch norms with a convolution between them: the plan's ways and the best."""
-    tuned = Tuned(setup_of(a, case))
+    tuned = Tuned(setup_of(a, case), everything=False)
     rows, seen = [], {}
     for one, other in itertools.permutations(tuned.groups, 2):
         if {s.taker for s in one.sites} & {s.producer for s in other.sites} - {None}:
@@ -218,6 +218,7 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
         "case": setup.title, "pass": "step", "dtype": setup.precision, "arm": how,
         "ms": found[how].ms, "spread": found[how].spread, "floor_ms": None, "peers": peers,
         "images_per_s": setup.batch / found[how].ms * 1e3, "losses": losses[how],
+        "agrees": bool(np.allclose(losses[how], losses[a.arms[0]], rtol=TOLERANCE)),
         "ways": dict(Counter(plans[how].sites.values())), "tuning_s": tuning if how == "adaptive" else None,
     } for how in a.arms]  # fmt: skip
     columns = ["plan", "ms", "spread", "images/s", *peers, "ways"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import fusion, models
+from minidl import cli, fusion, models
 from minidl.fusion import chain, cost, kept
+from minidl.fusion.apply import machine_of
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way_of
 from minidl.fusion.tune import DeviceClock, groups, measure, tune
@@ -273,21 +275,97 @@ class Second:
         self.value = value
 
     def share(self, value):
-        return [self.value if isinstance(value, tuple) else value, value]
+        return [self.value, value]
 
 
 def test_all_ranks_follow_rank_0(monkeypatch):
     model = m.Model(residual())
     sites = fusion.find_sites(model.graph)
     plan = fusion.Plan(dict.fromkeys((s.name for s in sites), "elementwise"), fingerprint(sites))
-    model.comm = Second((plan.record(), ""))
+    model.comm = Second((plan.record(), None))
     assert fusion.fuse(model, "adaptive", batch=4, clock=None) == plan
     assert model.graph["stem.bn"].layer.deferred
-    model.comm = Second((None, "RuntimeError: broken"))
-    with pytest.raises(ValueError, match="rank 0: RuntimeError: broken"):
+    model.comm = Second((None, (OSError, "no such plan")))
+    with pytest.raises(OSError, match="no such plan"):
         fusion.fuse(model, "adaptive", batch=4)
 
 
 def test_a_setting_names_the_device(ops):
     found = kept.setting(ops, FP32, 4)
     assert found["device"] and found["precision"] == "fp32" and found["batch"] == 4
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+SMALL = ["fuse", "--model", "resnet20", "--image-size", "8", "--classes", "10", "--batch", "2", "--precision", "fp32"]
+
+
+def test_tuning_keeps_a_plan_that_training_takes(cache, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert cli.main([*SMALL, "--device", "cpu", "--tune", "--explain", "--json", str(path)]) == 0
+    text = capsys.readouterr()
+    assert "regret: the choices are 0.000 ms behind" in text.out and "chosen" in text.out
+    assert text.err.startswith("1 of 19: bn1\n")
+    plan = fusion.Plan.load(path)
+    assert plan.setting["batch"] == 2 and fusion.Plan.load(next(cache.glob("fusion/*.json"))) == plan
+    options = ["train", "--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "20"]
+    options += ["--epochs", "1", "--device", "cpu", "--output", str(tmp_path / "run"), "--fusion", str(path)]
+    cli.train(cli.parser().parse_args([*options, "--batch", "2"]))
+    with pytest.raises(ValueError, match="measured for batch 2, this is 4; measure anew"):
+        cli.train(cli.parser().parse_args([*options, "--batch", "4"]))
+
+
+def test_explaining_needs_no_gpu(capsys):
+    assert cli.main(["fuse", "--explain", "--device", "H200", "--batch", "256"]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("layer1.0.bn1 ")]
+    assert "256x56x56x64" in line and "none" in line
+    assert "elementwise+statistics+gradients" in text and "measured" in text
+    with pytest.raises(SystemExit):
+        cli.main(["fuse", "--tune", "--device", "H200"])
+    assert "there is no GPU to measure on" in capsys.readouterr().err
+
+
+def test_memory_that_ways_free_is_what_layers_no_longer_keep(cpu_ops):
+    """Of each piece, and together of the network, where every ReLU is read by one convolution."""
+    graph = m.Graph()
+    x = graph.input((8, 8, 8))
+    for i in range(3):
+        x = m.Conv2d(8, 8, 3, padding=1, bias=False, name=f"conv{i}")(x)
+        x = m.ReLU(name=f"relu{i}")(m.BatchNorm2d(8, name=f"bn{i}")(x))
+    graph.output(m.Conv2d(8, 8, 1, name="last")(x))
+    found = groups(graph, 4, FP32, H200, everything=True)
+    pieces = [Piece(cut(graph, group.sites, 4), cpu_ops, FP32, 0) for group in found]
+    for how in fusion.PLANS:
+        freed = 0
+        for group, piece in zip(found, pieces, strict=True):
+            ways = tuple(fusion.choose(group.sites, how).sites.values())
+            freed += piece.saved_bytes(frozenset()) - piece.saved_bytes(group.on(ways, "forward"))
+        kept = {}
+        for one in ("none", how):
+            model = m.Model(graph_like(graph))
+            fusion.fuse(model, one)
+            model.forward(np.zeros((4, 8, 8, 8), np.float32))
+            kept[one] = model.store.saved_bytes
+        assert kept["none"] - kept[how] == freed
+    assert freed == 3 * 4 * 8 * 8 * 8 * 4
+
+
+def graph_like(graph):
+    return copy.deepcopy(graph)
+
+
+# -- what runs where nobody chose ---------------------------------------------------------------------------------
+
+
+def test_a_gpu_runs_by_the_model_of_bytes_unless_told_otherwise(ops):
+    model = m.Model(residual(), device=ops.name)
+    fusion.fuse_by_default(model)
+    if ops.name == "cpu":
+        assert model.fusion is None
+        return
+    assert model.fusion == cost.heuristic(model.graph, fusion.find_sites(model.graph), FP32, machine_of(ops))
+    fusion.fuse(model, "none")
+    fusion.fuse_by_default(model)
+    assert set(model.fusion.sites.values()) == {"none"}

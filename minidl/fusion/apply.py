@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from minidl import checks
 from minidl.cuda.device import current_device
-from minidl.dist.agree import require_same
+from minidl.dist.communicator import Communicator
 from minidl.fusion import kept
 from minidl.fusion.cost import Machine, heuristic
 from minidl.fusion.plans import MODES, PLANS, Plan, choose, fingerprint, switches
-from minidl.fusion.sites import Site, find_sites
+from minidl.fusion.sites import find_sites
 from minidl.fusion.tune import Clock, DeviceClock, tune
+from minidl.graph import Graph
 from minidl.model import Model
+from minidl.precision import Precision
+from minidl.store import TensorStore
 
-__all__ = ["CHOICES", "fuse", "machine_of"]
+__all__ = ["CHOICES", "fuse", "fuse_by_default", "machine_of", "plan_for"]
 
 # What `fuse` takes beside plans and their files.
 CHOICES = (*PLANS, "auto", "adaptive")
@@ -43,19 +46,16 @@ def fuse(
         The plan; `fuse(model, "none")` undoes it.
 
     Raises:
-        ValueError: an unknown name, a plan for another network, device, precision or batch, or no batch to measure.
+        ValueError: an unknown name, a plan for another network, device, precision or batch, or no batch to measure for.
         OSError: a file that cannot be read.
     """
     sites = find_sites(model.graph)
-    if how == "adaptive" and batch is None:
-        raise checks.bad_value("fuse", "batch", "the samples of a step on each rank, to measure for", None)
-    if how in ("auto", "adaptive"):
-        plan = _agreed(model, sites, str(how), batch, clock, progress)
-    else:
-        plan = how if isinstance(how, Plan) else choose(sites, str(how)) if str(how) in PLANS else _load(how)
+    plan = _of_rank_0(
+        model.comm,
+        lambda: plan_for(model.graph, model.ops, model.precision, how, batch=batch, clock=clock, progress=progress),
+    )
     plan.check(sites, kept.setting(model.ops, model.precision, batch) if plan.setting else None)
-    require_same(model.comm, "fusion plan", [f"{name} {way}" for name, way in plan.sites.items()])
-    on = set().union(*(switches(site, plan.sites[site.name]) for site in sites))
+    on = {pair for site in sites for pair in switches(site, plan.sites[site.name])}
     for layer in model.layers:
         for mode in MODES.values():
             if hasattr(layer, mode.attribute):
@@ -64,43 +64,73 @@ def fuse(
     return plan
 
 
-def machine_of(ops: Any) -> Machine:
+def fuse_by_default(model: Model) -> None:
+    """On a GPU, run a model by ``"auto"`` where nobody has chosen; memory planned for other modes stays as planned."""
+    if model.fusion is None and model.ops.name == "cuda" and type(model.store) is TensorStore:
+        fuse(model, "auto")
+
+
+def machine_of(ops: ModuleType) -> Machine:
     """The device of an operation table, as the model of time knows it."""
     return Machine.of(current_device() if ops.name == "cuda" else None)
 
 
-def _agreed(
-    model: Model, sites: Sequence[Site], how: str, batch: int | None, clock: Clock | None, progress: Any
+def plan_for(
+    graph: Graph,
+    ops: ModuleType,
+    precision: Precision,
+    how: str | Path | Plan,
+    *,
+    batch: int | None = None,
+    clock: Clock | None = None,
+    anew: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Rank 0's plan; where that has none, its error on every rank."""
-    plan, problem = None, ""
-    if model.comm.rank == 0:
-        try:
-            plan = _found(model, sites, how, batch, clock, progress).record()
-        except Exception as error:  # whatever a kernel raises: the others are waiting
-            if model.comm.size == 1:
-                raise
-            problem = f"{type(error).__name__}: {error}"
-    plan, problem = model.comm.share((plan, problem))[0]
-    if problem:
-        raise ValueError(f"fusion plan of rank 0: {problem}")
-    return Plan.of(plan)
+    """The plan that `fuse` would follow for a network on the device of ``ops``; nothing is set.
 
+    Args:
+        anew: measure also what was measured and kept before.
 
-def _found(
-    model: Model, sites: Sequence[Site], how: str, batch: int | None, clock: Clock | None, progress: Any
-) -> Plan:
-    ops, precision, machine = model.ops, model.precision, machine_of(model.ops)
+    Raises:
+        ValueError, OSError: as `fuse`.
+    """
+    sites = find_sites(graph)
+    if isinstance(how, Plan):
+        return how
+    if how in PLANS:
+        return choose(sites, str(how))
     if how == "auto":
-        return heuristic(model.graph, sites, precision, machine)
+        return heuristic(graph, sites, precision, machine_of(ops))
+    if how != "adaptive":
+        return _load(how)
+    if batch is None:
+        raise checks.bad_value("fuse", "batch", "the samples of a step on each rank, to measure for", None)
     setting = kept.setting(ops, precision, batch)
     path = kept.path_of(ops, setting, fingerprint(sites))
-    plan = kept.load(path) if clock is None else None
+    plan = kept.load(path) if clock is None and not anew else None
     if plan is None:
-        clock = clock or (DeviceClock(ops, precision) if ops.name == "cpu" else None)
-        plan = tune(model.graph, batch, precision, machine, clock, setting=setting, progress=progress)
+        if clock is None and ops.name == "cpu":
+            clock = DeviceClock(ops, precision)
+        plan = tune(graph, batch, precision, machine_of(ops), clock, setting=setting, progress=progress)
         kept.keep(plan, path)
     return plan
+
+
+def _of_rank_0(comm: Communicator, find: Callable[[], Plan]) -> Plan:
+    """Rank 0's plan; where it finds none, its error on every rank."""
+    if comm.size == 1:
+        return find()
+    plan, problem = None, None
+    if comm.rank == 0:
+        try:
+            plan = find().record()
+        except Exception as error:  # whatever a kernel raises: the others are waiting
+            problem = OSError if isinstance(error, OSError) else ValueError, str(error)
+    plan, problem = comm.share((plan, problem))[0]
+    if problem is not None:
+        kind, words = problem
+        raise kind(words)
+    return Plan.of(plan)
 
 
 def _load(how: str | Path) -> Plan:

@@ -24,6 +24,7 @@ from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
+from minidl.store import slot_key
 from minidl.value import Value, finished, materialize
 
 __all__ = ["Cut", "Member", "Piece", "cut"]
@@ -150,6 +151,13 @@ class Piece:
             self._in(on, partial(self.forward, i))
             calls.append(partial(self._in, on, partial(self.backward, i, self._frames.saved)))
         return calls
+
+    def saved_bytes(self, on: Set[tuple[str, str]]) -> int:
+        """Bytes of the distinct tensors that the layers keep for the backward pass."""
+        self._frames.saved = {}
+        self._in(on, partial(self.forward, 0))
+        kept = [item for frame in self._frames.saved.values() for item in frame.values() if hasattr(item, "strides")]
+        return sum({slot_key(array): array.nbytes for array in kept}.values())
 
     def _in(self, on: Set[tuple[str, str]], work: Callable[[], Any]) -> Any:
         """``work`` with exactly these modes."""
