@@ -6,8 +6,8 @@
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
 `steps` times captured training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
 (`adaptive`), with PyTorch beside; the first losses of all plans are compared. `pairs` tries all ways of two batch norms
-that share a convolution, and tells how far the measured plan is from the best (its regret). `map` is the picture of the
-best way over sizes of feature maps and channels (`minidl plot --kind fusion`). `convolutions` times single kernels
+that share a convolution, and tells how far the measured plan is from the best (its regret). `map` is the
+best way over sizes of feature maps and channels (`minidl fuse --map` draws it). `convolutions` times single kernels
 (`fusion_convolutions.py`). With --json rows are kept after each case, and a second call goes on where the first one
 ended; --minutes ends it between two cases.
 """
@@ -20,7 +20,7 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import bench_train
 
-import minidl as m
 from minidl import cuda as ops
 from minidl import fusion
 from minidl.bench.setup import Setup
@@ -38,11 +37,12 @@ from minidl.bench.step import TrainingStep
 from minidl.fusion import chain
 from minidl.fusion.apply import machine_of
 from minidl.fusion.cost import heuristic
+from minidl.fusion.map import measure_map
 from minidl.fusion.piece import cut
 from minidl.fusion.plans import candidates
 from minidl.fusion.tune import PASSES, DeviceClock, Group, compile_ahead, groups, measure
-from minidl.graph import Graph
 from minidl.precision import precision
+from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import load, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Timing
@@ -244,47 +244,15 @@ def _in_turns(everyone: dict[str, Callable[[], Any]], wait: Callable[[], None], 
 
 # -- the map -----------------------------------------------------------------------------------------------------------
 
-MAP_SIZES, MAP_CHANNELS = (7, 14, 28, 56, 112), (64, 128, 256, 512, 1024)
-MAP_BYTES = 2 << 30  # of one tensor, at most
-
-
-def map_points() -> Iterator[tuple[int, int, int]]:
-    """(filter, size, channels)"""
-    for kernel, size, channels in itertools.product((1, 3), MAP_SIZES, MAP_CHANNELS):
-        if kernel == 1 or channels <= 512:
-            yield kernel, size, channels
-
-
-def between(kernel: int, size: int, channels: int) -> Graph:
-    """A batch norm and a ReLU between two convolutions with filters of this size."""
-    graph = m.Graph()
-    x = graph.input((size, size, channels))
-    for name in ("below", "above"):
-        x = m.Conv2d(channels, channels, kernel, padding=kernel // 2, bias=False, name=name)(x)
-        if name == "below":
-            x = m.ReLU(name="relu")(m.BatchNorm2d(channels, name="bn")(x))
-    return graph.output(x)
-
 
 def map_(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each way at each point: the thesis' figure."""
-    rows, mode, clock = [], precision(a.precision), DeviceClock(ops, precision(a.precision))
-    points = [(p, between(*p)) for p in map_points() if a.batch * p[1] ** 2 * p[2] * mode.storage.itemsize <= MAP_BYTES]
-    found = [groups(graph, a.batch, mode, machine_of(ops), everything=True) for _, graph in points]
-    for (_, graph), some in zip(points, found, strict=True):
-        compile_ahead(graph, a.batch, mode, some)
-    for ((kernel, size, channels), graph), some in zip(points, found, strict=True):
-        (record,) = measure(graph, a.batch, some, clock).evidence
-        rows += [{
-            "case": f"map/b{a.batch}", "pass": "step", "dtype": a.precision, "arm": row["ways"][0], "ms": row["ms"],
-            "spread": row["spread"], "floor_ms": None, "peers": {}, "kernel": kernel, "size": size,
-            "channels": channels, "forward_ms": row["forward_ms"], "backward_ms": row["backward_ms"],
-        } for row in record["rows"]]  # fmt: skip
-    best = {}
-    for row in rows:
-        point = f"{row['kernel']}x{row['kernel']}", row["size"], row["channels"]
-        best[point] = min(best.get(point, row), row, key=lambda row: row["ms"])
-    table = [[*map(str, point), row["arm"], f"{1e3 * row['ms']:.1f}"] for point, row in best.items()]
+    mode = precision(a.precision)
+    rows = measure_map(ops, a.batch, mode, machine_of(ops), DeviceClock(ops, mode))
+    table = [
+        [f"{kernel}x{kernel}", str(size), str(channels), row["arm"], f"{1e3 * row['ms']:.1f}"]
+        for (kernel, size, channels), row in fastest(rows).items()
+    ]
     show(f"the best way by size, batch {a.batch}, {a.precision}", ["filter", "size", "channels", "way", "us"], table)
     return rows
 

@@ -13,6 +13,7 @@ import minidl as m
 from minidl import cli, fusion, models
 from minidl.fusion import chain, cost, kept
 from minidl.fusion.apply import machine_of
+from minidl.fusion.map import between, measure_map, points
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way_of
 from minidl.fusion.tune import DeviceClock, groups, measure, tune
@@ -369,3 +370,37 @@ def test_a_gpu_runs_by_the_model_of_bytes_unless_told_otherwise(ops):
     fusion.fuse(model, "none")
     fusion.fuse_by_default(model)
     assert set(model.fusion.sites.values()) == {"none"}
+
+
+# -- the map --------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_shows_the_fastest_way_at_each_point(tmp_path, cpu_ops):
+    pytest.importorskip("matplotlib", reason="pictures need minidl[plot]")
+    from minidl.profile import plots
+    from minidl.profile.plots.fusion import fastest
+
+    where = [(1, 7, 64), (1, 14, 64), (3, 7, 64), (3, 7, 128)]
+    rows = measure_map(cpu_ops, 2, BF16, H200, Fake(3), where=where)
+    best = fastest(rows)
+    assert list(best) == where and len(rows) == 4 * len(candidates(fusion.find_sites(between(1, 7, 64))[0]))
+    for point, row in best.items():
+        times = {r["arm"]: r["ms"] for r in rows if (r["kernel"], r["size"], r["channels"]) == point}
+        assert row["ms"] == min(times.values()) == times[row["arm"]]
+    figure = plots.fusion(rows, "title", "machine")
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    gains = [
+        next(r["ms"] for r in rows if r["arm"] == "elementwise" and (r["kernel"], r["size"], r["channels"]) == point)
+        / row["ms"]
+        for point, row in best.items()
+    ]
+    assert sorted(texts) == sorted(f"{gain:.2f}" for gain in gains)
+    plots.save(figure, tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").stat().st_size > 1000
+
+
+def test_points_of_the_map_are_no_larger_than_networks_have_them():
+    for batch in (1, 32, 256):
+        found = list(points(batch, 2))
+        assert len(set(found)) == len(found) and (1, 7, 64) in found
+        assert all(batch * size**2 * channels * 2 <= 1 << 30 for _, size, channels in found)

@@ -14,12 +14,15 @@ from minidl.cuda.launch import dry_run
 from minidl.fusion import kept
 from minidl.fusion.apply import CHOICES, machine_of, plan_for
 from minidl.fusion.cost import SiteCost, site_cost
+from minidl.fusion.map import measure_map
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import Plan
 from minidl.fusion.sites import Site, find_sites
-from minidl.fusion.tune import Group, Ways, groups
+from minidl.fusion.tune import DeviceClock, Group, Ways, groups
 from minidl.graph import Graph
 from minidl.precision import Precision, precision
+from minidl.profile import plots
+from minidl.profile.results import result, write
 from minidl.profile.tables import show
 
 __all__ = ["add_arguments", "run"]
@@ -40,7 +43,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="to plan for; auto: this machine's GPU, else an H200; names need no GPU",
     )  # fmt: skip
     p.add_argument("--copy-gb-per-s", type=float, help="memory bandwidth, to tell milliseconds")
-    p.add_argument("--json", metavar="PATH", help="write the plan here")
+    p.add_argument("--map", metavar="PICTURE", help="measure the best way over sizes and channels, and draw it instead")
+    p.add_argument("--json", metavar="PATH", help="write the plan here; with --map its rows")
 
 
 def run(a: argparse.Namespace) -> int:
@@ -49,7 +53,7 @@ def run(a: argparse.Namespace) -> int:
     graph = models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
     ops, there = _table(a.device)
     if not there:
-        if a.tune or a.plan == "adaptive":
+        if a.tune or a.map or a.plan == "adaptive":
             raise checks.impossible("fuse", "there is no GPU to measure on", "use --device cpu, or --plan auto")
         with dry_run(BUILT_IN[a.device if a.device in BUILT_IN else "H200"]):
             return _told(a, graph, batch, ops, there)
@@ -70,10 +74,10 @@ def _table(device: str) -> tuple[ModuleType, bool]:
 
 def _told(a: argparse.Namespace, graph: Graph, batch: int, ops: ModuleType, there: bool) -> int:
     mode, sites = precision(a.precision), find_sites(graph)
-    plan = plan_for(
-        graph, ops, mode, "adaptive" if a.tune else a.plan, batch=batch, anew=a.tune,
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    if a.map:
+        return _map(a, ops, batch, mode)
+    how = "adaptive" if a.tune else a.plan
+    plan = plan_for(graph, ops, mode, how, batch=batch, anew=a.tune, progress=_tell)
     plan.check(sites, kept.setting(ops, mode, batch) if plan.setting and there else None)
     title = f"{a.model}, batch {batch}, {a.precision}, {current_device().name if ops.name == 'cuda' else 'CPU'}"
     if a.explain:
@@ -83,6 +87,22 @@ def _told(a: argparse.Namespace, graph: Graph, batch: int, ops: ModuleType, ther
     if a.json:
         plan.save(a.json)
         print(f"wrote {a.json}")
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _map(a: argparse.Namespace, ops: ModuleType, batch: int, mode: Precision) -> int:
+    """Measure and draw the best way over sizes of feature maps and channels."""
+    rows = measure_map(ops, batch, mode, machine_of(ops), DeviceClock(ops, mode), progress=_tell)
+    device = kept.setting(ops, mode, batch)["device"]
+    picture = plots.fusion(rows, "The fastest way of running a batch norm", f"{device}, batch {batch}, {mode.name}")
+    plots.save(picture, a.map)
+    if a.json:
+        write(a.json, result("fusion_map", rows))
+    print(f"wrote {' and '.join(filter(None, (a.map, a.json)))}")
     return 0
 
 
