@@ -42,8 +42,8 @@ def fusion(rows: Sequence[Mapping[str, Any]], title: str, subtitle: str) -> Figu
 
     kernels = sorted({row["kernel"] for row in rows})
     figure, panels = style.page(
-        3.9, title, subtitle, panels=(1.0,) * len(kernels), across=True, left=0.75, right=0.2, top=1.35, bottom=0.85,
-        gap=0.75,
+        3.9, title, subtitle, panels=(1.0,) * len(kernels), across=True, left=1.0, right=0.2, top=1.35, bottom=0.85,
+        gap=1.0,
     )  # fmt: skip
     for kernel, axes in zip(kernels, panels, strict=True):
         _panel(axes, [row for row in rows if row["kernel"] == kernel])
