@@ -2,9 +2,8 @@
 
 A pass reads or writes every element of the site's tensor once. Counted is what comes on top of the convolutions: they
 read their inputs and write their outputs in every plan. Parameters and statistics, vectors of C, are left out. In time,
-passes run at the memory's rate, and a convolution that does something on the way is slower by the part that was
-measured for it. Only the ratio of the rates decides, and a usual batch is reckoned with, so the choice is the same for
-every batch and on every day.
+passes run at the memory's rate, and what convolutions do on the way costs them a part of a pass, as measured once. So
+the model's choice is the same for every batch and on every day.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from minidl.precision import Precision, bfloat16
 __all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
 
 HOPPER = (9, 0)
-USUAL_BATCH = 64  # from there on filters are small beside images
 
 
 class SiteCost(NamedTuple):
@@ -69,18 +67,17 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
 
 
 class Machine(NamedTuple):
-    """What the model of time knows of a device: its rates, and what its convolutions can do on the way."""
+    """What the model of time knows of a device: how fast its memory is, and what its convolutions can do on the way."""
 
     bytes_per_ms: float
-    flop_per_ms: float
     arch: tuple[int, int] | None
 
     @classmethod
     def of(cls, device: DeviceRecord | None) -> Machine:
         """Of a GPU, or None for the CPU: usual rates of its kind."""
         if device is None:
-            return cls(5e7, 1e9, None)
-        return cls(4.2e9, 7e11, device.arch) if device.arch >= HOPPER else cls(1.7e9, 2.5e11, device.arch)
+            return cls(5e7, None)
+        return cls(4.2e9 if device.arch >= HOPPER else 1.7e9, device.arch)
 
     def does(self, layer: Conv2d, mode: str, precision: Precision) -> bool:
         """Whether a convolution has kernels for a mode; else the work is done in passes of its own."""
@@ -112,22 +109,16 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
     """The model's time of a way."""
     way = runs_as(graph, site, way, precision, machine)
     cost = site_cost(site, way, batch, precision.storage.itemsize)
-    forward, backward = (count / machine.bytes_per_ms for count in (cost.forward_bytes, cost.backward_bytes))
-    for mode in modes_of(way):
-        node = graph[getattr(site, MODES[mode].by)] if MODES[mode].by else None
-        for name, part in MODES[mode].slows.items():
-            shapes = ((batch, *graph.nodes[i].shape) for i in node.inputs)
-            work = getattr(node.layer.cost(*shapes, itemsize=precision.storage.itemsize), name)
-            slower = part * max(work.bytes / machine.bytes_per_ms, work.flop / machine.flop_per_ms)
-            forward += slower * (name == "forward")
-            backward += slower * (name != "forward")
-    return Predicted(forward, backward)
+    of_pass = batch * prod(site.shape) * precision.storage.itemsize / machine.bytes_per_ms
+    forward = cost.forward + sum(MODES[mode].costs[0] for mode in modes_of(way))
+    backward = cost.backward + sum(MODES[mode].costs[1] for mode in modes_of(way))
+    return Predicted(of_pass * forward, of_pass * backward)
 
 
 def heuristic(graph: Graph, sites: Sequence[Site], precision: Precision, machine: Machine) -> Plan:
     """The plan that the model thinks fastest; no clock is read. Of equals the way with fewest modes."""
     ways = {}
     for site in sites:
-        times = {way: predict(graph, site, way, USUAL_BATCH, precision, machine).ms for way in candidates(site)}
+        times = {way: predict(graph, site, way, 1, precision, machine).ms for way in candidates(site)}
         ways[site.name] = min(times, key=times.__getitem__)
     return Plan(ways, fingerprint(sites))
