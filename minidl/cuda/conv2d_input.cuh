@@ -15,8 +15,9 @@ struct Affine {
     float2 mean = {0, 0}, scale = {0, 0}, shift = {0, 0};
 
     __device__ __forceinline__ Affine() {}
-    __device__ __forceinline__ Affine(const Norm& norm, int channel) {
-        if (channel >= norm.channels) return;
+    // of: the block of eight channels that they are of, which exists or does not.
+    __device__ __forceinline__ Affine(const Norm& norm, int of, int channel) {
+        if (of >= norm.channels) return;
         mean = *reinterpret_cast<const float2*>(norm.moments + channel);
         scale = *reinterpret_cast<const float2*>(norm.moments + norm.channels + channel);
         const float2 gamma = *reinterpret_cast<const float2*>(norm.gamma + channel);
@@ -52,7 +53,7 @@ struct Chunk {
 
     __device__ __forceinline__ void load(const Norm& norm, int channel) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + int(place) * 8 + 2 * i);
+        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + int(place) * 8, channel + int(place) * 8 + 2 * i);
     }
 
     // Its part of row `row` from the address on, which is that of an atom.
