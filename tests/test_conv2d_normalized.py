@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.conv2d_family import family
+from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
+from minidl.cuda.conv2d_family import Choice, family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
@@ -17,7 +17,7 @@ from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, put
-from tests.tolerance import assert_close, draw
+from tests.tolerance import draw, draw_integers
 
 FORWARD = ("stride", "padding", "dilation", "groups")
 
@@ -125,16 +125,52 @@ def test_nan_and_infinity_pass_the_relu(forced_ops, case, rng):  # noqa: F811
     assert np.isnan(y).any() and not np.isnan(y[1:]).any()
 
 
-@cases(FEW)
-def test_weight_gradients_see_the_normalised_input(forced_ops, case, rng):  # noqa: F811
-    x, _, norm = operands(rng, case, bfloat16)
-    dy = draw(rng, case.y, bfloat16)
-    x, dy, norm = *put(forced_ops, x, dy), put(forced_ops, *norm)
-    z = forced_ops.batch_norm_apply(x, *norm, relu=True)
-    found, expected = (forced_ops.from_host(np.ones(case.w, np.float32)) for _ in range(2))
-    forced_ops.conv2d_backward_weight(dy, x, norm=norm, out=found, accumulate=True, **case.options)
-    forced_ops.conv2d_backward_weight(dy, z, out=expected, accumulate=True, **case.options)
-    assert_close(forced_ops.to_host(found), forced_ops.to_host(expected), float32, terms=case.terms[2])
+def whole(rng, case, storage):
+    """x, its batch norm and dy in whole numbers, whose products' sums are exact in any order."""
+    channels = case.x[3]
+    x, dy = (draw_integers(rng, shape, storage, limit=2) for shape in (case.x, case.y))
+    moments = np.stack([rng.integers(-1, 2, channels), np.ones(channels)]).astype(np.float32)
+    gamma, beta = rng.integers(-1, 2, (2, channels)).astype(np.float32)
+    return x, (moments, gamma, beta + 1), dy
+
+
+def check_weight(ops, case, x, norm, dy, accumulate):
+    """The weight gradient, to the bit; what lies before it is overwritten or added to."""
+    z = normalised(x, norm, np.float64)
+    expected = reference.conv2d_backward_weight(dy, z, case.w, **case.options) + 3.0 * accumulate
+    start = np.full(case.w, 3.0 if accumulate else np.nan, np.float32)
+    x, dy, norm, out = *put(ops, x, dy), put(ops, *norm), ops.from_host(start)
+    ops.conv2d_backward_weight(dy, x, norm=norm, out=out, accumulate=accumulate, **case.options)
+    np.testing.assert_array_equal(ops.to_host(out), expected.astype(np.float32))
+
+
+@SIXTEEN
+@pytest.mark.parametrize("accumulate", [False, True])
+@cases(CASES)
+def test_weight_gradients_see_the_normalised_input(forced_ops, case, storage, accumulate, rng):  # noqa: F811
+    check_weight(forced_ops, case, *whole(rng, case, storage), accumulate)
+
+
+@cases(ALL)
+def test_weight_gradients_of_any_shape_and_type(ops, case, dtype, rng):
+    check_weight(ops, case, *whole(rng, case, dtype), True)
+
+
+@pytest.mark.parametrize("division", [(1, 1), (3, 1), (2, 2)], ids=str)
+@cases(CASES)
+def test_weight_gradients_with_every_tile(cuda_ops, case, division, rng, monkeypatch):
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    hosts = whole(rng, case, bfloat16)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    for tile in (*conv2d_weight_hopper.TILES, conv2d_weight_hopper.HALO):
+        choice = Choice("hopper", tile.name, division)
+        forced = conv2d_weight_hopper.taken(choice, conv, True)
+        if forced is not None:
+            monkeypatch.setattr(conv2d_weight_hopper, "taken", lambda *_, forced=forced: forced)
+            with family("hopper"):
+                check_weight(cuda_ops, case, *hosts, division[1] > 1)
+            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("device", ["A100", "H200"])

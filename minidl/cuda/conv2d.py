@@ -233,7 +233,7 @@ def conv2d_backward_weight(
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
     The pixels are summed in chunks that depend on the sizes, and on a tuned table if there is one; the chunks in order.
-    ``norm``: as in `conv2d`; here the normalised input is written, and forgotten afterwards.
+    ``norm``: as in `conv2d`.
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
@@ -244,10 +244,10 @@ def conv2d_backward_weight(
     if conv.images == 0:
         sum_partials(None, 0, out, accumulate)
         return
-    if norm is not None:
-        x = batch_norm_apply(x, *norm, relu=True)
     question = Question("backward_weight", conv, code, tf32)
     choice, wide = _choose(who, question), _widened(conv, code)
+    if norm is not None and (choice.family != "hopper" or wide is not conv or conv.depthwise):
+        x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
     elif wide is not conv:
@@ -255,7 +255,7 @@ def conv2d_backward_weight(
         _weight(question._replace(conv=wide), choice, dy, widen(x, wide.channels), gradient, False)
         narrow(gradient, out, accumulate)
     else:
-        _weight(question, choice, dy, x, out, accumulate)
+        _weight(question, choice, dy, x, out, accumulate, norm)
 
 
 def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> int:
@@ -360,11 +360,13 @@ def _given(kind: Callable[[Any], Any], array: Any) -> Any:
     return None if array is None else kind(array)
 
 
-def _weight(question: Question, choice: Choice, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+def _weight(
+    question: Question, choice: Choice, dy: Any, x: Any, out: Any, accumulate: bool, norm: Norm | None = None
+) -> None:
     _, conv, code, tf32 = question
     if conv.depthwise:
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "hopper":
-        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice)
+        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm)
     else:
         conv2d_generic.backward_weight(conv, code, tf32, dy, x, out, accumulate, choice.tile)

@@ -19,9 +19,11 @@
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
 //   below        (channels, W, H, N), tiled: 64 channels x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
-// from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows.
+// from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
+// pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
+// all taps, by three warps that are otherwise idle.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
 // output buffers per warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
@@ -30,6 +32,9 @@
 // FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
+#if NORMALIZED
+#include "conv2d_input.cuh"
+#endif
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
 constexpr int WARPGROUPS = 2;
@@ -57,6 +62,7 @@ struct Problem {
     int height, width;          // of an image
     int columns, depth;
     int taps_h, taps_w;
+    int source_h, source_w;  // pixels of an image of the source
     int first_h, first_w;
     int offset_h, offset_w;
     int delta_h, delta_w;
@@ -102,6 +108,10 @@ struct Layout {
     __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (2 * PATCHES + STAGES + i); }
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * (PATCHES + STAGES) + warpgroup * SLABS + i);
+    }
+    // When a patch is what a product wants.
+    __device__ __forceinline__ u32 patch_ready(int i) const {
+        return NORMALIZED ? added(WARPGROUPS, 0) + 8 * i : patch_filled(i);
     }
 };
 
@@ -151,6 +161,52 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
     }
 }
 
+#if NORMALIZED
+constexpr int WARPS = 3, PIXELS_AT_ONCE = WARPS * 4;  // that normalise, each lane one chunk
+
+// Normalises the pixels of a patch that lie in the image; around it are zeros. `first` of this thread.
+DEVICE void normalize(const Problem& p, const Window& window, const Chunk& chunk, u32 patch, int first) {
+    constexpr int AT_ONCE = 4;  // loads in flight
+    const int lines = WINDOW + (p.taps_h - 1) * abs(p.delta_h), pixels = lines * p.line;
+    int y = window.y + p.first_h, x = first;
+    for (int pixel = first; pixel < pixels; pixel += AT_ONCE * PIXELS_AT_ONCE) {
+        uint4 values[AT_ONCE];
+        bool inside[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i, x += PIXELS_AT_ONCE) {
+            for (; x >= p.line; x -= p.line) ++y;
+            inside[i] = pixel + i * PIXELS_AT_ONCE < pixels && u32(y) < u32(p.source_h) &&
+                        u32(window.x + p.first_w + x) < u32(p.source_w);
+            if (inside[i]) values[i] = load_shared(chunk.in(patch, pixel + i * PIXELS_AT_ONCE));
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (inside[i]) store_shared(chunk.in(patch, pixel + i * PIXELS_AT_ONCE), chunk(values[i]));
+    }
+}
+
+// Warps that normalise patch after patch; `thread` among them.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int thread) {
+    Ring<PATCHES> patches;
+    Chunk chunk(thread);
+    int loaded = -1;
+    for (int i = first; i < last; i += p.group) {
+        const Tile tile(p, i);
+        for (int channel = 0; channel < p.depth; channel += DEPTH) {
+            if (channel != loaded) chunk.load(norm, channel), loaded = channel;
+            for (int j = 0; j < WINDOWS; ++j) {
+                barrier_wait(at.patch_filled(patches.index), patches.parity);
+                normalize(p, Window(p, tile.window + j), chunk, at.patch(patches.index), thread / 8);
+                fence_for_engine();
+                __syncwarp();
+                if (thread % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
+                patches.advance();
+            }
+        }
+    }
+}
+#endif
+
 using Sum = float[PIXELS / 2];
 
 // What a warpgroup reads, and where it stands.
@@ -181,7 +237,7 @@ struct Input {
         const bool speaks = threadIdx.x % 32 == 0;
         u32 stage_before = 0, patch_before = 0;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
-            barrier_wait(at.patch_filled(patches.index), patches.parity);
+            barrier_wait(at.patch_ready(patches.index), patches.parity);
             for (int a = 0; a < p.taps_h; ++a)
                 for (int b = 0; b < p.taps_w; ++b) {
                     const int pixel = (p.offset_h + a * p.delta_h) * p.line + p.offset_w + b * p.delta_w;
@@ -307,6 +363,9 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
             barrier_init(at.patch_filled(i), 1), barrier_init(at.patch_emptied(i), 4);
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+#if NORMALIZED
+        for (int i = 0; i < PATCHES; ++i) barrier_init(at.patch_ready(i), WARPS);
+#endif
         barrier_init_done();
     }
     __syncthreads();
@@ -316,10 +375,14 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        give_registers<40>();
+        give_registers<NORMALIZED ? 72 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+#if NORMALIZED
+        if (threadIdx.x >= 128 * WARPGROUPS + 32)
+            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x - 128 * WARPGROUPS - 32);
+#endif
     } else {
-        take_registers<232>();
+        take_registers<NORMALIZED ? 216 : 232>();
         Input input(at, p, warpgroup);
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         for (int i = first; i < last; i += p.group) {

@@ -282,7 +282,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
         Affine held[HELD ? 8 : 1];
         if constexpr (HELD)
 #pragma unroll
-            for (int k = 0; k < 8; ++k) held[k] = Affine(norm, channel + k * 8 + column);
+            for (int k = 0; k < 8; ++k) held[k] = Affine(norm, channel + k * 8, channel + k * 8 + column);
         for (int a = 0; a < c.taps_h; ++a)
             for (int b = 0; b < c.taps_w; ++b) {
                 const u32 stage = at.stage(ring.index);
@@ -298,7 +298,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                         load_matrices(words[i], stage + from + i * 64 * 128 + ((2 * k + lane / 16) ^ swizzle) * 16);
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        const Affine affine = HELD ? held[2 * k + j] : Affine(norm, channel + k * 16 + j * 8 + column);
+                        const int of = channel + k * 16 + j * 8;
+                        const Affine affine = HELD ? held[2 * k + j] : Affine(norm, of, of + column);
 #pragma unroll
                         for (int i = 0; i < 2 * BLOCKS; ++i) {
                             u32& word = words[i / 2][2 * j + i % 2];

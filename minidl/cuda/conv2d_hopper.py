@@ -160,7 +160,7 @@ def plan(
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized)
     if isinstance(tile, HaloTile):
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)

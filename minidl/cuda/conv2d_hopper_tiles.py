@@ -88,9 +88,8 @@ def candidates(
 
     One that normalises its input needs the registers of a multiprocessor for itself.
     """
-    if normalized:
-        return [tile for tile in TILES if tile.resident == 1]
-    return [*TILES, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
+    tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
+    return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
 def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:

@@ -15,8 +15,9 @@ struct Affine {
     float2 mean = {0, 0}, scale = {0, 0}, shift = {0, 0};
 
     __device__ __forceinline__ Affine() {}
-    __device__ __forceinline__ Affine(const Norm& norm, int channel) {
-        if (channel >= norm.channels) return;
+    // of: the block of eight channels that they are of, which exists or does not.
+    __device__ __forceinline__ Affine(const Norm& norm, int of, int channel) {
+        if (of >= norm.channels) return;
         mean = *reinterpret_cast<const float2*>(norm.moments + channel);
         scale = *reinterpret_cast<const float2*>(norm.moments + norm.channels + channel);
         const float2 gamma = *reinterpret_cast<const float2*>(norm.gamma + channel);
@@ -39,5 +40,26 @@ struct Affine {
         asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(v[1]), "f"(v[0]));
 #endif
         return y;
+    }
+};
+
+// For threads that normalise in shared memory what the engine has brought there, rows of 128 bytes with 64 channels of a
+// pixel each: eight neighbours take a row, and each thread the same chunk of eight channels of all of its rows.
+struct Chunk {
+    Affine pairs[4];
+    u32 place;  // of the chunk in a row but for the swizzle
+
+    __device__ __forceinline__ explicit Chunk(u32 thread) : place(thread % 8) {}
+
+    __device__ __forceinline__ void load(const Norm& norm, int channel) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + int(place) * 8, channel + int(place) * 8 + 2 * i);
+    }
+
+    // Its part of row `row` from the address on, which is that of an atom.
+    __device__ __forceinline__ u32 in(u32 rows, int row) const { return rows + row * 128 + (place ^ row % 8) * 16; }
+
+    __device__ __forceinline__ uint4 operator()(uint4 x) const {
+        return make_uint4(pairs[0](x.x), pairs[1](x.y), pairs[2](x.z), pairs[3](x.w));
     }
 };

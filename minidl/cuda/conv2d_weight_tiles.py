@@ -209,9 +209,9 @@ FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tri
 CLUSTERS = 1, 2
 
 
-def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
+def choose(conv: Convolution, normalized: bool = False) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    best = min(_candidates(conv), key=lambda candidate: _microseconds(conv, candidate))
+    best = min(_candidates(conv, normalized), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
 
 
@@ -223,15 +223,22 @@ def options(conv: Convolution) -> list[Choice]:
 
 
 @functools.lru_cache(maxsize=1024)
-def taken(choice: Choice | None, conv: Convolution) -> tuple[WeightTile | HaloTile, Division] | None:
+def taken(
+    choice: Choice | None, conv: Convolution, normalized: bool = False
+) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
         return None
-    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else []))}
+    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else [])) if not normalized or _spare(tile)}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
-def _candidates(conv: Convolution) -> Iterator[_Candidate]:
+def _spare(tile: WeightTile | HaloTile) -> bool:
+    """Whether a block has warps to spare that can normalise x, and registers for them."""
+    return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
+
+
+def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candidate]:
     """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
     or not at all.
     """
@@ -243,7 +250,9 @@ def _candidates(conv: Convolution) -> Iterator[_Candidate]:
     for tile in TILES:
         tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
         area = tile.rows * tile.columns
-        if tiles[0] * tiles[1] * area > 1.3 * least:
+        if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
+            continue
+        if normalized and not _spare(tile):
             continue
         for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.

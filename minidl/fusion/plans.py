@@ -66,7 +66,7 @@ MODES = {
     ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
-        (2.1, 0.2), "no convolution alone reads a ReLU over it",
+        (2.1, 2.0), "no convolution alone reads a ReLU over it",
         "the convolution above normalises what it reads: the ReLU's output is never written (F4)",
     ),
 }  # fmt: skip
