@@ -30,8 +30,7 @@ from minidl.profile.timing import Budget, Timing, timer
 __all__ = ["Clock", "DeviceClock", "Group", "Measured", "compile_ahead", "groups", "measure", "tune"]
 
 PASSES = ("forward", "backward")
-MARGIN = 1.5  # what the model thinks slower by more than this factor is not measured
-BUDGET = Budget(samples=7, seconds=float("inf"), sample_ms=1.5)
+BUDGET = Budget(samples=7, seconds=float("inf"), sample_ms=1.0)
 
 Switches = frozenset[tuple[str, str]]
 Ways = tuple[str, ...]
@@ -115,19 +114,14 @@ def _group(
         times[ways] = sum(predict(graph, site, way, batch, precision, machine).ms for site, way in pairs)
         moved[ways] = sum(site_cost(site, way, batch, 1).bytes for site, way in pairs)
     distinct = list(dict.fromkeys(same.values()))
-    timed = distinct if everything else _worth_timing(distinct, times, moved)
+    timed = distinct if everything else _worth_timing(distinct, moved)
     return Group(sites, tuple(same), same, times, tuple(timed))
 
 
-def _worth_timing(ways: Sequence[Ways], times: Mapping[Ways, float], moved: Mapping[Ways, int]) -> list[Ways]:
-    """Without those that another one spares bytes and asks no more of convolutions, and those predicted far behind.
-
-    What leaves the convolutions alone is never behind: how much their kernels lose is what the model knows worst.
-    """
+def _worth_timing(ways: Sequence[Ways], moved: Mapping[Ways, int]) -> list[Ways]:
+    """Without those that move more bytes than another which asks no more of convolutions."""
     asked = {w: {(i, m) for i, way in enumerate(w) for m in modes_of(way) if MODES[m].by} for w in ways}
-    left = [w for w in ways if not any(asked[v] <= asked[w] and moved[v] < moved[w] for v in ways)]
-    fastest = min(times[w] for w in left)
-    return [w for w in left if not asked[w] or times[w] <= MARGIN * fastest]
+    return [w for w in ways if not any(asked[v] <= asked[w] and moved[v] < moved[w] for v in ways)]
 
 
 class Measured(NamedTuple):
@@ -196,18 +190,22 @@ def _time_group(graph: Graph, group: Group, batch: int, timed: _Remembering) -> 
             behind = group.predicted_ms[ways] - (group.predicted_ms[fastest] if fastest else 0.0)
             base = ms[fastest] + max(behind, 0.0) if fastest else behind
             ms[ways] = ms.get(group.same[ways], base)
-    rows = [
-        {
-            "ways": list(ways), "ms": ms[ways], "predicted_ms": group.predicted_ms[ways],
-            "forward_ms": forward.ms if forward else None, "backward_ms": backward.ms if backward else None,
-            "spread": max(forward.spread, backward.spread) if forward else None,
-        }
-        for ways in group.ways
-        for forward, backward in [took.get(ways, (None, None))]
-        if group.same[ways] == ways
-    ]  # fmt: skip
-    record = {"sites": list(group.names), "shape": [batch, *group.sites[0].shape], "timed": bool(took), "rows": rows}
-    return Term(group.names, ms), record
+    return Term(group.names, ms), _record(group, batch, ms, took)
+
+
+def _record(
+    group: Group, batch: int, ms: Mapping[Ways, float], took: Mapping[Ways, Sequence[Timing]]
+) -> dict[str, Any]:
+    """What was found of a group, JSON-able: a row for each way that runs kernels of its own."""
+    rows = []
+    for ways in dict.fromkeys(group.same.values()):
+        row = {"ways": list(ways), "ms": ms[ways], "predicted_ms": group.predicted_ms[ways], "spread": None}
+        row |= {f"{which}_ms": None for which in PASSES}
+        if ways in took:
+            row |= {f"{which}_ms": timing.ms for which, timing in zip(PASSES, took[ways], strict=True)}
+            row["spread"] = max(timing.spread for timing in took[ways])
+        rows.append(row)
+    return {"sites": list(group.names), "shape": [batch, *group.sites[0].shape], "timed": bool(took), "rows": rows}
 
 
 def _time_meetings(graph: Graph, one: Group, other: Group, batch: int, timed: _Remembering) -> Iterator[Term]:
