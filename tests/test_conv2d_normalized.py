@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -85,16 +86,15 @@ def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
     hosts = operands(rng, case, bfloat16, 3.0)
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    from minidl.cuda import conv2d
-
-    own = conv2d.empty
+    launcher = sys.modules["minidl.cuda.conv2d"]
+    own = launcher.empty
 
     def poisoned(shape, dtype):
         array = own(shape, dtype)
         array.fill(np.nan)
         return array
 
-    monkeypatch.setattr(conv2d, "empty", poisoned)
+    monkeypatch.setattr(launcher, "empty", poisoned)
     found = set()
     try:
         for tile in conv2d_hopper_tiles.candidates(conv, False, current_device(), normalized=True):
@@ -120,7 +120,7 @@ def test_nan_and_infinity_pass_the_relu(forced_ops, case, rng):  # noqa: F811
     """A NaN anywhere under a filter is seen in the output; minus infinity is cut off."""
     x, w, norm = operands(rng, case, bfloat16)
     norm[1][...] = np.abs(norm[1]) + 0.5
-    x[0, 0, 0, 1], x[-1, -1, -1, 2] = np.nan, -np.inf
+    x[0, ..., 1], x[-1, ..., 2] = np.nan, -np.inf
     y = check(forced_ops, case, x, np.abs(w) + 1, norm)
     assert np.isnan(y).any() and not np.isnan(y[1:]).any()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
 
 import numpy as np
 import pytest
@@ -196,6 +197,9 @@ def test_fusing_keeps_no_more_for_the_backward_pass(cpu_ops):
         model.forward(np.zeros((2, 32, 32, 3), np.float32))
         kept.append(model.store.saved_bytes)
     assert kept[3] == kept[2] == kept[1] <= kept[0]
+    sites = fusion.find_sites(model.graph)
+    # The outputs of the ReLUs that are not made, in float32.
+    assert kept[3] - kept[4] == sum(2 * prod(s.shape) * 4 for s in sites if s.kind == "relu" and s.sole) > 0
 
 
 def test_inference_is_the_same_and_keeps_nothing(ops, rng):

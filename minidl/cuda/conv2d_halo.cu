@@ -162,43 +162,30 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 }
 
 #if NORMALIZED
-constexpr int WARPS = 3, PIXELS_AT_ONCE = WARPS * 4;  // that normalise, each lane one chunk
+constexpr int WARPS = 3;  // that normalise
 
-// Normalises the pixels of a patch that lie in the image; around it are zeros. `first` of this thread.
-DEVICE void normalize(const Problem& p, const Window& window, const Chunk& chunk, u32 patch, int first) {
-    constexpr int AT_ONCE = 4;  // loads in flight
-    const int lines = WINDOW + (p.taps_h - 1) * abs(p.delta_h), pixels = lines * p.line;
-    int y = window.y + p.first_h, x = first;
-    for (int pixel = first; pixel < pixels; pixel += AT_ONCE * PIXELS_AT_ONCE) {
-        uint4 values[AT_ONCE];
-        bool inside[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i, x += PIXELS_AT_ONCE) {
-            for (; x >= p.line; x -= p.line) ++y;
-            inside[i] = pixel + i * PIXELS_AT_ONCE < pixels && u32(y) < u32(p.source_h) &&
-                        u32(window.x + p.first_w + x) < u32(p.source_w);
-            if (inside[i]) values[i] = load_shared(chunk.in(patch, pixel + i * PIXELS_AT_ONCE));
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (inside[i]) store_shared(chunk.in(patch, pixel + i * PIXELS_AT_ONCE), chunk(values[i]));
-    }
-}
-
-// Warps that normalise patch after patch; `thread` among them.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int thread) {
+// A warp: normalises its part of patch after patch, the pixels that lie in the image; around it are zeros.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last) {
+    constexpr int STEP = WARPS * 4;
+    const int thread = threadIdx.x - 128 * WARPGROUPS - 32;
+    const int pixels = (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * p.line;
     Ring<PATCHES> patches;
-    Chunk chunk(thread);
+    Chunk chunk;
     int loaded = -1;
     for (int i = first; i < last; i += p.group) {
         const Tile tile(p, i);
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
             if (channel != loaded) chunk.load(norm, channel), loaded = channel;
             for (int j = 0; j < WINDOWS; ++j) {
+                const Window window(p, tile.window + j);
+                int y = window.y + p.first_h, x = thread / 8;
                 barrier_wait(at.patch_filled(patches.index), patches.parity);
-                normalize(p, Window(p, tile.window + j), chunk, at.patch(patches.index), thread / 8);
-                fence_for_engine();
-                __syncwarp();
+                normalize_rows<STEP>(chunk, at.patch(patches.index), thread / 8, pixels, [&](int) {
+                    for (; x >= p.line; x -= p.line) ++y;
+                    const int column = window.x + p.first_w + x;
+                    x += STEP;
+                    return u32(y) < u32(p.source_h) && u32(column) < u32(p.source_w);
+                });
                 if (thread % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
                 patches.advance();
             }
@@ -375,14 +362,13 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        give_registers<NORMALIZED ? 72 : 40>();
+        give_registers<NORMALIZED ? 88 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
 #if NORMALIZED
-        if (threadIdx.x >= 128 * WARPGROUPS + 32)
-            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x - 128 * WARPGROUPS - 32);
+        if (threadIdx.x >= 128 * WARPGROUPS + 32) normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last);
 #endif
     } else {
-        take_registers<NORMALIZED ? 216 : 232>();
+        take_registers<NORMALIZED ? 208 : 232>();
         Input input(at, p, warpgroup);
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         for (int i = first; i < last; i += p.group) {

@@ -43,23 +43,40 @@ struct Affine {
     }
 };
 
-// For threads that normalise in shared memory what the engine has brought there, rows of 128 bytes with 64 channels of a
+// For warps that normalise in shared memory what the engine has brought there, rows of 128 bytes with 64 channels of a
 // pixel each: eight neighbours take a row, and each thread the same chunk of eight channels of all of its rows.
 struct Chunk {
     Affine pairs[4];
-    u32 place;  // of the chunk in a row but for the swizzle
-
-    __device__ __forceinline__ explicit Chunk(u32 thread) : place(thread % 8) {}
+    u32 place = threadIdx.x % 8;  // of the chunk in a row but for the swizzle
 
     __device__ __forceinline__ void load(const Norm& norm, int channel) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + int(place) * 8, channel + int(place) * 8 + 2 * i);
+        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + place * 8, channel + place * 8 + 2 * i);
     }
 
-    // Its part of row `row` from the address on, which is that of an atom.
-    __device__ __forceinline__ u32 in(u32 rows, int row) const { return rows + row * 128 + (place ^ row % 8) * 16; }
+    // Its part of a row from the address `rows` on, which is that of an atom.
+    __device__ __forceinline__ u32 in(u32 rows, u32 row) const { return rows + row * 128 + (place ^ row) % 8 * 16; }
 
     __device__ __forceinline__ uint4 operator()(uint4 x) const {
         return make_uint4(pairs[0](x.x), pairs[1](x.y), pairs[2](x.z), pairs[3](x.w));
     }
 };
+
+// Normalises a thread's rows, first, first + STEP, ... below `count`, where inside() says so, which is asked for one after
+// the other.
+template <int STEP, class Inside>
+DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int count, Inside inside) {
+    constexpr int AT_ONCE = 4;
+    for (int row = first; row < count; row += AT_ONCE * STEP) {
+        uint4 values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) values[i] = load_shared(chunk.in(rows, row + i * STEP));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const bool wanted = inside(row + i * STEP) && row + i * STEP < count;
+            store_shared(chunk.in(rows, row + i * STEP), chunk(values[i]), wanted);
+        }
+    }
+    fence_for_engine();
+    __syncwarp();
+}

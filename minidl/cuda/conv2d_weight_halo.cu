@@ -82,6 +82,8 @@ struct Layout {
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
     // When a stage is what a product wants.
     __device__ __forceinline__ u32 ready(int i) const { return NORMALIZED ? filled(2 * STAGES + i) : filled(i); }
+    // When the stages of x that the first step reaches beyond its own are.
+    __device__ __forceinline__ u32 begun() const { return filled(3 * STAGES); }
 };
 
 // Points, a stage at a time.
@@ -138,49 +140,36 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
 }
 
 #if NORMALIZED
-constexpr int WARPS = 3, ROWS_AT_ONCE = WARPS * 4;  // that normalise, each lane one chunk
-constexpr int AT_ONCE = 3;                          // rows that a thread has in flight
+constexpr int WARPS = 3;  // that normalise
+static_assert(STAGES >= WARPS, "a stage for each");
 
-// Normalises a thread's rows, from `row` on, of one stage of x as far as they lie in an image; around it are zeros.
-// place: of the first of them.
+// Normalises a thread's rows of one stage of x that lie in an image; around it are zeros. place: of the first of them.
 DEVICE void normalize(const Problem& p, const Chunk& chunk, u32 stage, Place place, int row) {
-    for (; row < POINTS; row += AT_ONCE * ROWS_AT_ONCE) {
-        uint4 values[AT_ONCE];
-        bool inside[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            inside[i] = row + i * ROWS_AT_ONCE < POINTS && place.image < p.images &&
-                        u32(place.y - p.padding_h) < u32(p.height) && u32(place.x - p.padding_w) < u32(p.width);
-            if (inside[i]) values[i] = load_shared(chunk.in(stage, row + i * ROWS_AT_ONCE));
-            for (place.x += ROWS_AT_ONCE; place.x >= p.grid_w; place.x -= p.grid_w)
-                if (++place.y == p.grid_h) place.y = 0, ++place.image;
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (inside[i]) store_shared(chunk.in(stage, row + i * ROWS_AT_ONCE), chunk(values[i]));
-    }
+    normalize_rows<4>(chunk, stage, row, POINTS, [&](int) {
+        const bool inside = place.image < p.images && u32(place.y - p.padding_h) < u32(p.height) &&
+                            u32(place.x - p.padding_w) < u32(p.width);
+        for (place.x += 4; place.x >= p.grid_w; place.x -= p.grid_w)
+            if (++place.y == p.grid_h) place.y = 0, ++place.image;
+        return inside;
+    });
 }
 
-// Warps that normalise what a step brings of x; `thread` among them.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int thread) {
-    const int row = thread / 8;
-    Place place(p, work.first * POINTS + row);
-    Chunk chunk(thread);
+// A warp: normalises every third stage of x.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
+    const int row = threadIdx.x % 32 / 8, steps = work.last - work.first;
+    Place place(p, (work.first + warp) * POINTS + row);
+    Chunk chunk;
     chunk.load(norm, work.channel);
-    Ring<STAGES> ring;
-    int slot = 0;
-    for (int step = work.first; step < work.last; ++step) {
-        barrier_wait(at.filled(ring.index), ring.parity);
-        for (int i = step == work.first ? -p.ahead : 0; i <= 0; ++i) {
-            normalize(p, chunk, at.x + slot * STAGE_BYTES, place, row);
-            if (slot == 0) normalize(p, chunk, at.x + p.held * STAGE_BYTES, place, row);
-            if (++slot == p.held) slot = 0;
-            place.advance(p);
-        }
-        fence_for_engine();
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(at.ready(ring.index));
-        ring.advance();
+    int slot = warp;
+    for (int stage = warp; stage < steps + p.ahead; stage += WARPS) {
+        const int step = max(stage - p.ahead, 0);
+        barrier_wait(at.filled(step % STAGES), step / STAGES % 2);
+        normalize(p, chunk, at.x + slot * STAGE_BYTES, place, row);
+        if (slot == 0) normalize(p, chunk, at.x + p.held * STAGE_BYTES, place, row);
+        if (threadIdx.x % 32 == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(step % STAGES));
+        slot += WARPS;
+        if (slot >= p.held) slot -= p.held;
+        for (int i = 0; i < WARPS; ++i) place.advance(p);
     }
 }
 #endif
@@ -195,6 +184,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
     int point = filter_row * p.tap_h;  // in the ring
     Ring<STAGES> ring;
     u32 before = 0;
+    if constexpr (NORMALIZED) barrier_wait(at.begun(), 0);
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.ready(ring.index), ring.parity);
         const u64 a = operand(at.dy + ring.index * STAGE_BYTES, STAGE_BYTES);
@@ -225,7 +215,8 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 2), barrier_init(at.emptied(i), 4 * WARPGROUPS);
 #if NORMALIZED
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
+        barrier_init(at.begun(), p.ahead);
 #endif
         barrier_init_done();
     }
@@ -239,7 +230,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
-            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, threadIdx.x - 128 * WARPGROUPS - 32);
+            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
 #endif
     } else {
         take_registers<NORMALIZED ? 144 : 160>();

@@ -156,63 +156,58 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
 }
 
 #if NORMALIZED
-constexpr int WARPS = 3, ROWS_AT_ONCE = WARPS * 4;  // that normalise, each lane one chunk
-constexpr int AT_ONCE = 3;                          // rows that a thread has in flight
+constexpr int WARPS = 3;  // that normalise
+static_assert(STAGES >= WARPS, "a stage for each");
 
-// Normalises a thread's rows, from `row` on, of one block of x as far as they lie in an image; around it are zeros.
-// first: pixel of the first row of the stage; at: of the thread's.
-DEVICE void normalize(const Problem& p, const Chunk& chunk, u32 block, const Columns& columns, int first, Pixels at,
-                      int row) {
-    const int offset_h = columns.tap_h * p.dilation_h - p.padding_h;
-    const int offset_w = columns.tap_w * p.dilation_w - p.padding_w;
-    for (; row < PIXELS; row += AT_ONCE * ROWS_AT_ONCE) {
-        uint4 values[AT_ONCE];
-        bool inside[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int mine = row + i * ROWS_AT_ONCE;
-            inside[i] = mine < PIXELS && first + mine < p.pixels;
-            if constexpr (!FLAT) {
-                inside[i] = inside[i] && u32(at.y * p.stride_h + offset_h) < u32(p.height) &&
-                            u32(at.x * p.stride_w + offset_w) < u32(p.width);
-                for (at.x += ROWS_AT_ONCE; at.x >= p.out_width; at.x -= p.out_width)
-                    if (++at.y == p.out_height) at.y = 0;
-            }
-            if (inside[i]) values[i] = load_shared(chunk.in(block, mine));
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (inside[i]) store_shared(chunk.in(block, row + i * ROWS_AT_ONCE), chunk(values[i]));
+// Where a tap reads x, for a thread's pixels one after the other.
+struct Taps {
+    const Problem& p;
+    Pixels at;
+    int first;  // pixel of the stage's first row
+    int offset_h, offset_w;
+
+    __device__ __forceinline__ Taps(const Problem& p, const Pixels& at, const Columns& columns, int first)
+        : p(p), at(at), first(first), offset_h(columns.tap_h * p.dilation_h - p.padding_h),
+          offset_w(columns.tap_w * p.dilation_w - p.padding_w) {}
+
+    // Whether that is in an image, for row `row`; the next will be four further.
+    __device__ __forceinline__ bool operator()(int row) {
+        if constexpr (FLAT) return first + row < p.pixels;
+        const bool inside = u32(at.y * p.stride_h + offset_h) < u32(p.height) &&
+                            u32(at.x * p.stride_w + offset_w) < u32(p.width) && first + row < p.pixels;
+        for (at.x += 4; at.x >= p.out_width; at.x -= p.out_width)
+            if (++at.y == p.out_height) at.y = 0;
+        return inside;
     }
-}
+};
 
-// Warps that normalise stage after stage; `thread` among them.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int thread) {
-    const int row = thread / 8;
-    Pixels pixels(p, work.first * PIXELS + row);
+// A warp: normalises every third stage of x, what lies in an image; around it are zeros.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
+    const int row = threadIdx.x % 32 / 8;
+    Pixels pixels(p, (work.first + warp) * PIXELS + row);
     const Columns begin(p, work.block);
-    Chunk chunk(thread);
+    Chunk chunk;
     int loaded = -1;
     Ring<STAGES> ring;
-    for (int step = work.first; step < work.last; ++step) {
+    ring.index = warp;
+    for (int step = work.first + warp; step < work.last; step += WARPS) {
         Columns columns = begin;
         barrier_wait(at.filled(ring.index), ring.parity);
 #pragma unroll 1
         for (int j = 0; j < COLUMN_BLOCKS; ++j) {
             if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
             const u32 block = at.stage(ring.index) + (ROW_BLOCKS + j) * BLOCK_BYTES;
-            normalize(p, chunk, block, columns, step * PIXELS, pixels, row);
+            normalize_rows<4>(chunk, block, row, PIXELS, Taps(p, pixels, columns, step * PIXELS));
             columns.channel += 64;
             if (columns.channel >= p.channels) {
                 columns.channel = 0;
                 if (++columns.tap_w == p.kernel_w) columns.tap_w = 0, ++columns.tap_h;
             }
         }
-        fence_for_engine();
-        __syncwarp();
-        if (thread % 32 == 0) barrier_arrive(at.ready(ring.index));
-        pixels.advance(p);
-        ring.advance();
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
+        if constexpr (!FLAT)
+            for (int i = 0; i < WARPS; ++i) pixels.advance(p);
+        ring.advance(WARPS);
     }
 }
 #endif
@@ -255,7 +250,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
 #if NORMALIZED
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
 #endif
         barrier_init_done();
     }
@@ -269,7 +264,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
-            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, threadIdx.x - 128 * WARPGROUPS - 32);
+            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 216 : WARPGROUPS == 2 ? 232 : 160>();

@@ -203,6 +203,7 @@ _EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer do
 _ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
 _START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
+_NORMALIZED = 0.2  # microseconds for a block of 64 pixels x 64 channels
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -258,7 +259,7 @@ def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candid
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns)
-                step = max(SPAN * area / _PRODUCTS, copy * slower)
+                step = max(SPAN * area / _PRODUCTS, copy * slower, normalized * tile.columns // SPAN * _NORMALIZED)
                 yield _Candidate(tile, division, steps, tiles[0] * tiles[1], copied, step)
     grid = halo(conv)
     if grid is not None:
