@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import cli, fusion, models
+from minidl import cli, data, fusion, models
 from minidl.fusion import chain, cost, kept
 from minidl.fusion.apply import machine_of
 from minidl.fusion.map import between, measure_map, points
@@ -19,6 +19,7 @@ from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way
 from minidl.fusion.tune import DeviceClock, groups, measure, tune
 from minidl.precision import precision
 from minidl.profile.timing import Budget, Timing
+from minidl.train import Trainer
 from tests.test_fusion import BOUND, preactivation, residual, stack, wide
 
 H200 = cost.Machine(4.2e9, cost.HOPPER)
@@ -370,6 +371,21 @@ def test_a_gpu_runs_by_the_model_of_bytes_unless_told_otherwise(ops):
     fusion.fuse(model, "none")
     fusion.fuse_by_default(model)
     assert set(model.fusion.sites.values()) == {"none"}
+
+
+def test_the_trainer_fuses_for_the_batch_of_its_loader(cache):
+    def trainer(batch, **options):
+        model = m.Model(models.build("resnet20", (8, 8, 3), 10))
+        loader = data.Loader(data.dataset("synthetic", None, "train", shape=(8, 8, 3), num_classes=10, n=12), batch)
+        parts = model, m.SGD(model, 0.1), m.SoftmaxCrossEntropy(), loader
+        return Trainer(*parts, schedule=lambda step: 0.1, epochs=1, **options)
+
+    assert trainer(4).model.fusion is None
+    assert trainer(4, fusion="elementwise").model.graph["bn1"].layer.deferred
+    plan = fusion.fuse(m.Model(models.build("resnet20", (8, 8, 3), 10)), "adaptive", batch=2, clock=Fake())
+    assert trainer(4, fusion=plan, accumulate=2).model.fusion == plan
+    with pytest.raises(ValueError, match="measured for batch 2, this is 4"):
+        trainer(4, fusion=plan)
 
 
 # -- the map --------------------------------------------------------------------------------------------------------
