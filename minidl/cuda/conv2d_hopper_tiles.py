@@ -9,13 +9,14 @@ from typing import NamedTuple
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
 from minidl.cuda.conv2d_plan import Convolution
-from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, itemsize_of, reads, walks_of
+from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
+FEW_COLUMNS = 64
 
 
 class HopperTile(NamedTuple):
@@ -86,9 +87,9 @@ def candidates(
 ) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes.
 
-    One that normalises its input needs the registers of a multiprocessor for itself.
+    One that normalises its input needs registers: those of a multiprocessor for itself, or few columns and no padding.
     """
-    tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
+    tiles = [t for t in TILES if not normalized or t.resident == 1 or (is_flat(conv) and t.columns == FEW_COLUMNS)]
     return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
