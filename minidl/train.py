@@ -17,11 +17,13 @@ from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
 from minidl.dist.agree import require_same, require_same_arrays
+from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
 from minidl.nonfinite import GradientWatch
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
+from minidl.shapes import ceil_div
 from minidl.step import EagerStep
 from minidl.stopping import StopRequest
 
@@ -94,6 +96,8 @@ class Trainer:
         accumulate: micro-batches of a step, see `minidl.step.EagerStep`.
         watch_gradients: look for NaN in every layer's gradients before they are summed, and wait for every step, to
             tell which rank and layer made the first (`minidl.nonfinite`).
+        fusion: how batch norms run, as `minidl.fusion.fuse` takes it. None: as they were told to; on GPUs ``"auto"``
+            where nobody told them.
 
     Attributes:
         stopped: the signal that ended `fit` before its time.
@@ -123,6 +127,7 @@ class Trainer:
         compile: bool | None = None,
         accumulate: int = 1,
         watch_gradients: bool = False,
+        fusion: str | Path | Plan | None = None,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
@@ -145,6 +150,10 @@ class Trainer:
         legality.refuse("Trainer", **parts)
         self._watch = GradientWatch(model.arena) if watch_gradients else None
         self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
+        if fusion is None:
+            fuse_by_default(model)
+        else:
+            fuse(model, fusion, batch=ceil_div(train_loader.batch, self.comm.size * self.accumulate))
         self._step = self._choose_step()
         require_same(self.comm, "training plan", self._plan())
         self._on_rank_0(self._check_output)
