@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import layer_pages
+import rank_tables
 
 from minidl.bench import command
 from minidl.profile.plots import save
@@ -33,6 +34,11 @@ def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
     """The result files of a machine that this benchmark made; their names begin with its."""
     found = map(results_of, sorted((RESULTS / machine).glob(f"{benchmark}*.json*")))
     return [file for file in found if file["benchmark"] == benchmark]
+
+
+def everywhere(benchmark: str) -> list[dict[str, Any]]:
+    """The result files of all machines that this benchmark made."""
+    return [file for path in sorted(RESULTS.iterdir()) for file in load(path.name, benchmark)]
 
 
 def _machine(file: dict[str, Any]) -> str:
@@ -220,50 +226,6 @@ def all_reduces() -> str:
     return markdown(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
 
 
-def sums_of_gpus() -> str:
-    """Microseconds of an all-reduce between GPUs of a host: the fastest of our ways beside NCCL, worst ratio first."""
-    lines = []
-    for machine in sorted(path.name for path in RESULTS.iterdir()):
-        for file in load(machine, "bench_all_reduce"):
-            sizes: dict[int, list[Row]] = {}
-            for row in file["rows"]:
-                if "nccl" in row["peers"]:
-                    sizes.setdefault(row["bytes"], []).append(row)
-            for nbytes, rows in sizes.items():
-                best = min(rows, key=lambda row: row["ms"])
-                nccl = best["peers"]["nccl"]
-                figures = [f"{best['ms'] * 1e3:.1f}", best["arm"], f"{nccl * 1e3:.1f}", f"{nccl / best['ms']:.2f}"]
-                lines.append((nccl / best["ms"], [f"{best['ranks']}", _size(nbytes), *figures]))
-    lines.sort(key=lambda line: line[0])
-    return markdown(["GPUs", "size", "minidl us", "way", "NCCL us", "speed against NCCL"], [line for _, line in lines])
-
-
-_COLUMNS = [
-    "network, batch of a rank", "ranks", "messages", "images/s", "efficiency", "adds ms", "DDP images/s",
-    "DDP efficiency", "DDP adds ms", "speed against DDP",
-]  # fmt: skip
-
-
-def scaling() -> str:
-    """Training steps on several ranks beside the same without messages, and DDP; worst efficiency first."""
-    found = [
-        (row["efficiency"], row)
-        for machine in sorted(path.name for path in RESULTS.iterdir())
-        for file in load(machine, "bench_scaling")
-        for row in file["rows"]
-    ]
-    rows = []
-    for efficiency, row in sorted(found, key=lambda item: item[0]):
-        name, ms = min(row["peers"].items(), key=lambda peer: peer[1], default=(None, 0.0))
-        theirs = ["", "", "", ""]
-        if name is not None:
-            theirs = [f"{row['peer_images_per_s'][name]:.0f}", f"{row['peer_efficiency'][name]:.1%}"]
-            theirs += [f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}"]
-        figures = [f"{row['images_per_s']:.0f}", f"{efficiency:.1%}", f"{row['exposed_ms']:.2f}"]
-        rows.append([f"{row['case']} {row['dtype']}", str(row["ranks"]), row["arm"], *figures, *theirs])
-    return markdown(_COLUMNS, rows)
-
-
 _SHARED = {
     "images": "data", "rows": "rows", "output channels": "channels", "images and rows": "data+rows",
     "images and channels": "data+channels",
@@ -447,8 +409,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {"commands": commands, "options": options},
     "docs/distributed.md": {
         "all-reduces": all_reduces,
-        "sums of GPUs": sums_of_gpus,
-        "scaling": scaling,
+        "sums of GPUs": lambda: rank_tables.sums_of_gpus(everywhere("bench_all_reduce")),
+        "scaling": lambda: rank_tables.scaling(everywhere("bench_scaling")),
         "shared layers": shared_layers,
     },
     "docs/fusion.md": {"fused steps": fused_steps, "fused pairs": fused_pairs},
