@@ -19,6 +19,7 @@ PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import statistics
 import sys
@@ -313,6 +314,17 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
     show(f"training steps on {rows[0]['ranks']} ranks, worst efficiency first", columns, cells)
 
 
+def clean(device: str) -> None:
+    """Give back what the case before has left in the pools of both sides."""
+    gc.collect()
+    if device == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+
 def joined(device: str) -> Communicator:
     """All ranks; on CPUs in shared memory, with the engine of MPI underneath."""
     if device == "cpu":
@@ -338,6 +350,7 @@ def main() -> None:
         (model, _, batch), synchronised = case.removesuffix("/sync").partition("/"), case.endswith("/sync")
         if model not in models.MODELS or not batch.isdecimal():
             raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH or MODEL/BATCH/sync", case)
+        clean(device)
         rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), synchronised, arms)
         if comm.rank == 0:
             latest = [r for r in rows if r["case"] == rows[-1]["case"]]
