@@ -207,6 +207,18 @@ def test_a_process_has_ended_whether_or_not_its_parent_took_notice():
     assert roll_call._ended(child.pid)
 
 
+def test_nobody_goes_on_to_another_call_while_the_job_is_aborted(monkeypatch):
+    """The GPU may have let go of what it waited for: what comes out of it is worth nothing."""
+    aborting = threading.Lock()
+    monkeypatch.setattr(roll_call.abort, "_aborting", aborting)
+    roll_call.abort.hold()
+    aborting.acquire()
+    held = threading.Thread(target=roll_call.abort.hold, daemon=True)
+    held.start()
+    held.join(0.2)
+    assert held.is_alive()
+
+
 @pytest.mark.parametrize("heard", [False, True])
 def test_of_ranks_that_fail_alike_the_first_speaks_and_no_other(heard):
     """Rank 1 fails; rank 0 fails of the same later, when it has heard of that, or at about the same time."""
