@@ -13,6 +13,7 @@ case $(mpiexec --version 2>&1) in
 *"Open MPI"* | *OpenRTE* | *prte*)
     # Unbound: minidl shares the cores out itself. What decides about a run goes along.
     placed=(--hostfile "$hosts" --map-by "ppr:$each:node" --bind-to none)
+    [ "$EUID" = 0 ] && placed+=(--allow-run-as-root) # in containers
     for name in ${!MINIDL_*} ${!NCCL_*} PYTHONPATH; do [ -n "${!name}" ] && placed+=(-x "$name"); done
     ;;
 *) placed=(-f "$hosts" -ppn "$each") ;;
