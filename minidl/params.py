@@ -282,7 +282,7 @@ class Arena:
         self.connected += 1
         rounded = message_dtype != float32 and comm.size > 1
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
-        enough = (lambda layer: group_bytes) if isinstance(group_bytes, int) else group_bytes.__getitem__
+        enough = group_bytes.__getitem__ if isinstance(group_bytes, Mapping) else lambda layer: group_bytes
         self.messages = []
         for name in reversed(self._layers):
             mine = [s for s in self._layers[name] if s.trainable]
