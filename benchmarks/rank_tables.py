@@ -46,6 +46,7 @@ def _step(row: Row) -> list[str]:
     theirs = [""] * 4
     if row["peers"]:
         name, ms = min(row["peers"].items(), key=lambda peer: peer[1])
-        theirs = [f"{row['peer_images_per_s'][name]:.0f}", f"{row['peer_efficiency'][name]:.1%}"]
+        kind = " compiled" * name.endswith("compile")
+        theirs = [f"{row['peer_images_per_s'][name]:.0f}{kind}", f"{row['peer_efficiency'][name]:.1%}"]
         theirs += [f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}"]
     return [f"{row['case']} {row['dtype']}", str(row["ranks"]), row["arm"], *figures, *theirs]
