@@ -42,8 +42,8 @@ def obstacle(model: Model, optimizer: SGD) -> str | None:
         return f"the {model.comm.name} engine adds gradients on the host; NCCL would not"
     if model.observer is not NULL_PROFILER:
         return "a profiler watches each pass of each layer"
-    if type(optimizer).step is not SGD.step:
-        return f"{type(optimizer).__name__} has a step of its own, which may decide on the host"
+    if type(optimizer).update is not SGD.update:
+        return f"{type(optimizer).__name__} has an update of its own, which may decide on the host"
     return None
 
 
@@ -191,6 +191,7 @@ class _Program:
                 self.model.random.advance(first_sample + begin, new_step=i == 0)
             self.ops.copy_into(rows[i], self._run(i, unit))
         self._recorded = True
+        self.step.optimizer.after_step()
         return Totals(self.ops, rows, self._warm.num_classes, self._warm.of)
 
     def _totals(self) -> Any:

@@ -2,8 +2,10 @@
 
 from minidl.sparse.csb import CSBMatrix
 from minidl.sparse.layers import CSBConv2d, CSBLinear
+from minidl.sparse.masks import Granularity, magnitude_mask
 from minidl.sparse.pattern import CSBPattern, Occupancy
-from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, magnitude_mask, sparse_state, to_sparse
+from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, pruned, sparse_state, to_sparse, without_masks
+from minidl.sparse.shrink import Cut, shrink
 
 __all__ = [
     "CSBConv2d",
@@ -11,10 +13,15 @@ __all__ = [
     "CSBMatrix",
     "CSBPattern",
     "CubicSchedule",
+    "Cut",
+    "Granularity",
     "Occupancy",
     "PrunedSGD",
     "Pruning",
     "magnitude_mask",
+    "pruned",
+    "shrink",
     "sparse_state",
     "to_sparse",
+    "without_masks",
 ]

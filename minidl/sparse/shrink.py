@@ -1,0 +1,212 @@
+"""From masks to a smaller dense network: channels that do nothing are cut out, and residual branches that are zero.
+
+    graph, cut = shrink(build(), model.state_dict())          # fewer channels, perhaps fewer layers, the same outputs
+    small = Model(graph)
+    small.load_state_dict(cut.state(model.state_dict()))
+    tuned = SGD(small, 0.01, 0.9)
+    tuned.load_state_dict(without_masks(cut.state(optimizer.state_dict())))
+
+What may go follows from the values of the parameters and the graph, whatever pruned them: a channel that is zero, or
+multiplied by zeros only, at every layer that reads it across channels. With all its zeros gone a sum has the same terms
+in the same order, but kernels cut it at other places: the outputs are those of the network before to float32 rounding,
+and to the bit where every partial sum is exact. In training as in evaluation, if the batch norms of removed channels
+have weight and bias zero, as pruning of filters leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.graph import Graph, Node
+from minidl.layer import Layer
+from minidl.layers import Add, BatchNorm2d, Conv2d, ConvTranspose2d, Linear
+from minidl.models.rows import like
+from minidl.sparse.channels import Channels, by_channels, depthwise, mixes, zero_channels
+
+__all__ = ["Cut", "shrink"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of every parameter and buffer is left, by name.
+
+    Attributes:
+        kept: for each parameter and buffer, the indices that stay on each axis (None: all).
+        dropped: names of the layers that are gone.
+        names: all parameters and buffers of the network before.
+    """
+
+    kept: Mapping[str, tuple[np.ndarray | None, ...]]
+    dropped: tuple[str, ...]
+    names: frozenset[str]
+
+    def state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A state of the network before as one of the network after: of a model, of its optimizer (momentum, moments,
+        masks), or all tensors of a checkpoint, whose names have parts in front. What belongs to no parameter stays.
+
+        Raises:
+            ValueError: an array of another shape than its parameter had.
+        """
+        found = {}
+        for name, value in state.items():
+            parameter = self._parameter(name)
+            if parameter is None:
+                found[name] = value
+            elif parameter in self.kept:
+                found[name] = _part(name, value, self.kept[parameter])
+        return found
+
+    def _parameter(self, name: str) -> str | None:
+        """``optimizer.momentum.conv1.weight`` -> ``conv1.weight``."""
+        while name not in self.names:
+            _, dot, name = name.partition(".")
+            if not dot:
+                return None
+        return name
+
+
+def _part(name: str, value: np.ndarray, kept: tuple[np.ndarray | None, ...]) -> np.ndarray:
+    if value.ndim != len(kept) or any(k is not None and k.max() >= n for k, n in zip(kept, value.shape, strict=True)):
+        raise checks.bad_shape("Cut", name, "that of the network before", value.shape)
+    for axis, indices in enumerate(kept):
+        if indices is not None:
+            value = value.take(indices, axis)
+    return np.ascontiguousarray(value)
+
+
+def shrink(graph: Graph, state: Mapping[str, np.ndarray]) -> tuple[Graph, Cut]:
+    """The network without what does nothing in it.
+
+    Args:
+        graph: built like the one that was pruned, without a model yet; stays as it is.
+        state: the pruned model's `state_dict`. Parameters must be finite.
+
+    Returns:
+        A new graph with the same names, and what takes states along. Every layer keeps at least one channel. Channels
+        at grouped convolutions, group and layer norms, sparse layers and layers of your own stay.
+
+    Raises:
+        ValueError: a state of another network.
+        RuntimeError: the graph belongs to a model.
+    """
+    _check(graph, state)
+    zero = zero_channels(graph, state)
+    source, live = _bypass(graph, zero)
+    channels = Channels(graph, source, live)
+    keep = _kept_labels(channels, zero, state)
+    stays = {index: keep[labels] for index, labels in channels.labels.items()}
+    return _rebuild(channels, stays), _cut(graph, channels, stays)
+
+
+def _check(graph: Graph, state: Mapping[str, np.ndarray]) -> None:
+    if any(layer.bound for layer in graph.layers):
+        raise checks.order("shrink", "the graph belongs to a model", "build the graph again")
+    for layer in graph.layers:
+        for spec in layer.specs:
+            name = f"{layer.name}.{spec.name}"
+            if name not in state:
+                raise checks.bad_value("shrink", "state", f"one that holds {name}", "one without it")
+            if state[name].shape != spec.shape:
+                raise checks.bad_shape("shrink", name, str(spec.shape), state[name].shape)
+
+
+def _bypass(graph: Graph, zero: list[np.ndarray]) -> tuple[list[int], list[int]]:
+    """(what stands for each node, nodes that are left) when sums drop the inputs that are zero throughout."""
+    source = list(range(len(graph.nodes)))
+    for node in graph.nodes:
+        if isinstance(node.layer, Add):
+            left = [i for i in node.inputs if not zero[i].all()]
+            if len(left) == 1:
+                source[node.index] = source[left[0]]
+    needed = {source[graph.output_node.index]}
+    for node in reversed(graph.nodes):
+        if node.index in needed:
+            needed.update(source[i] for i in node.inputs)
+    return source, sorted(needed | {0})
+
+
+def _kept_labels(channels: Channels, zero: list[np.ndarray], state: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Whether each label stays: it is fixed, or somebody reads more than zeros of it, or the layer would be empty."""
+    nodes = [channels.graph.nodes[i] for i in channels.labels]
+    keep = np.ones(len(channels.fixed), bool)
+    while True:
+        needed = channels.fixed.copy()
+        for node in nodes:
+            if mixes(node.layer):
+                (read,) = channels.inputs(node)
+                rows = keep[channels.labels[node.index]]
+                weight = by_channels(node.layer, state[f"{node.name}.weight"])[rows]
+                used = weight.any(axis=(0, 1)) & ~zero[read]
+                needed[channels.labels[read][used]] = True
+        for node in nodes:
+            labels = channels.labels[node.index]
+            if not needed[labels].any():
+                needed[labels[keep[labels]][0]] = True
+        if (needed == keep).all():
+            return keep
+        keep = needed
+
+
+def _rebuild(channels: Channels, stays: Mapping[int, np.ndarray]) -> Graph:
+    found, graph = Graph(), channels.graph
+    placed = {0: found.input(graph.nodes[0].shape)}
+    for index in channels.labels:
+        if index:
+            node = graph.nodes[index]
+            inputs = channels.inputs(node)
+            layer = _smaller(node.layer, int(stays[inputs[0]].sum()), int(stays[index].sum()))
+            placed[index] = found.add(layer, [placed[i] for i in inputs])
+    return found.output(placed[channels.source[graph.output_node.index]])
+
+
+def _smaller(layer: Layer, into: int, out: int) -> Layer:
+    """The layer with so many channels."""
+    options: dict[str, Any] = {"weight_init": layer.specs[0].init if layer.specs else None, "name": layer.name}
+    biased = any(spec.name == "bias" for spec in layer.specs)
+    if type(layer) is Linear:
+        return Linear(into, out, biased, **options)
+    if type(layer) in (Conv2d, ConvTranspose2d) and (mixes(layer) or depthwise(layer)):
+        geometry = layer.geometry | {"groups": into if depthwise(layer) else 1, "bias": biased}
+        if type(layer) is ConvTranspose2d:
+            geometry["output_padding"] = layer.output_padding
+        return type(layer)(into, out, layer.kernel_size, **geometry, **options)
+    new = like(layer)
+    if isinstance(layer, BatchNorm2d):
+        new.num_features = out
+        new.specs = [replace(spec, shape=(out,)) for spec in layer.specs]
+        new.buffer_specs = {name: values[:out] for name, values in layer.buffer_specs.items()}
+    return new
+
+
+def _cut(graph: Graph, channels: Channels, stays: Mapping[int, np.ndarray]) -> Cut:
+    kept: dict[str, tuple[np.ndarray | None, ...]] = {}
+    names, dropped = set(), []
+    for node in graph.nodes[1:]:
+        parameters = {spec.name: spec.shape for spec in node.layer.specs}
+        parameters |= {name: values.shape for name, values in node.layer.buffer_specs.items()}
+        names |= {f"{node.name}.{name}" for name in parameters}
+        if node.index not in channels.labels:
+            dropped.append(node.name)
+            continue
+        for name, shape in parameters.items():
+            kept[f"{node.name}.{name}"] = _indices(channels, node, name, shape, stays)
+    return Cut(kept, tuple(dropped), frozenset(names))
+
+
+def _indices(
+    channels: Channels, node: Node, name: str, shape: tuple[int, ...], stays: Mapping[int, np.ndarray]
+) -> tuple[np.ndarray | None, ...]:
+    """What stays of a parameter or buffer on each axis."""
+    layer, own = node.layer, stays[node.index]
+    axes: list[np.ndarray | None] = [None] * len(shape)
+    if name == "weight" and mixes(layer):
+        first, last = (own, stays[channels.inputs(node)[0]])[:: -1 if type(layer) is ConvTranspose2d else 1]
+        axes[0], axes[-1] = first, last
+    elif depthwise(layer) or mixes(layer) or isinstance(layer, BatchNorm2d):
+        axes[0] = own
+    return tuple(None if stay is None or stay.all() else np.flatnonzero(stay) for stay in axes)
