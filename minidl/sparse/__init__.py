@@ -5,6 +5,7 @@ from minidl.sparse.layers import CSBConv2d, CSBLinear
 from minidl.sparse.masks import Granularity, magnitude_mask
 from minidl.sparse.pattern import CSBPattern, Occupancy
 from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, pruned, sparse_state, to_sparse, without_masks
+from minidl.sparse.search import Found, Sensitivity, masked, random_mask_search, sensitivity
 from minidl.sparse.shrink import Cut, shrink
 
 __all__ = [
@@ -14,12 +15,17 @@ __all__ = [
     "CSBPattern",
     "CubicSchedule",
     "Cut",
+    "Found",
     "Granularity",
     "Occupancy",
     "PrunedSGD",
     "Pruning",
+    "Sensitivity",
     "magnitude_mask",
+    "masked",
     "pruned",
+    "random_mask_search",
+    "sensitivity",
     "shrink",
     "sparse_state",
     "to_sparse",

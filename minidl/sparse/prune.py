@@ -17,7 +17,7 @@ and its momentum is discarded. Pruned filters and layers are cut out by `minidl.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ from minidl.optim import SGD
 from minidl.params import Segment
 from minidl.precision import float32
 from minidl.sparse.layers import CSBConv2d, CSBLinear
-from minidl.sparse.masks import Granularity, magnitude_mask, require_fitting, require_sparsity
+from minidl.sparse.masks import Granularity, magnitude_mask, require_fitting, require_sparsity, score_mask
 from minidl.sparse.structured import Branches, Filters
 
 __all__ = ["CubicSchedule", "PrunedSGD", "Pruning", "pruned", "sparse_state", "to_sparse", "without_masks"]
@@ -93,7 +93,7 @@ class Pruning:
     """What is pruned, and how.
 
     Args:
-        schedule: sparsity by step.
+        schedule: sparsity by step; None: masks stay as `PrunedSGD.impose` sets them.
         include, exclude: patterns (``fnmatch``) of parameter names. Only weights of products are ever chosen, never
             biases or normalisation; the first of them in the network stays dense unless ``include`` names it exactly.
         granularity: what is dropped together: a ``"weight"``; a ``"kernel"`` (the taps that join one input channel
@@ -108,21 +108,21 @@ class Pruning:
         TypeError: a schedule that is none.
     """
 
-    schedule: CubicSchedule
+    schedule: CubicSchedule | None
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
     granularity: str = "weight"
     scope: str = "layer"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.schedule, CubicSchedule):
-            raise checks.bad_dtype("Pruning", "schedule", "a CubicSchedule", checks.describe(self.schedule))
+        if not isinstance(self.schedule, CubicSchedule | None):
+            raise checks.bad_dtype("Pruning", "schedule", "a CubicSchedule or None", checks.describe(self.schedule))
         for argument in ("include", "exclude"):
             if isinstance(getattr(self, argument), str):
                 raise checks.bad_value("Pruning", argument, "a list of patterns", getattr(self, argument))
         unit = Granularity.parse(self.granularity)
         require_fitting("Pruning", unit, self.scope, 0.0)
-        if unit.kind == "n:m" and abs(self.schedule.final - unit.most) > 1e-9:
+        if unit.kind == "n:m" and self.schedule is not None and abs(self.schedule.final - unit.most) > 1e-9:
             expected = f"one that ends at {unit.most:g}, as {self.granularity} does"
             raise checks.bad_value("Pruning", "schedule", expected, self.schedule.final)
 
@@ -150,14 +150,26 @@ class Pruning:
         return [s for s in chosen if len(s.shape) > 1]  # those of sparse layers are what pruning left
 
 
-class _Plan(Protocol):
-    """What can be masked, and the masks of a sparsity: `Filters`, `Branches` and `_Weights`."""
+class Units(Protocol):
+    """What can be masked, and the masks of a sparsity: `Filters`, `Branches`, and units within one weight.
+
+    Attributes:
+        names: parameters that masks may clear.
+        parts: what can be pruned by itself: weights, sets of tied filters, branches.
+    """
 
     names: list[str]
+    parts: list[str]
 
     def masks(
         self, weights: Mapping[str, np.ndarray], sparsity: float, scope: str, masks: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]: ...
+    ) -> dict[str, np.ndarray]:
+        """Masks of all parameters in ``names``, by magnitude; what ``masks`` dropped stays dropped."""
+
+    def part_masks(
+        self, part: str, weights: Mapping[str, np.ndarray], sparsity: float, rng: np.random.Generator | None = None
+    ) -> dict[str, np.ndarray]:
+        """Masks of the parameters of one part, by magnitude or drawn from ``rng``."""
 
 
 @dataclass(frozen=True)
@@ -167,16 +179,33 @@ class _Weights:
     names: list[str]
     granularity: str
 
+    @property
+    def parts(self) -> list[str]:
+        return self.names
+
+    def part_masks(
+        self, part: str, weights: Mapping[str, np.ndarray], sparsity: float, rng: np.random.Generator | None = None
+    ) -> dict[str, np.ndarray]:
+        return score_mask({part: weights[part]}, sparsity, granularity=self.granularity, rng=rng)
+
     def masks(
         self, weights: Mapping[str, np.ndarray], sparsity: float, scope: str, masks: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
         return magnitude_mask(weights, sparsity, granularity=self.granularity, scope=scope, masks=masks)
 
 
-def _plan(pruning: Pruning, graph: Graph, chosen: Sequence[Segment], trainable: Collection[str]) -> _Plan:
-    names = [s.full_name for s in chosen]
+def units_of(pruning: Pruning, model: Model) -> Units:
+    """What ``pruning`` prunes in a model.
+
+    Raises:
+        ValueError: as `Pruning.choose`; nothing that could be pruned so.
+    """
+    place = {layer.name: i for i, layer in enumerate(model.layers)}
+    segments = sorted((s for s in model.arena.segments if s.trainable), key=lambda s: place[s.layer])
+    names = [s.full_name for s in pruning.choose(segments)]
     if pruning.granularity in ("filter", "layer") and names:
-        return (Filters if pruning.granularity == "filter" else Branches)(graph, names, trainable)
+        kind = Filters if pruning.granularity == "filter" else Branches
+        return kind(model.graph, names, {s.full_name for s in segments})
     return _Weights(names, pruning.granularity)
 
 
@@ -189,10 +218,8 @@ class _Pruned:
         if not isinstance(pruning, Pruning):
             raise checks.bad_dtype(who, "pruning", "a Pruning", checks.describe(pruning))
         self.pruning = pruning
-        place = {layer.name: i for i, layer in enumerate(model.layers)}
-        segments = sorted((s for s in self.arena.segments if s.trainable), key=lambda s: place[s.layer])
-        known = {s.full_name: s for s in segments}
-        self._units = _plan(pruning, model.graph, pruning.choose(segments), known)
+        self._units = units_of(pruning, model)
+        known = {s.full_name: s for s in self.arena.segments}
         self.pruned = [known[name] for name in self._units.names]
         self.count = 0
         self._host_masks = {s.full_name: np.ones(s.shape, np.bool_) for s in self.pruned}
@@ -202,8 +229,9 @@ class _Pruned:
     def after_step(self) -> None:
         super().after_step()
         self.count += 1
-        if self.pruning.schedule.due(self.count):
-            self._prune(self.pruning.schedule(self.count))
+        schedule = self.pruning.schedule
+        if schedule is not None and schedule.due(self.count):
+            self.prune(schedule(self.count))
 
     def _condition(self, begin: int, end: int) -> None:
         # With no gradient, no momentum and no value, neither momentum nor decay moves a dropped weight.
@@ -211,13 +239,35 @@ class _Pruned:
         gradient *= self._mask[begin:end]
         super()._condition(begin, end)
 
-    def _prune(self, sparsity: float) -> None:
-        """Take the masks of the weights as they are. Waits for the device; ranks have equal weights, hence masks."""
+    def prune(self, sparsity: float) -> None:
+        """Take the masks of the weights as they are; what was dropped stays so.
+
+        Waits for the device. Ranks have equal weights, hence masks.
+        """
+        require_sparsity(type(self).__name__, "sparsity", sparsity)
         state = self.ops.to_host(self.arena.master)
         weights = {s.full_name: state[s.offset : s.offset + s.size].reshape(s.shape) for s in self.pruned}
         if weights:
             self._host_masks = self._units.masks(weights, sparsity, self.pruning.scope, self._host_masks)
             self._impose()
+
+    def impose(self, masks: Mapping[str, np.ndarray]) -> None:
+        """Set masks by parameter name, those of others left as they are: weights under them become zero.
+
+        Raises:
+            ValueError: a name that is not pruned, another shape.
+            TypeError: a mask that is not of booleans.
+        """
+        who = type(self).__name__
+        for name, mask in masks.items():
+            if name not in self._host_masks:
+                raise checks.unknown("pruned parameter", name, self._host_masks)
+            if getattr(mask, "dtype", None) != np.bool_:
+                raise checks.bad_dtype(who, name, "a mask of booleans", checks.describe(mask))
+            if mask.shape != self._host_masks[name].shape:
+                raise checks.bad_shape(who, name, str(self._host_masks[name].shape), mask.shape)
+        self._host_masks |= {name: mask.copy() for name, mask in masks.items()}
+        self._impose()
 
     def _impose(self) -> None:
         """Bring the masks to the device, and weights and moments under them."""

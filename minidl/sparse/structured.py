@@ -48,6 +48,7 @@ class Filters:
         made: dict[tuple[str, ...], int] = {}
         for label, names in self._producers().items():
             self._group[label] = made.setdefault(names, len(made))
+        self.parts = ["+".join(names) for names in made]
         if not self._free[np.concatenate([self._labels(n) for n in self._nodes])].any():
             raise checks.impossible("Pruning", "no filter can go: all are tied to the input, the output or an excluded "
                                     "weight", "name more in include, or prune weights")  # fmt: skip
@@ -83,22 +84,34 @@ class Filters:
             sparsity: fraction of the weights of all that may go; in each set of tied filters, at least one stays.
             masks: earlier ones.
         """
-        size, square = np.zeros(len(self._free)), np.zeros(len(self._free))
-        alive = self._free.copy()
+        alive = np.ones(len(self._free), bool)
         for node in self._nodes:
-            name, labels = f"{node.name}.weight", self._labels(node)
-            if name not in self.names:
-                continue
-            rows = _rows(node, weights[name]).astype(np.float64)
-            np.add.at(size, labels, rows.shape[1])
-            np.add.at(square, labels, np.square(rows).sum(axis=1))
-            alive[labels[~_rows(node, masks[name]).any(axis=1)]] = False
-        units = np.flatnonzero(self._free & (size > 0))
-        scores = np.where(alive[units], np.sqrt(square[units] / size[units]), GONE)
-        keep = np.ones(len(self._free), bool)
-        keep[units] = self._keep(scores, size[units], self._group[units], sparsity, scope)
-        return {f"{n.name}.{name}": self._spread(n, name, keep, weights) for n, name in self._parameters()
-                if f"{n.name}.{name}" in self.names}  # fmt: skip
+            if (name := f"{node.name}.weight") in self.names:
+                alive[self._labels(node)[~_rows(node, masks[name]).any(axis=1)]] = False
+        sizes, scores = self._sizes_and_scores(weights)
+        units = np.flatnonzero(self._free & (sizes > 0))
+        scores = np.where(alive, scores, GONE)[units]
+        return self._spread(units, self._keep(scores, sizes[units], self._group[units], sparsity, scope), weights)
+
+    def part_masks(
+        self, part: str, weights: Mapping[str, np.ndarray], sparsity: float, rng: np.random.Generator | None = None
+    ) -> dict[str, np.ndarray]:
+        """Masks of one set of tied filters, by magnitude or drawn from ``rng``; at least one filter stays."""
+        sizes, scores = self._sizes_and_scores(weights)
+        units = np.flatnonzero(self._group == self.parts.index(part))
+        scores = scores[units] if rng is None else rng.random(units.size)
+        keep = self._keep(scores, sizes[units], self._group[units], sparsity, "layer")
+        return {name: mask for name, mask in self._spread(units, keep, weights).items() if not mask.all()}
+
+    def _sizes_and_scores(self, weights: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Weights of each label's filters, and their root mean square."""
+        size, square = np.zeros(len(self._free)), np.zeros(len(self._free))
+        for node in self._nodes:
+            if (name := f"{node.name}.weight") in self.names:
+                rows = _rows(node, weights[name]).astype(np.float64)
+                np.add.at(size, self._labels(node), rows.shape[1])
+                np.add.at(square, self._labels(node), np.square(rows).sum(axis=1))
+        return size, np.sqrt(square / np.maximum(size, 1))
 
     def _keep(
         self, scores: np.ndarray, sizes: np.ndarray, groups: np.ndarray, sparsity: float, scope: str
@@ -111,12 +124,18 @@ class Filters:
             keep[members[scores[members].argmax()]] = True
         return keep
 
-    def _spread(self, node: Node, name: str, keep: np.ndarray, weights: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The mask of one parameter."""
-        shape = weights[f"{node.name}.{name}"].shape
-        own = keep[self._labels(node)]
-        across = isinstance(node.layer, ConvTranspose2d) or len(shape) == 1
-        return np.broadcast_to(own if across else own.reshape(-1, *(1,) * (len(shape) - 1)), shape).copy()
+    def _spread(self, units: np.ndarray, kept: np.ndarray, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The masks of all parameters when the labels ``units`` are ``kept`` or not."""
+        keep, found = np.ones(len(self._free), bool), {}
+        keep[units] = kept
+        for node, name in self._parameters():
+            full = f"{node.name}.{name}"
+            if full in self.names:
+                shape, own = weights[full].shape, keep[self._labels(node)]
+                across = isinstance(node.layer, ConvTranspose2d) or len(shape) == 1
+                own = own if across else own.reshape(-1, *(1,) * (len(shape) - 1))
+                found[full] = np.broadcast_to(own, shape).copy()
+        return found
 
 
 def _rows(node: Node, weight: np.ndarray) -> np.ndarray:
@@ -160,6 +179,7 @@ class Branches:
                 "prune filters or weights",
             )  # fmt: skip
         self.names = list(dict.fromkeys(name for names in self._branches for name in names))
+        self.parts = ["+".join(n.rpartition(".")[0] for n in names if n in products) for names in self._branches]
 
     def masks(
         self, weights: Mapping[str, np.ndarray], sparsity: float, scope: str, masks: Mapping[str, np.ndarray]
@@ -178,6 +198,13 @@ class Branches:
             for name in names:
                 found[name] &= kept  # a branch may lie within another
         return found
+
+    def part_masks(
+        self, part: str, weights: Mapping[str, np.ndarray], sparsity: float, rng: np.random.Generator | None = None
+    ) -> dict[str, np.ndarray]:
+        """Masks that leave one branch out: it goes whole, whatever the sparsity."""
+        names = self._branches[self.parts.index(part)]
+        return {name: np.zeros(weights[name].shape, bool) for name in names}
 
 
 def _only_through(graph: Graph, readers: list[list[int]], last: int, add: int) -> list[Node]:
