@@ -77,6 +77,7 @@ def test_imports_go_one_way():
 def test_optional_packages_are_imported_only_inside_functions():
     optional = {
         "scipy",
+        "bitarray",
         "cupy",
         "mpi4py",
         "rich",

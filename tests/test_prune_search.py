@@ -165,7 +165,7 @@ def test_sensitivity_prunes_one_part_at_a_time_and_leaves_no_trace(ops, rng, gra
     weights = [f"{name}.weight" for name in ("a1", "a2", "b1", "b2", "proj", "head")]
     parts = expected.get(granularity, weights)
     assert list(dict.fromkeys(row.part for row in rows)) == parts
-    assert [row.sparsity for row in rows] == ([1.0] if granularity == "layer" else list(sparsities) * len(parts))
+    assert [row.sparsity for row in rows] == ([1.0] if granularity == "layer" else list(sparsities)) * len(parts)
     for row in rows:
         assert row.sparsity > 0 or row.score == start
     assert granularity == "2:4" or max(row.score for row in rows) > start + 0.2

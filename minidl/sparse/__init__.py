@@ -1,11 +1,13 @@
 """Sparse weights in Compressed Sparse Blocks: the matrix, layers that train on it, and pruning."""
 
+from minidl.sparse.compress import Compressed, load_compressed, save_compressed
 from minidl.sparse.csb import CSBMatrix
 from minidl.sparse.layers import CSBConv2d, CSBLinear
 from minidl.sparse.masks import Granularity, magnitude_mask
 from minidl.sparse.pattern import CSBPattern, Occupancy
 from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, pruned, sparse_state, to_sparse, without_masks
 from minidl.sparse.search import Found, Sensitivity, masked, random_mask_search, sensitivity
+from minidl.sparse.share import Shared, SharedSGD, share_weights
 from minidl.sparse.shrink import Cut, shrink
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "CSBLinear",
     "CSBMatrix",
     "CSBPattern",
+    "Compressed",
     "CubicSchedule",
     "Cut",
     "Found",
@@ -21,11 +24,16 @@ __all__ = [
     "PrunedSGD",
     "Pruning",
     "Sensitivity",
+    "Shared",
+    "SharedSGD",
+    "load_compressed",
     "magnitude_mask",
     "masked",
     "pruned",
     "random_mask_search",
+    "save_compressed",
     "sensitivity",
+    "share_weights",
     "shrink",
     "sparse_state",
     "to_sparse",
