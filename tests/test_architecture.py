@@ -27,7 +27,7 @@ LEVELS = [
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
     {"compile"},
     {"train"},
-    {"bench"},
+    {"bench", "pruning"},
     {"launch", "cli"},
     {"__main__", "__init__"},
 ]

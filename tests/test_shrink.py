@@ -9,7 +9,7 @@ import minidl as m
 from minidl import checkpoint, data, models
 from minidl.models import depthwise_separable, squeeze_excitation
 from minidl.sharded import ShardedSGD
-from minidl.sparse import CubicSchedule, PrunedSGD, Pruning, pruned, shrink, without_masks
+from minidl.sparse import CubicSchedule, PrunedSGD, Pruning, pruned, resized, shrink, without_masks
 from minidl.sparse.channels import Channels
 from minidl.train import Trainer
 from tests.tolerance import assert_close, draw, draw_integers
@@ -364,3 +364,38 @@ def test_what_cannot_be_shrunk_is_refused(cpu_ops):
         pruner(m.Model(unet()), granularity="layer", scope="global", exclude=[])
     with pytest.raises(ValueError, match="scope must be 'global' for layers"):
         Pruning(CubicSchedule(0.5, 1, 1), granularity="layer")
+
+
+@pytest.mark.parametrize("granularity", ["filter", "layer"])
+@pytest.mark.parametrize("name", [*NETWORKS, "resnet20", "mobilenet_v2", "densenet121", "unet-model"])
+def test_a_shrunk_state_tells_its_network(cpu_ops, name, granularity):
+    """`resized` builds from names and shapes what `shrink` built from values."""
+
+    def build():
+        if name in NETWORKS:
+            return NETWORKS[name]()
+        return models.build(name.removesuffix("-model"), (32, 32, 3), 4)
+
+    model = m.Model(build())
+    try:
+        optimizer = pruner(model, 0.5, granularity=granularity, scope="global", exclude=[])
+    except ValueError as error:
+        assert granularity == "layer" and "no layer can go" in str(error)
+        assert not any(isinstance(layer, m.Add) for layer in model.layers)
+        return
+    optimizer.after_step()
+    graph, cut = shrink(build(), model.state_dict())
+    assert cut.dropped or granularity == "filter"
+    again = resized(build(), cut.state(model.state_dict()))
+    assert [(n.name, n.inputs, n.shape, repr(n.layer)) for n in again.nodes] == [
+        (n.name, n.inputs, n.shape, repr(n.layer)) for n in graph.nodes
+    ]
+    m.Model(again).load_state_dict(cut.state(model.state_dict()))
+
+
+def test_states_of_other_networks_are_refused(cpu_ops):
+    state = m.Model(residual()).state_dict()
+    with pytest.raises(ValueError, match="state must be of a network cut out of this one.*lacks stem.weight"):
+        resized(residual(), {k: v for k, v in state.items() if k != "stem.weight"})
+    with pytest.raises(RuntimeError, match="belongs to a model"):
+        resized(m.Model(residual()).graph, state)

@@ -8,7 +8,7 @@ from minidl.sparse.pattern import CSBPattern, Occupancy
 from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, pruned, sparse_state, to_sparse, without_masks
 from minidl.sparse.search import Found, Sensitivity, masked, random_mask_search, sensitivity
 from minidl.sparse.share import Shared, SharedSGD, share_weights
-from minidl.sparse.shrink import Cut, shrink
+from minidl.sparse.shrink import Cut, resized, shrink
 
 __all__ = [
     "CSBConv2d",
@@ -31,6 +31,7 @@ __all__ = [
     "masked",
     "pruned",
     "random_mask_search",
+    "resized",
     "save_compressed",
     "sensitivity",
     "share_weights",

@@ -15,7 +15,7 @@ have weight and bias zero, as pruning of filters leaves them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from minidl.layers import Add, BatchNorm2d, Conv2d, ConvTranspose2d, Linear
 from minidl.models.rows import like
 from minidl.sparse.channels import Channels, by_channels, depthwise, mixes, zero_channels
 
-__all__ = ["Cut", "shrink"]
+__all__ = ["Cut", "resized", "shrink"]
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,56 @@ def shrink(graph: Graph, state: Mapping[str, np.ndarray]) -> tuple[Graph, Cut]:
     """
     _check(graph, state)
     zero = zero_channels(graph, state)
-    source, live = _bypass(graph, zero)
+    source, live = _bypass(graph, {index: bool(silent.all()) for index, silent in enumerate(zero)})
     channels = Channels(graph, source, live)
     keep = _kept_labels(channels, zero, state)
     stays = {index: keep[labels] for index, labels in channels.labels.items()}
-    return _rebuild(channels, stays), _cut(graph, channels, stays)
+    smaller = _rebuild(graph, source, live, lambda node, into: int(stays[node.index].sum()))
+    return smaller, _cut(graph, channels, stays)
+
+
+def resized(graph: Graph, state: Mapping[str, np.ndarray]) -> Graph:
+    """The network that a shrunk state belongs to: channels as its arrays have them, without the layers it lacks.
+
+        model = Model(resized(build(), state))
+        model.load_state_dict(state)
+
+    Args:
+        graph: built like the one that was shrunk, without a model yet; stays as it is.
+        state: parameters and buffers, such as a file of `minidl.checkpoint` or `load_compressed` gives them.
+
+    Raises:
+        ValueError: a state that is not of a network cut out of this one.
+        RuntimeError: the graph belongs to a model.
+    """
+    _refuse_bound("resized", graph)
+    gone: set[int] = set()
+    for node in graph.nodes[1:]:
+        lacks = any(f"{node.name}.{spec.name}" not in state for spec in node.layer.specs)
+        left = [i for i in node.inputs if i not in gone]
+        if lacks or not left or (len(left) < len(node.inputs) and not isinstance(node.layer, Add)):
+            gone.add(node.index)
+    if graph.output_node.index in gone:
+        lacking = next(f"{layer.name}.{s.name}" for layer in graph.layers for s in layer.specs
+                       if f"{layer.name}.{s.name}" not in state)  # fmt: skip
+        raise checks.bad_value("resized", "state", "of a network cut out of this one", f"one that lacks {lacking}")
+    source, live = _bypass(graph, {index: index in gone for index in range(len(graph.nodes))})
+
+    def out(node: Node, into: int) -> int:
+        if not (mixes(node.layer) or depthwise(node.layer)):
+            return into
+        return state[f"{node.name}.weight"].shape[-1 if type(node.layer) is ConvTranspose2d else 0]
+
+    return _rebuild(graph, source, live, out)
+
+
+def _refuse_bound(who: str, graph: Graph) -> None:
+    if any(layer.bound for layer in graph.layers):
+        raise checks.order(who, "the graph belongs to a model", "build the graph again")
 
 
 def _check(graph: Graph, state: Mapping[str, np.ndarray]) -> None:
-    if any(layer.bound for layer in graph.layers):
-        raise checks.order("shrink", "the graph belongs to a model", "build the graph again")
+    _refuse_bound("shrink", graph)
     for layer in graph.layers:
         for spec in layer.specs:
             name = f"{layer.name}.{spec.name}"
@@ -115,12 +155,12 @@ def _check(graph: Graph, state: Mapping[str, np.ndarray]) -> None:
                 raise checks.bad_shape("shrink", name, str(spec.shape), state[name].shape)
 
 
-def _bypass(graph: Graph, zero: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """(what stands for each node, nodes that are left) when sums drop the inputs that are zero throughout."""
+def _bypass(graph: Graph, empty: Mapping[int, bool]) -> tuple[list[int], list[int]]:
+    """(what stands for each node, nodes that are left) when sums drop the inputs that are ``empty``."""
     source = list(range(len(graph.nodes)))
     for node in graph.nodes:
         if isinstance(node.layer, Add):
-            left = [i for i in node.inputs if not zero[i].all()]
+            left = [i for i in node.inputs if not empty[i]]
             if len(left) == 1:
                 source[node.index] = source[left[0]]
     needed = {source[graph.output_node.index]}
@@ -152,16 +192,15 @@ def _kept_labels(channels: Channels, zero: list[np.ndarray], state: Mapping[str,
         keep = needed
 
 
-def _rebuild(channels: Channels, stays: Mapping[int, np.ndarray]) -> Graph:
-    found, graph = Graph(), channels.graph
+def _rebuild(graph: Graph, source: Sequence[int], live: Sequence[int], out: Callable[[Node, int], int]) -> Graph:
+    """A new graph of the live nodes; ``out`` tells a node's channels from those of its first input."""
+    found = Graph()
     placed = {0: found.input(graph.nodes[0].shape)}
-    for index in channels.labels:
-        if index:
-            node = graph.nodes[index]
-            inputs = channels.inputs(node)
-            layer = _smaller(node.layer, int(stays[inputs[0]].sum()), int(stays[index].sum()))
-            placed[index] = found.add(layer, [placed[i] for i in inputs])
-    return found.output(placed[channels.source[graph.output_node.index]])
+    for node in (graph.nodes[i] for i in live if i):
+        inputs = [placed[source[i]] for i in node.inputs]
+        into = inputs[0].shape[-1]
+        placed[node.index] = found.add(_smaller(node.layer, into, out(node, into)), inputs)
+    return found.output(placed[source[graph.output_node.index]])
 
 
 def _smaller(layer: Layer, into: int, out: int) -> Layer:
