@@ -123,6 +123,8 @@ def _optimizer(model: Model, a: argparse.Namespace, steps_per_epoch: int) -> SGD
         raise ValueError(f"--momentum is for {' and '.join(_WITH_MOMENTUM)}, not for {a.optimizer}")
     if a.shard_momentum and a.optimizer != "sgd":
         raise ValueError(f"--shard-momentum is for sgd, not for {a.optimizer}")
+    if a.shard_momentum and a.verb == "prune":
+        raise ValueError("--shard-momentum is for minidl train: pruning needs the whole momentum on each rank")
     kind = ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer]
     if a.verb == "prune":
         return pruning.optimizer(kind, model, a, steps_per_epoch, **options)
@@ -303,8 +305,9 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 
 _VERBS = {
-    "train": _train, "prune": _prune, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "warm": warm.run, "simulate": simulate.run, "info": _info, "compare-backends": compare_backends.run,
+    "train": _train, "prune": _prune, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run,
+    "tune": tuning.run, "warm": warm.run, "simulate": simulate.run, "info": _info,
+    "compare-backends": compare_backends.run,
 }  # fmt: skip
 
 if __name__ == "__main__":
