@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import data, models, schedule
 from minidl.bench.setup import device_of
+from minidl.compile import CompiledStep
 from minidl.dist.communicator import SOLO
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
@@ -71,7 +72,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--epochs", type=int, default=30, help="of the dense network")
     p.add_argument("--prune-epochs", type=int, default=20, help="of each arm")
     p.add_argument("--share-epochs", type=int, default=2)
-    p.add_argument("--clusters", type=int, default=32)
+    p.add_argument("--clusters", type=int, default=32, help="values that the weights of a layer share; 0: no file")
     p.add_argument("--lr", type=float, default=0.1)
     p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights and order; steps are measured once")
     p.add_argument("--only", nargs="+", metavar="GRANULARITY", help="arms of these granularities")
@@ -189,17 +190,19 @@ def step_times(recipe: Recipe, arms: list[Arm]) -> dict[str, list[float]]:
             calls[f"{arm.name} masked"] = _step(arm.model.train(), arm.optimizer, batch)
             arm.optimizer.set_lr(0.0)
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(recipe.a.rounds + 2):
+    unmeasured = 4  # a compiled step is recorded and captured in the first ones
+    for number in range(recipe.a.rounds + unmeasured):
         for name, call in calls.items():
             begin = time.perf_counter()
             call().read()
-            if number >= 2:
+            if number >= unmeasured:
                 times[name].append(1e3 * (time.perf_counter() - begin))
     return times
 
 
 def _step(model: Model, optimizer: SGD, batch: Any) -> Callable[[], Any]:
-    step = EagerStep(model, optimizer, SoftmaxCrossEntropy())
+    """A step as `Trainer` would run it: on a GPU as a CUDA graph."""
+    step = (CompiledStep if model.ops.name == "cuda" else EagerStep)(model, optimizer, SoftmaxCrossEntropy())
     return lambda: step(batch.images, batch.labels)
 
 
@@ -224,7 +227,8 @@ def rows_of(a: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     times = step_times(recipe, arms) if a.rounds and seed == a.seeds[0] else {}
     rows = [row_of(arm, arms[0], times) for arm in arms]
     with tempfile.TemporaryDirectory() as folder:
-        rows += [compressed_arm(recipe, arm, Path(folder)) for arm in arms if arm.name == "weight 90%"]
+        chosen = [arm for arm in arms if arm.name == "weight 90%" and a.clusters]
+        rows += [compressed_arm(recipe, arm, Path(folder)) for arm in chosen]
     image = "x".join(map(str, dense.graph.nodes[0].shape))
     facts = {
         "case": f"resnet20/{a.data} {image}/b{a.batch}", "dtype": "fp32", "floor_ms": None, "seed": seed,

@@ -19,6 +19,9 @@ from minidl.sparse import (
     random_mask_search,
     sensitivity,
     shrink,
+    sparse_state,
+    to_sparse,
+    without_masks,
 )
 from minidl.step import EagerStep
 from tests.test_shrink import NETWORKS, batches, mobile, model_of, residual, take_steps
@@ -124,6 +127,40 @@ def test_compiled_steps_prune_as_eager_ones(cuda_ops, rng, granularity, kind):
             step(*map(cuda_ops.from_host, (x, labels)))
         states.append(model.state_dict() | optimizer.state_dict())
     assert optimizer.count == 12 and max(optimizer.sparsity().values()) > 0.6
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("way", ["shrink", "to_sparse"])
+def test_what_is_left_is_captured_again(cuda_ops, rng, way):
+    """The re-plan point: another graph, other arenas, the state taken along by name, and the bits of eager steps."""
+    data = batches(np.random.default_rng(3), m.Model(residual()), 10)
+    masked_model = model_of(residual(), cuda_ops)
+    pruning = Pruning(CubicSchedule(0.8, 1, 1), granularity="filter" if way == "shrink" else "weight")
+    optimizer = PrunedSGD(masked_model, 0.01, 0.9, weight_decay=1e-3, pruning=pruning)
+    step = CompiledStep(masked_model, optimizer, m.SoftmaxCrossEntropy())
+    for x, labels in data[:4]:
+        step(*map(cuda_ops.from_host, (x, labels)))
+    state, moments = masked_model.state_dict(), optimizer.state_dict()
+    states = []
+    for step_kind in (EagerStep, CompiledStep):
+        if way == "shrink":
+            graph, cut = shrink(residual(), state)
+            model = model_of(graph, cuda_ops)
+            model.load_state_dict(cut.state(state))
+            tuned = m.SGD(model, 0.01, 0.9, weight_decay=1e-3)
+            tuned.load_state_dict(without_masks(cut.state(moments)))
+        else:
+            graph = residual()
+            assert to_sparse(graph, state, optimizer.masks())
+            model = model_of(graph, cuda_ops)
+            model.load_state_dict(sparse_state(graph, state))
+            tuned = PrunedSGD(model, 0.01, 0.9, weight_decay=1e-3, pruning=pruning)
+            tuned.load_state_dict(sparse_state(graph, moments, "momentum."))
+        step = step_kind(model, tuned, m.SoftmaxCrossEntropy())
+        for x, labels in data[4:]:
+            step(*map(cuda_ops.from_host, (x, labels)))
+        states.append(model.state_dict() | tuned.state_dict())
     for name, value in states[0].items():
         np.testing.assert_array_equal(states[1][name], value, err_msg=name)
 
