@@ -24,6 +24,7 @@ from minidl.sparse import (
     sparse_state,
     to_sparse,
 )
+from minidl.sparse.compress import require_libraries
 from minidl.train import Trainer
 
 __all__ = ["accuracy", "add_arguments", "begin", "finish", "optimizer"]
@@ -61,7 +62,16 @@ def plan_of(a: argparse.Namespace, steps_per_epoch: int) -> Pruning:
 
 
 def optimizer(kind: type[SGD], model: Model, a: argparse.Namespace, steps_per_epoch: int, **options: Any) -> SGD:
-    """An optimizer of this kind that prunes as the options say."""
+    """An optimizer of this kind that prunes as the options say.
+
+    Raises:
+        ValueError: options that do not go together.
+        ImportError: with ``--compress``, a library that it will need is not installed.
+    """
+    if a.compress:
+        share_weights({}, a.clusters)  # refuses the number at the door, and not after the training
+        require_libraries()
+    checks.at_least("minidl prune", "--share-epochs", a.share_epochs, 0)
     return pruned(kind)(model, a.lr, pruning=plan_of(a, steps_per_epoch), **options)
 
 

@@ -7,9 +7,9 @@
 
 A dense network is trained once; every arm goes on from it for as many epochs, the sparsity rising by the cubic schedule
 over the first half of them. The arm "dense" goes on without pruning, so that no arm gains by training longer. What a
-step takes is measured at the end, the arms in turn: of the masked network, and of what is made of it (filters and
-layers are cut out; weights run as Compressed Sparse Blocks where such a layer exists). The last arm shares the weights
-of the first and writes them to a compressed file, which is read back before its accuracy is taken.
+step takes is measured at the end, the arms in turn, the least of the rounds: of the masked network, and of what is made
+of it (filters and layers are cut out; weights run as Compressed Sparse Blocks where such a layer exists). The last arm
+shares the weights of the first and writes them to a compressed file, which is read back before its accuracy is taken.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--epochs", type=int, default=30, help="of the dense network")
-    p.add_argument("--prune-epochs", type=int, default=20, help="of each arm")
+    p.add_argument("--prune-epochs", type=int, default=40, help="of each arm")
     p.add_argument("--share-epochs", type=int, default=2)
     p.add_argument("--clusters", type=int, default=32, help="values that the weights of a layer share; 0: no file")
     p.add_argument("--lr", type=float, default=0.1)
     p.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights and order; steps are measured once")
     p.add_argument("--only", nargs="+", metavar="GRANULARITY", help="arms of these granularities")
-    p.add_argument("--rounds", type=int, default=15, help="of measuring steps; 0: none")
+    p.add_argument("--rounds", type=int, default=50, help="of measuring steps; 0: none")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     return p.parse_args()
 
@@ -242,22 +242,19 @@ def main() -> None:
     rows = [row for seed in a.seeds for row in rows_of(a, seed)]
     if a.json:
         threads = os.environ.get("OMP_NUM_THREADS", "all")
-        write(a.json, result("prune_resnet20", rows, threads=threads, statistic="median of interleaved rounds"))
+        write(a.json, result("prune_resnet20", rows, threads=threads, statistic="least of interleaved rounds"))
     tell(rows)
 
 
 def row_of(arm: Arm, dense: Arm, times: dict[str, list[float]]) -> dict[str, Any]:
-    def median(name: str) -> float | None:
-        return statistics.median(times[name]) if name in times else None
-
+    least = {name: min(own) for name, own in times.items()}
     own = times.get(arm.name)
-    low, _, high = statistics.quantiles(own, n=4) if own else (0.0, 0.0, 0.0)
     masks = arm.optimizer.masks() if isinstance(arm.optimizer, PrunedSGD) else {}
     left = sum(int((~m).sum()) for m in masks.values())
     return {
-        "arm": arm.name, "runs_as": arm.kind, "ms": median(arm.name),
-        "spread": (high - low) / median(arm.name) if own else None,
-        "peers": {"dense": median("dense")} | ({"masked": median(f"{arm.name} masked")} if masks else {}),
+        "arm": arm.name, "runs_as": arm.kind, "ms": least.get(arm.name),
+        "spread": statistics.median(own) / min(own) - 1 if own else None,
+        "peers": {"dense": least.get("dense")} | ({"masked": least.get(f"{arm.name} masked")} if masks else {}),
         "accuracy": arm.accuracy, "sparsity": left / dense.model.num_parameters,
         "parameters": arm.runs.num_parameters, "flop_ratio": flop(arm.runs) / flop(dense.model),
     }  # fmt: skip

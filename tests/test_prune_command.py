@@ -109,6 +109,7 @@ def test_filters_and_layers_leave_a_smaller_network(tmp_path, capsys, granularit
     (["--prune-end", "9"], r"--prune-end must be from --prune-begin \(0\) to --epochs \(4\), got 9.0"),
     (["--include", "fcc.*"], "unknown parameter pattern"),
     (["--shard-momentum"], "--shard-momentum is for minidl train"),
+    (["--compress", "--clusters", "256"], "clusters must be at most 255"),
     (["--start", "nowhere"], "there is no checkpoint nowhere"),
 ])  # fmt: skip
 def test_what_cannot_be_pruned_is_one_line(tmp_path, capsys, options, words):

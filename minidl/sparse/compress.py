@@ -15,6 +15,7 @@ nonzero yet. Huffman's tables are canonical: how many words there are of each le
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import zlib
@@ -29,7 +30,7 @@ import numpy as np
 from minidl import checkpoint, checks
 from minidl.precision import float32
 
-__all__ = ["Compressed", "load_compressed", "save_compressed"]
+__all__ = ["Compressed", "load_compressed", "require_libraries", "save_compressed"]
 
 _KIND = "minidl compressed 1"
 _SKIP = 255  # zeros that one symbol stands for, without a nonzero
@@ -154,6 +155,17 @@ def _decoded(entry: Mapping[str, Any], codes: _Reader, plain: _Reader) -> np.nda
     bits = np.zeros(prod(shape), np.uint32)
     bits[where] = codebook[values]
     return bits.view(float32).reshape(shape)
+
+
+def require_libraries() -> None:
+    """Find out early whether compression can run.
+
+    Raises:
+        ImportError: bitarray or SciPy is not installed.
+    """
+    _huffman()
+    if importlib.util.find_spec("scipy") is None:
+        raise checks.missing_extra("weight sharing", "compress")
 
 
 def _huffman() -> Any:
