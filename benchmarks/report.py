@@ -204,6 +204,54 @@ def sparse(machine: str = "cpu") -> str:
     return markdown(["against", "pass", *(f"{level:.0%}" for level in levels)], rows)
 
 
+def _pruned_arms() -> list[tuple[str, str, list[Row]]]:
+    """(machine, arm, rows of all seeds) of the pruned ResNet-20s, in the order in which they ran."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for machine in sorted(path.name for path in RESULTS.iterdir()):
+        for file in load(machine, "prune_resnet20"):
+            for row in file["rows"]:
+                found.setdefault((_machine(file), row["case"], row["arm"]), []).append(row)
+    return [(machine, arm, rows) for (machine, _, arm), rows in found.items()]
+
+
+def _lost(rows: list[Row]) -> float:
+    """Points of accuracy that the dense network, trained as long, has more; mean over the seeds."""
+    return 100 * statistics.mean(row["accuracy_dense_trained_on"] - row["accuracy"] for row in rows)
+
+
+def _accuracy(rows: list[Row]) -> list[str]:
+    reached = [100 * row["accuracy"] for row in rows]
+    return [f"{statistics.mean(reached):.2f} ({min(reached):.2f} to {max(reached):.2f})", f"{_lost(rows):.2f}"]
+
+
+def pruned() -> str:
+    """Granularity, accuracy and step of pruned networks; most accuracy lost first."""
+    arms = [(machine, arm, rows) for machine, arm, rows in _pruned_arms() if rows[0]["pass"] == "step"]
+    lines = []
+    for machine, arm, rows in sorted(arms, key=lambda item: (item[2][0]["case"], -_lost(item[2]))):
+        first, ratio = rows[0], lambda peer, row=rows[0]: f"{row['peers'][peer] / row['ms']:.2f}"
+        steps = [f"{first['ms']:.1f}", ratio("dense"), ratio("masked") if "masked" in first["peers"] else ""]
+        facts = [first["runs_as"], f"{first['sparsity']:.0%}", f"{first['flop_ratio']:.2f}"]
+        lines.append([first["case"], f"{machine}", arm, *facts, *_accuracy(rows), *steps])
+    columns = ["network", "on", "pruned", "runs as", "parameters dropped", "FLOP left", "accuracy, % (of seeds)",
+               "points lost", "step, ms", "speed against dense", "against masked"]  # fmt: skip
+    return markdown(columns, lines) if lines else "Not recorded yet."
+
+
+def compressed() -> str:
+    """Compressed files of pruned networks."""
+    lines = []
+    for _, arm, rows in _pruned_arms():
+        if rows[0]["pass"] == "file":
+            parts = ", ".join(f"{name} {size:,}" for name, size in rows[0]["parts"].items())
+            size = f"{rows[0]['bytes_before']:,}", f"{rows[0]['bytes']:,}"
+            ratios = f"{min(row['ratio'] for row in rows):.1f}"
+            lines.append([rows[0]["case"], arm, *size, parts, ratios, *_accuracy(rows)])
+    columns = ["network", "made from", "bytes before", "bytes", "of which", "times smaller", "accuracy, % (of seeds)",
+               "points lost"]  # fmt: skip
+    return markdown(columns, lines) if lines else "Not recorded yet."
+
+
 def all_reduces() -> str:
     """Milliseconds of an all-reduce between CPU ranks, median (fastest)."""
     files = load("cpu", "bench_all_reduce")
@@ -358,7 +406,12 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {"commands": commands, "options": options},
     "docs/distributed.md": {"all-reduces": all_reduces, "shared layers": shared_layers},
     "docs/memory.md": {"pinning": pinning, "predicted": predicted_steps, "limited-steps": limited_steps},
-    "docs/sparse.md": {"products": sparse, "GPU products": lambda: sparse("h200")},
+    "docs/sparse.md": {
+        "products": sparse,
+        "GPU products": lambda: sparse("h200"),
+        "pruned networks": pruned,
+        "compressed files": compressed,
+    },
     "docs/tuning.md": {"choices": choices},
     "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
 }

@@ -116,6 +116,52 @@ def cost(graph, batch=4):
             for what in ("flop", "bytes")]  # fmt: skip
 
 
+def drawn_network(seed):
+    """A network of random layers and joins; the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    graph = m.Graph()
+    nodes = [m.Conv2d(2, 4, 3, padding=1, name="stem")(graph.input((4, 4, 2)))]
+    for i in range(9):
+        x, name = nodes[rng.integers(max(len(nodes) - 3, 0), len(nodes))], f"n{i}"
+        like = [y for y in nodes if y.shape == x.shape]
+        other = like[rng.integers(len(like))]
+        kind = rng.choice(["conv", "conv", "norm", "relu", "deep", "add", "add", "mul", "cat", "pool"])
+        layer = {
+            "conv": m.Conv2d(x.shape[-1], int(rng.integers(1, 6)), 3, padding=1, bias=bool(i % 2), name=name),
+            "norm": m.BatchNorm2d(x.shape[-1], name=name), "relu": m.ReLU(name=name), "add": m.Add(name=name),
+            "deep": m.Conv2d(x.shape[-1], 2 * x.shape[-1], 3, padding=1, groups=x.shape[-1], name=name),
+            "mul": m.Mul(name=name), "cat": m.Concat(name=name), "pool": m.MaxPool2d(3, 1, 1, name=name),
+        }[kind]  # fmt: skip
+        nodes.append(layer(x, other) if kind in ("add", "mul", "cat") else layer(x))
+    ends = [n for n in graph.nodes if not graph.consumers()[n.index]]
+    last = m.Concat(name="all")(*ends) if len(ends) > 1 else ends[0]
+    return graph.output(m.Linear(16 * last.shape[-1], 3, name="head")(m.Flatten()(last)))
+
+
+def test_any_network_with_dead_channels_keeps_its_outputs(cpu_ops):
+    """Half of all filters and a third of all columns die at random, in no pattern that the graph asks for."""
+    smaller = 0
+    for seed in range(60):
+        rng = np.random.default_rng([seed, 1])
+        model = m.Model(drawn_network(seed))
+        state = integers(model, rng)
+        for name, value in state.items():
+            if not name.startswith("head") and "running" not in name:
+                value[rng.random(len(value)) < 0.5] = 0
+            if value.ndim == 4:
+                value[..., rng.random(value.shape[-1]) < 0.3] = 0
+        model.load_state_dict(state)
+        graph, cut = shrink(drawn_network(seed), state)
+        small = m.Model(graph)
+        small.load_state_dict(cut.state(state))
+        x = draw_integers(rng, (3, 4, 4, 2), f32, limit=1)
+        expected = model.eval().forward(x)
+        assert np.abs(expected).max() < 1 << 22, "else sums would not be exact"
+        np.testing.assert_array_equal(small.eval().forward(x), expected, err_msg=f"seed {seed}")
+        smaller += small.num_parameters < model.num_parameters
+    assert smaller > 30
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_whole_numbers_give_the_same_bits(ops, rng, name, training):
