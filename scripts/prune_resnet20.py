@@ -15,6 +15,7 @@ shares the weights of the first and writes them to a compressed file, which is r
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
 import statistics
 import sys
@@ -170,11 +171,12 @@ def compressed_arm(recipe: Recipe, arm: Arm, folder: Path) -> dict[str, Any]:
     at_once = recipe.accuracy(model)
     recipe.train(model, optimizer, a.share_epochs, "constant", SHARED_RATE)
     report = save_compressed(folder / "resnet20.mdz", model.state_dict())
+    general = len(lzma.compress(b"".join(value.tobytes() for value in model.state_dict().values()), preset=9))
     back = recipe.accuracy(recipe.model(state=load_compressed(folder / "resnet20.mdz")))
     return {
         "arm": f"{arm.name}, {a.clusters} shared values, Huffman", "ms": None, "spread": None, "pass": "file",
         "accuracy": back, "accuracy_before_training": at_once, "bytes": report.file, "bytes_before": report.before,
-        "ratio": report.ratio, "nonzeros": sum(int(m.sum()) for m in masks.values()),
+        "ratio": report.ratio, "lzma_bytes": general, "nonzeros": sum(int(m.sum()) for m in masks.values()),
         "parts": {k: getattr(report, k) for k in ("header", "values", "gaps", "plain")},
     }  # fmt: skip
 
