@@ -244,11 +244,13 @@ def compressed() -> str:
     for _, arm, rows in _pruned_arms():
         if rows[0]["pass"] == "file":
             parts = ", ".join(f"{name} {size:,}" for name, size in rows[0]["parts"].items())
-            size = (f"{rows[0][key]:,}" for key in ("bytes_before", "bytes", "lzma_bytes"))
+            before, own, general = (f"{rows[0][key]:,}" for key in ("bytes_before", "bytes", "lzma_bytes"))
             ratios = f"{min(row['ratio'] for row in rows):.1f}"
-            lines.append([rows[0]["case"], arm, *size, parts, ratios, *_accuracy(rows)])
-    columns = ["network", "made from", "bytes before", "bytes", "LZMA of the same", "of which", "times smaller", "accuracy, % (of seeds)",
-               "points lost"]  # fmt: skip
+            lines.append([rows[0]["case"], arm, before, own, parts, general, ratios, *_accuracy(rows)])
+    columns = [
+        "network", "made from", "bytes before", "bytes", "of which", "LZMA of the same", "times smaller",
+        "accuracy, % (of seeds)", "points lost",
+    ]  # fmt: skip
     return markdown(columns, lines) if lines else "Not recorded yet."
 
 
