@@ -63,6 +63,9 @@ class Granularity:
 
     def scores(self, weight: np.ndarray) -> np.ndarray:
         """Root mean square of each unit of a weight (out, ..., in): (out units, tap units, in units)."""
+        if self.kind in ("weight", "n:m"):
+            values = weight.astype(np.promote_types(weight.dtype, np.float32), copy=False)
+            return np.abs(values).reshape(weight.shape[0], -1, weight.shape[-1])
         square = np.square(weight.astype(np.float64)).reshape(weight.shape[0], -1, weight.shape[-1])
         if self.kind == "block":
             return np.sqrt(self._sum_blocks(square) / self._sum_blocks(np.ones_like(square)))
@@ -99,12 +102,27 @@ def keep_largest(scores: np.ndarray, sizes: np.ndarray, sparsity: float) -> np.n
         scores: one for each unit; those below 0 are dropped in any case. Equal ones go in the order in which they lie.
         sizes: weights that each unit stands for.
     """
+    gone = int((scores < 0).sum())
+    if scores.size == 0 or (sizes == sizes[0]).all():
+        lower = int(sparsity * scores.size)
+        count = lower + (sparsity * scores.size - lower > 0.5)
+        return ~_least(scores, max(count, gone))
     order = np.argsort(scores, kind="stable")
     dropped = np.concatenate([[0], np.cumsum(sizes[order])])
     count = int(np.abs(dropped - sparsity * dropped[-1]).argmin())
     keep = np.ones(scores.size, bool)
-    keep[order[: max(count, int((scores < 0).sum()))]] = False
+    keep[order[: max(count, gone)]] = False
     return keep
+
+
+def _least(scores: np.ndarray, count: int) -> np.ndarray:
+    """True for the ``count`` least, of equal ones the first; without sorting, which takes seconds for millions."""
+    if count == 0:
+        return np.zeros(scores.size, bool)
+    edge = np.partition(scores, count - 1)[count - 1]
+    chosen = scores < edge
+    chosen[np.flatnonzero(scores == edge)[: count - int(chosen.sum())]] = True
+    return chosen
 
 
 def _keep_n_of_m(scores: np.ndarray, sparsity: float, m: int) -> np.ndarray:

@@ -108,9 +108,9 @@ class Filters:
         size, square = np.zeros(len(self._free)), np.zeros(len(self._free))
         for node in self._nodes:
             if (name := f"{node.name}.weight") in self.names:
-                rows = _rows(node, weights[name]).astype(np.float64)
+                rows = _rows(node, weights[name])
                 np.add.at(size, self._labels(node), rows.shape[1])
-                np.add.at(square, self._labels(node), np.square(rows).sum(axis=1))
+                np.add.at(square, self._labels(node), np.square(rows, dtype=np.float64).sum(axis=1))
         return size, np.sqrt(square / np.maximum(size, 1))
 
     def _keep(
