@@ -15,6 +15,7 @@ from minidl.optim import SGD
 from minidl.profile.tables import show
 from minidl.sparse import (
     CubicSchedule,
+    Granularity,
     Pruning,
     SharedSGD,
     pruned,
@@ -35,7 +36,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--start", metavar="PATH", help="checkpoint, or folder of some, whose weights to begin with")
     p.add_argument("--sparsity", type=float, default=0.9, help="fraction of weights to be zero in the end")
     p.add_argument(
-        "--granularity", default="weight", help="weight, kernel, filter, layer, block:8x4, or 2:4 (of 4 inputs keep 2)"
+        "--granularity",
+        default="weight",
+        help="weight, kernel, filter, filter:8 (keep a multiple), layer, block:8x4, 2:4 (of 4 inputs)",
     )
     p.add_argument("--scope", choices=["layer", "global"], help="of the sparsity; default: layer, of layers global")
     p.add_argument("--include", nargs="+", default=["*"], metavar="PATTERN", help="names of weights that are pruned")
@@ -98,7 +101,7 @@ def finish(trainer: Trainer, a: argparse.Namespace) -> None:
     told = print if trainer.comm.rank == 0 else lambda *_: None
     if trainer.comm.rank == 0:
         _show(trainer.optimizer)
-    if a.granularity in ("filter", "layer"):
+    if Granularity.parse(a.granularity).kind in ("filter", "layer"):
         told(_shrunk(trainer, a))
     else:
         told(_sparse(trainer, a))

@@ -40,6 +40,7 @@ from minidl.profile.tables import show
 from minidl.pruning import accuracy
 from minidl.sparse import (
     CubicSchedule,
+    Granularity,
     PrunedSGD,
     Pruning,
     SharedSGD,
@@ -55,7 +56,8 @@ from minidl.train import Trainer
 
 ARMS = (
     ("weight", 0.9, "layer"), ("weight", 0.9, "global"), ("kernel", 0.7, "layer"), ("block:4x4", 0.75, "layer"),
-    ("2:4", 0.5, "layer"), ("filter", 0.3, "layer"), ("filter", 0.5, "layer"), ("layer", 0.4, "global"),
+    ("2:4", 0.5, "layer"), ("filter", 0.3, "layer"), ("filter:8", 0.3, "layer"), ("filter:8", 0.5, "layer"),
+    ("layer", 0.4, "global"),
 )  # fmt: skip
 DECAY = {"weight_decay": 5e-4, "decay_norm_and_bias": False}
 SHARED_RATE = 5e-4
@@ -68,6 +70,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--data", default="digits", choices=["digits", "cifar10", "synthetic"])
     p.add_argument("--data-path", help="folder of CIFAR-10's binary files")
     p.add_argument("--samples", type=int, default=2048, help="of synthetic data")
+    p.add_argument("--classes", type=int, default=10, help="of synthetic data")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--epochs", type=int, default=30, help="of the dense network")
@@ -89,7 +92,7 @@ class Recipe:
         self.a, self.seed, self.device = a, seed, device_of(a.device, SOLO)
         options = [{}, {}]
         if a.data == "synthetic":
-            shape = {"shape": (32, 32, 3), "num_classes": 10}
+            shape = {"shape": (32, 32, 3), "num_classes": a.classes}
             options = [{"n": a.samples, **shape}, {"n": max(a.samples // 4, 1), **shape}]
         splits = zip(("train", "test"), options, strict=True)
         self.train_set, self.test_set = (data.dataset(a.data, a.data_path, s, **o) for s, o in splits)
@@ -143,7 +146,7 @@ def pruned_arm(recipe: Recipe, start: dict[str, Any], granularity: str, sparsity
     )
     reached = recipe.train(model, optimizer, a.prune_epochs, "cosine", a.lr / 2)
     state, masks = model.state_dict(), {k: v for k, v in optimizer.masks().items() if v.ndim > 1}
-    if granularity in ("filter", "layer"):
+    if Granularity.parse(granularity).kind in ("filter", "layer"):
         graph, cut = shrink(recipe.build(), state)
         runs, kind = recipe.model(graph, cut.state(state)), "shrunk"
     else:
@@ -224,7 +227,7 @@ def rows_of(a: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     reached = recipe.train(model, optimizer, a.prune_epochs, "cosine", a.lr / 2)
     arms = [Arm("dense", model, optimizer, reached, model, "dense")]
     for granularity, sparsity, scope in ARMS:
-        if not a.only or granularity in a.only:
+        if not a.only or granularity.partition(":")[0] in a.only:
             arms.append(pruned_arm(recipe, start, granularity, sparsity, scope))
     times = step_times(recipe, arms) if a.rounds and seed == a.seeds[0] else {}
     rows = [row_of(arm, arms[0], times) for arm in arms]

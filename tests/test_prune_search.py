@@ -288,3 +288,27 @@ def test_searching_resnet20_takes_every_block(cpu_ops, rng):
     pruning = Pruning(None, exclude=["fc.*"], granularity="filter")
     found = random_mask_search(model, pruning, errors_of(model, x, labels), sparsity=0.5, candidates=1)
     assert len(found.scores) == 9 + 2, "a first convolution of each block, and the trunks but the stem's"
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.2, 0.5, 0.95])
+def test_a_multiple_of_filters_stays(cpu_ops, rng, sparsity):
+    model = m.Model(models.resnet20(10, (8, 8, 1)))
+    options = {"exclude": ["fc.*"], "granularity": "filter:8"}
+    optimizer = PrunedSGD(model, 0.1, pruning=Pruning(None, **options))
+    weights = model.state_dict()
+    for share in (sparsity / 2, sparsity):
+        before = optimizer.masks()
+        optimizer.prune(share)
+        for name, mask in optimizer.masks().items():
+            assert not (mask & ~before[name]).any()
+            kept = mask.reshape(len(mask), -1).any(axis=1)
+            assert kept.sum() % 8 == 0 and kept.any()
+            assert abs(kept.mean() - (1 - share)) <= 4 / kept.size + 1e-9 or kept.sum() == 8
+            if name in ("layer1.0.conv1.weight", "layer3.1.conv1.weight"):  # tied to no other
+                norm = np.square(weights[name].astype(float)).mean(axis=(1, 2, 3))
+                assert norm[~kept].max(initial=0) <= norm[kept].min()
+    alone = magnitude_mask({"w": draw(rng, (10, 3), f32)}, 0.3, granularity="filter:4")["w"]
+    assert alone.any(axis=1).sum() == 8
+    assert magnitude_mask({"w": draw(rng, (10, 3), f32)}, 0.0, granularity="filter:4")["w"].all(), (
+        "no multiple, but all"
+    )

@@ -11,10 +11,10 @@ import numpy as np
 from minidl import checks
 from minidl.shapes import round_up
 
-__all__ = ["Granularity", "keep_largest", "magnitude_mask", "require_sparsity", "score_mask"]
+__all__ = ["Granularity", "keep_largest", "magnitude_mask", "require_sparsity", "score_mask", "to_multiple"]
 
 _WORDS = ("weight", "kernel", "filter", "layer")
-_KNOWN = (*_WORDS, "block:8x4 (filters x inputs)", "2:4 (kept of neighbouring inputs)")
+_KNOWN = (*_WORDS, "filter:8 (keep a multiple)", "block:8x4 (filters x inputs)", "2:4 (kept of neighbouring inputs)")
 _SCOPES = ("layer", "global")
 GONE = -1.0  # score of what earlier masks dropped: below any magnitude
 
@@ -30,7 +30,7 @@ class Granularity:
 
     Attributes:
         kind: ``"weight"``, ``"kernel"``, ``"filter"``, ``"layer"``, ``"block"`` or ``"n:m"``.
-        sizes: (filters, inputs) of a block; (kept, of) of N:M.
+        sizes: (filters, inputs) of a block; (kept, of) of N:M; of filters, (what their number is a multiple of, 1).
     """
 
     kind: str
@@ -39,7 +39,8 @@ class Granularity:
     @classmethod
     def parse(cls, text: str) -> Granularity:
         """``"weight"``; ``"kernel"``: the taps that join one input channel with one output; ``"filter"``: all that
-        makes one output; ``"layer"``; ``"block:8x4"``: 8 filters by 4 inputs, at each tap; ``"2:4"``: of every 4
+        makes one output; ``"filter:8"``: the same, and a multiple of 8 stays, which kernels like; ``"layer"``;
+        ``"block:8x4"``: 8 filters by 4 inputs, at each tap; ``"2:4"``: of every 4
         neighbouring inputs at most 2 are kept.
 
         Raises:
@@ -47,9 +48,10 @@ class Granularity:
         """
         if text in _WORDS:
             return cls(text)
-        for kind, pattern in (("block", r"block:(\d+)x(\d+)"), ("n:m", r"(\d+):(\d+)")):
+        spelled = (("filter", r"filter:(\d+)()"), ("block", r"block:(\d+)x(\d+)"), ("n:m", r"(\d+):(\d+)"))
+        for kind, pattern in spelled:
             if isinstance(text, str) and (found := re.fullmatch(pattern, text)):
-                sizes = int(found[1]), int(found[2])
+                sizes = int(found[1]), int(found[2] or 1)
                 if min(sizes) < 1 or (kind == "n:m" and sizes[0] >= sizes[1]):
                     expected = "sizes of at least 1" + (", N below M" if kind == "n:m" else "")
                     raise checks.bad_value("pruning", "granularity", expected, text)
@@ -125,6 +127,18 @@ def _least(scores: np.ndarray, count: int) -> np.ndarray:
     return chosen
 
 
+def to_multiple(keep: np.ndarray, scores: np.ndarray, multiple: int) -> np.ndarray:
+    """``keep`` with as many units as the nearest multiple, at least one of it, of those with the largest scores.
+
+    All units may stay where their number is no multiple; those with scores below 0 do not come back.
+    """
+    count = int(keep.sum())
+    if multiple == 1 or count == keep.size:
+        return keep
+    wanted = max(int(count / multiple + 0.5), 1) * multiple
+    return ~_least(scores, keep.size - min(wanted, int((scores >= 0).sum())))
+
+
 def _keep_n_of_m(scores: np.ndarray, sparsity: float, m: int) -> np.ndarray:
     """Of every ``m`` neighbours on the last axis, without the least round(sparsity * m); a rest keeps as many."""
     kept = m - round(sparsity * m)
@@ -181,6 +195,8 @@ def score_mask(
         keep = {name: _keep_n_of_m(s, sparsity, unit.sizes[1]) for name, s in scores.items()}
     else:
         keep = _by_budget(scores, {name: unit.units(w.shape) for name, w in weights.items()}, sparsity, scope)
+    if unit.kind == "filter":
+        keep = {n: to_multiple(k.ravel(), scores[n].ravel(), unit.sizes[0]).reshape(k.shape) for n, k in keep.items()}
     return {name: unit.expand(keep[name], weight.shape) for name, weight in weights.items()}
 
 

@@ -99,7 +99,8 @@ class Pruning:
         granularity: what is dropped together: a ``"weight"``; a ``"kernel"`` (the taps that join one input channel
             with one output); a ``"block:8x4"`` of 8 filters and 4 inputs at one tap; ``"2:4"``: of every 4 neighbouring
             inputs 2 are kept; a ``"filter"`` (all that makes one output, with its bias and batch norm, and the filters
-            that the graph ties to it); a ``"layer"`` (a residual branch). The last two leave what `shrink` cuts out.
+            that the graph ties to it); ``"filter:8"``: the same, a multiple of 8 stays; a ``"layer"`` (a residual
+            branch). Filters and layers leave what `shrink` cuts out.
         scope: the sparsity of each ``"layer"`` (of filters: each set of tied ones), or of all together (``"global"``,
             the only one of layers).
 
@@ -203,9 +204,11 @@ def units_of(pruning: Pruning, model: Model) -> Units:
     place = {layer.name: i for i, layer in enumerate(model.layers)}
     segments = sorted((s for s in model.arena.segments if s.trainable), key=lambda s: place[s.layer])
     names = [s.full_name for s in pruning.choose(segments)]
-    if pruning.granularity in ("filter", "layer") and names:
-        kind = Filters if pruning.granularity == "filter" else Branches
-        return kind(model.graph, names, {s.full_name for s in segments})
+    unit, trainable = Granularity.parse(pruning.granularity), {s.full_name for s in segments}
+    if unit.kind == "filter" and names:
+        return Filters(model.graph, names, trainable, unit.sizes[0])
+    if unit.kind == "layer" and names:
+        return Branches(model.graph, names, trainable)
     return _Weights(names, pruning.granularity)
 
 

@@ -14,7 +14,7 @@ from minidl import checks
 from minidl.graph import Graph, Node
 from minidl.layers import Add, BatchNorm2d, ConvTranspose2d
 from minidl.sparse.channels import Channels, depthwise, mixes, zero_channels
-from minidl.sparse.masks import GONE, keep_largest
+from minidl.sparse.masks import GONE, keep_largest, to_multiple
 
 __all__ = ["Branches", "Filters"]
 
@@ -26,13 +26,14 @@ class Filters:
         graph: the network.
         weights: names of the weights whose filters may go.
         trainable: names of all parameters that can be masked.
+        multiple: what the number that stays of each set is a multiple of, but where all stay.
 
     Raises:
         ValueError: when none can go.
     """
 
-    def __init__(self, graph: Graph, weights: Collection[str], trainable: Collection[str]):
-        self.channels = Channels(graph)
+    def __init__(self, graph: Graph, weights: Collection[str], trainable: Collection[str], multiple: int = 1):
+        self.channels, self.multiple = Channels(graph), multiple
         self._nodes = [n for n in graph.nodes if mixes(n.layer) or depthwise(n.layer)]
         fixed = self.channels.fixed.copy()
         for node in self._nodes:
@@ -122,6 +123,7 @@ class Filters:
         for g in np.unique(groups):
             members = np.flatnonzero(groups == g)
             keep[members[scores[members].argmax()]] = True
+            keep[members] = to_multiple(keep[members], scores[members], self.multiple)
         return keep
 
     def _spread(self, units: np.ndarray, kept: np.ndarray, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
