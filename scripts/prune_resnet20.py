@@ -72,7 +72,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=2048, help="of synthetic data")
     p.add_argument("--classes", type=int, default=10, help="of synthetic data")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
     p.add_argument("--epochs", type=int, default=30, help="of the dense network")
     p.add_argument("--prune-epochs", type=int, default=40, help="of each arm")
     p.add_argument("--share-epochs", type=int, default=2)
@@ -101,14 +103,17 @@ class Recipe:
         return models.resnet20(self.train_set.num_classes, tuple(self.train_set[0][0].shape))
 
     def model(self, graph: Any = None, state: Any = None) -> Model:
-        model = Model(graph or self.build(), device=self.device, seed=self.seed)
+        model = Model(graph or self.build(), device=self.device, precision=self.a.precision, seed=self.seed)
         if state is not None:
             model.load_state_dict(state)
         return model
 
     def loader(self, model: Model, dataset: Any, **options: Any) -> data.Loader:
         normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
-        return data.Loader(dataset, self.a.batch, seed=self.seed, transfer=model.ops.uploader(), **normal, **options)
+        return data.Loader(
+            dataset, self.a.batch, seed=self.seed, dtype=model.precision.storage, workers=self.a.workers,
+            transfer=model.ops.uploader(), **normal, **options,
+        )  # fmt: skip
 
     def accuracy(self, model: Model) -> float:
         return accuracy(model, self.loader(model, self.test_set, shuffle=False))
@@ -236,7 +241,7 @@ def rows_of(a: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
         rows += [compressed_arm(recipe, arm, Path(folder)) for arm in chosen]
     image = "x".join(map(str, dense.graph.nodes[0].shape))
     facts = {
-        "case": f"resnet20/{a.data} {image}/b{a.batch}", "dtype": "fp32", "floor_ms": None, "seed": seed,
+        "case": f"resnet20/{a.data} {image}/b{a.batch}", "dtype": a.precision, "floor_ms": None, "seed": seed,
         "accuracy_dense": before, "accuracy_dense_trained_on": reached, "test_images": len(recipe.test_set),
     }  # fmt: skip
     return [{"pass": "step", "peers": {}} | facts | row for row in rows]

@@ -135,6 +135,22 @@ def test_two_ranks_prune_as_one(tmp_path):
             np.testing.assert_array_equal(value, two[name], err_msg=name)
 
 
+def test_the_benchmark_of_small_networks_runs(tmp_path):
+    path = tmp_path / "rows.json"
+    options = "--model resnet20 --image-size 8 --batch 4 --rounds 2 --steps 1 --sparsity 0.5 --device cpu".split()
+    program = [sys.executable, str(ROOT / "benchmarks" / "bench_shrink.py"), *options, "--json", str(path)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    dense, *small = json.loads(path.read_text())["rows"]
+    assert dense["flop_ratio"] == dense["bytes_ratio"] == 1 and [r["arm"] for r in small] == [
+        "filter 50%",
+        "filter:8 50%",
+    ]
+    for row in small:
+        assert row["flop_ratio"] < 0.4 and row["bytes_ratio"] < 0.75 and row["ms"] > 0
+        assert row["peers"].keys() == {"dense", "masked"}
+
+
 @needs_libraries
 def test_the_recipe_runs(tmp_path):
     path = tmp_path / "rows.json"
