@@ -152,6 +152,7 @@ def test_the_benchmark_of_small_networks_runs(tmp_path):
 
 
 @needs_libraries
+@pytest.mark.slow
 def test_the_recipe_runs(tmp_path):
     path = tmp_path / "rows.json"
     program = [sys.executable, str(ROOT / "scripts" / "prune_resnet20.py"), "--data", "synthetic", "--samples", "64",
@@ -161,8 +162,8 @@ def test_the_recipe_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
     arms = {row["arm"]: row for row in rows if row["pass"] == "step"}
-    assert list(arms) == ["dense", "weight 90%", "weight 90% global", "filter 30%", "filter 50%"]
-    assert arms["filter 50%"]["flop_ratio"] < 0.4 < arms["filter 30%"]["flop_ratio"] < 0.7
+    assert list(arms) == ["dense", "weight 90%", "weight 90% global", "filter 30%", "filter:8 30%", "filter:8 50%"]
+    assert arms["filter:8 50%"]["flop_ratio"] < 0.4 < arms["filter 30%"]["flop_ratio"] < 0.7
     assert all(row["ms"] > 0 and row["peers"]["dense"] > 0 for row in arms.values())
     (file,) = [row for row in rows if row["pass"] == "file"]
     assert file["ratio"] > 10 and "times smaller" in done.stdout
