@@ -312,3 +312,17 @@ def test_a_multiple_of_filters_stays(cpu_ops, rng, sparsity):
     assert magnitude_mask({"w": draw(rng, (10, 3), f32)}, 0.0, granularity="filter:4")["w"].all(), (
         "no multiple, but all"
     )
+
+
+@pytest.mark.parametrize("granularity", ["weight", "filter", "layer"])
+def test_weights_that_are_not_finite_are_not_pruned(cpu_ops, granularity):
+    model = m.Model(residual())
+    scope = "global" if granularity == "layer" else "layer"
+    optimizer = PrunedSGD(model, 0.1, pruning=Pruning(None, granularity=granularity, scope=scope))
+    state = model.state_dict()
+    state["a1.weight"][0] = np.nan
+    model.load_state_dict(state)
+    with pytest.raises(ValueError, match="a1.weight must be finite when it is pruned"):
+        optimizer.prune(0.5)
+    with pytest.raises(ValueError, match=r"sparsity must be a number in \[0, 1\)"):
+        optimizer.prune(1.0)

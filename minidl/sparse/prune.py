@@ -246,10 +246,16 @@ class _Pruned:
         """Take the masks of the weights as they are; what was dropped stays so.
 
         Waits for the device. Ranks have equal weights, hence masks.
+
+        Raises:
+            ValueError: a sparsity outside [0, 1), weights that are not finite.
         """
         require_sparsity(type(self).__name__, "sparsity", sparsity)
         state = self.ops.to_host(self.arena.master)
         weights = {s.full_name: state[s.offset : s.offset + s.size].reshape(s.shape) for s in self.pruned}
+        for name, weight in weights.items():
+            if not np.isfinite(weight).all():
+                raise checks.bad_value(type(self).__name__, name, "finite when it is pruned", "NaN or infinity")
         if weights:
             self._host_masks = self._units.masks(weights, sparsity, self.pruning.scope, self._host_masks)
             self._impose()
