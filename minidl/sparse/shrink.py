@@ -38,12 +38,12 @@ class Cut:
     Attributes:
         kept: for each parameter and buffer, the indices that stay on each axis (None: all).
         dropped: names of the layers that are gone.
-        names: all parameters and buffers of the network before.
+        shapes: of all parameters and buffers of the network before.
     """
 
     kept: Mapping[str, tuple[np.ndarray | None, ...]]
     dropped: tuple[str, ...]
-    names: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
 
     def state(self, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """A state of the network before as one of the network after: of a model, of its optimizer (momentum, moments,
@@ -57,22 +57,22 @@ class Cut:
             parameter = self._parameter(name)
             if parameter is None:
                 found[name] = value
+            elif value.shape != self.shapes[parameter]:
+                raise checks.bad_shape("Cut", name, str(self.shapes[parameter]), value.shape)
             elif parameter in self.kept:
-                found[name] = _part(name, value, self.kept[parameter])
+                found[name] = _part(value, self.kept[parameter])
         return found
 
     def _parameter(self, name: str) -> str | None:
         """``optimizer.momentum.conv1.weight`` -> ``conv1.weight``."""
-        while name not in self.names:
+        while name not in self.shapes:
             _, dot, name = name.partition(".")
             if not dot:
                 return None
         return name
 
 
-def _part(name: str, value: np.ndarray, kept: tuple[np.ndarray | None, ...]) -> np.ndarray:
-    if value.ndim != len(kept) or any(k is not None and k.max() >= n for k, n in zip(kept, value.shape, strict=True)):
-        raise checks.bad_shape("Cut", name, "that of the network before", value.shape)
+def _part(value: np.ndarray, kept: tuple[np.ndarray | None, ...]) -> np.ndarray:
     for axis, indices in enumerate(kept):
         if indices is not None:
             value = value.take(indices, axis)
@@ -224,17 +224,17 @@ def _smaller(layer: Layer, into: int, out: int) -> Layer:
 
 def _cut(graph: Graph, channels: Channels, stays: Mapping[int, np.ndarray]) -> Cut:
     kept: dict[str, tuple[np.ndarray | None, ...]] = {}
-    names, dropped = set(), []
+    shapes, dropped = {}, []
     for node in graph.nodes[1:]:
         parameters = {spec.name: spec.shape for spec in node.layer.specs}
         parameters |= {name: values.shape for name, values in node.layer.buffer_specs.items()}
-        names |= {f"{node.name}.{name}" for name in parameters}
+        shapes |= {f"{node.name}.{name}": shape for name, shape in parameters.items()}
         if node.index not in channels.labels:
             dropped.append(node.name)
             continue
         for name, shape in parameters.items():
             kept[f"{node.name}.{name}"] = _indices(channels, node, name, shape, stays)
-    return Cut(kept, tuple(dropped), frozenset(names))
+    return Cut(kept, tuple(dropped), shapes)
 
 
 def _indices(
