@@ -3,7 +3,8 @@
 
     python scripts/prune_resnet20.py                                             # the digits, on the CPU
     python scripts/prune_resnet20.py --data cifar10 --data-path DIR --epochs 160 --prune-epochs 80
-    python scripts/prune_resnet20.py --data synthetic --samples 2048             # images of CIFAR's shape
+    python scripts/prune_resnet20.py --data digits32 --epochs 15 --prune-epochs 20   # enlarged to CIFAR's 32x32x3
+    python scripts/prune_resnet20.py --data synthetic --samples 2048             # made up, of that shape, too
 
 A dense network is trained once; every arm goes on from it for as many epochs, the sparsity rising by the cubic schedule
 over the first half of them. The arm "dense" goes on without pruning, so that no arm gains by training longer. What a
@@ -67,7 +68,7 @@ def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    p.add_argument("--data", default="digits", choices=["digits", "cifar10", "synthetic"])
+    p.add_argument("--data", default="digits", choices=["digits", "digits32", "cifar10", "synthetic"])
     p.add_argument("--data-path", help="folder of CIFAR-10's binary files")
     p.add_argument("--samples", type=int, default=2048, help="of synthetic data")
     p.add_argument("--classes", type=int, default=10, help="of synthetic data")
@@ -97,7 +98,10 @@ class Recipe:
             shape = {"shape": (32, 32, 3), "num_classes": a.classes}
             options = [{"n": a.samples, **shape}, {"n": max(a.samples // 4, 1), **shape}]
         splits = zip(("train", "test"), options, strict=True)
-        self.train_set, self.test_set = (data.dataset(a.data, a.data_path, s, **o) for s, o in splits)
+        name = "digits" if a.data == "digits32" else a.data
+        self.train_set, self.test_set = (data.dataset(name, a.data_path, s, **o) for s, o in splits)
+        if a.data == "digits32":
+            self.train_set, self.test_set = map(enlarged, (self.train_set, self.test_set))
 
     def build(self) -> Any:
         return models.resnet20(self.train_set.num_classes, tuple(self.train_set[0][0].shape))
@@ -128,6 +132,13 @@ class Recipe:
         at = schedule.parse(rate, lr=lr, epochs=epochs, steps_per_epoch=self.steps_per_epoch, warmup=warmup)
         Trainer(model, optimizer, SoftmaxCrossEntropy(), loader, schedule=at, epochs=epochs).fit()
         return self.accuracy(model)
+
+
+def enlarged(digits: data.ArrayDataset) -> data.ArrayDataset:
+    """8x8 grey images as 32x32 ones in three equal colours, each pixel four by four."""
+    images = digits.images.repeat(4, axis=1).repeat(4, axis=2).repeat(3, axis=3)
+    normal = {"mean": digits.mean * 3, "std": digits.std * 3}
+    return data.ArrayDataset(images, digits.labels, digits.num_classes, **normal, augment=data.RandomCrop(4))
 
 
 @dataclass
