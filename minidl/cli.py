@@ -172,7 +172,7 @@ def _train(a: argparse.Namespace) -> int:
 
 def _prune(a: argparse.Namespace) -> int:
     _, trainer = _trained(a)
-    if trainer.stopped is None:
+    if trainer.stopped is None and not a.scan:
         pruning.finish(trainer, a)
     return 0 if trainer.stopped is None else 128 + trainer.stopped
 
@@ -273,6 +273,9 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
         if memory is not None:
             print(f"memory: {memory.describe()}", flush=True)
+    if a.verb == "prune" and a.scan:
+        pruning.scan(trainer, a)
+        return {}, trainer
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer, profile)

@@ -20,6 +20,7 @@ from minidl.sparse import (
     SharedSGD,
     pruned,
     save_compressed,
+    sensitivity,
     share_weights,
     shrink,
     sparse_state,
@@ -28,7 +29,9 @@ from minidl.sparse import (
 from minidl.sparse.compress import require_libraries
 from minidl.train import Trainer
 
-__all__ = ["accuracy", "add_arguments", "begin", "finish", "optimizer"]
+__all__ = ["accuracy", "add_arguments", "begin", "finish", "optimizer", "scan"]
+
+_SCANNED = (0.5, 0.7, 0.8, 0.9, 0.95)  # sparsities
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -46,6 +49,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--prune-begin", type=float, default=0.0, metavar="EPOCH", help="when pruning begins")
     p.add_argument("--prune-end", type=float, metavar="EPOCH", help="when the sparsity is reached; default: half-way")
     p.add_argument("--prune-every", type=int, default=20, metavar="STEPS", help="from one change of masks to the next")
+    p.add_argument("--scan", action="store_true", help="only tell what each part of the network bears, untrained")
     p.add_argument("--compress", action="store_true", help="share weights, and write OUTPUT/model.mdz")
     p.add_argument("--clusters", type=int, default=32, help="values that the weights of a layer share")
     p.add_argument("--share-epochs", type=int, default=2, help="epochs that train them, after the others")
@@ -94,6 +98,23 @@ def accuracy(model: Model, loader: Loader) -> float:
         read = loss.forward(model.forward(batch.images, grad=False), batch.labels, grad=False).read()
         sums = Sums(*map(sum, zip(sums, read, strict=True)))
     return sums.correct / max(sums.labels, 1)
+
+
+def scan(trainer: Trainer, a: argparse.Namespace) -> None:
+    """What the test accuracy becomes when one part alone is pruned, by magnitude and without training; a collective."""
+    unit = Granularity.parse(a.granularity)
+    levels = {"n:m": (unit.most,), "layer": (1.0,)}.get(unit.kind, _SCANNED)
+    found = sensitivity(
+        trainer.model, trainer.optimizer.pruning, lambda: 1 - accuracy(trainer.model, trainer.test_loader),
+        levels if unit.kind != "layer" else (),
+    )  # fmt: skip
+    if trainer.comm.rank:
+        return
+    scores: dict[str, list[str]] = {}
+    for one in found:
+        scores.setdefault(one.part, []).append(f"{1 - one.score:.4f}")
+    title = f"test accuracy with one part pruned; with none {1 - found[0].before:.4f}"
+    show(title, ["part", *(f"{level:.0%}" for level in levels)], [[part, *row] for part, row in scores.items()])
 
 
 def finish(trainer: Trainer, a: argparse.Namespace) -> None:

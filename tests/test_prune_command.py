@@ -102,6 +102,21 @@ def test_filters_and_layers_leave_a_smaller_network(tmp_path, capsys, granularit
     assert float(last["test_accuracy"]) == pytest.approx(facts["test_accuracy"])
 
 
+@pytest.mark.parametrize(
+    "granularity,columns,rows", [("kernel", 5, 20), ("filter", 5, 11), ("layer", 1, 9), ("2:4", 1, 20)]
+)
+def test_a_scan_trains_nothing(tmp_path, capsys, granularity, columns, rows):
+    assert cli.main(["train", *SMALL, "--epochs", "1", "--output", str(tmp_path / "dense")]) == 0
+    before = capsys.readouterr().out.split("test accuracy ")[-1].split()[0]
+    sparsity = "0.5" if granularity == "2:4" else "0.9"
+    prune(tmp_path / "none", "--scan", "--start", str(tmp_path / "dense"), "--granularity", granularity, "--exclude",
+          "fc.*", "--sparsity", sparsity)  # fmt: skip
+    told = capsys.readouterr().out
+    assert f"with none {before}" in told and not (tmp_path / "none").exists()
+    table = [line.split() for line in told.splitlines() if line.startswith("layer")]
+    assert len(table) == rows and {len(line) for line in table} == {1 + columns}
+
+
 @pytest.mark.parametrize(("options", "words"), [
     (["--sparsity", "1"], r"final must be a number in \[0, 1\)"),
     (["--granularity", "filtre"], "unknown granularity 'filtre'; did you mean 'filter'"),

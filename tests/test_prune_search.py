@@ -326,3 +326,29 @@ def test_weights_that_are_not_finite_are_not_pruned(cpu_ops, granularity):
         optimizer.prune(0.5)
     with pytest.raises(ValueError, match=r"sparsity must be a number in \[0, 1\)"):
         optimizer.prune(1.0)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_gradients_of_dropped_weights_count_for_nothing(ops, rng, clip):
+    """Updates within the backward pass mask as those after it do; clipping sees the gradients of kept weights only."""
+    data, states = batches(rng, m.Model(residual()), 8), []
+    for ring in (False, True):
+        model = model_of(residual(), ops, group_bytes=0)
+        pruning = Pruning(CubicSchedule(0.7, 2, 6, frequency=2))
+        optimizer = PrunedSGD(model, 0.05, 0.9, weight_decay=1e-3, pruning=pruning, clip_norm=clip)
+        if ring and clip is None:
+            optimizer.update_in_backward(1)
+        take_steps(model, optimizer, data)
+        states.append(model.state_dict() | optimizer.state_dict())
+    for name, value in states[0].items():
+        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+    if clip is not None:
+        before = model.state_dict()
+        control = PrunedSGD(model, 1.0, pruning=Pruning(None), clip_norm=clip)
+        control.impose({name: np.zeros_like(mask) for name, mask in control.masks().items()})
+        held = model.state_dict()
+        take_steps(model, control, data[:1])
+        moved = [model.state_dict()[name] - held[name] for name in before if name not in control.masks()
+                 and "running" not in name]  # fmt: skip
+        norm = np.sqrt(sum(np.square(part.astype(np.float64)).sum() for part in moved))
+        assert norm == pytest.approx(clip, rel=1e-4), "the norm is that of what moves"
