@@ -20,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from minidl import checks
 from minidl.bench.setup import Setup, device_of
 from minidl.compile import CompiledStep
 from minidl.dist.communicator import SOLO
@@ -90,6 +91,7 @@ def measured(calls: dict[str, Callable[[], None]], rounds: int, steps: int) -> d
 
 def main() -> None:
     a = arguments()
+    checks.at_least("bench_shrink", "--rounds", a.rounds, 2)
     device = device_of(a.device, SOLO)
     setup = Setup(a.model, a.batch, a.precision, device, image_size=a.image_size)
     dense = Model(setup.graph(), device=device, precision=a.precision)
