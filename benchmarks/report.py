@@ -221,7 +221,8 @@ def _lost(rows: list[Row]) -> float:
 
 def _accuracy(rows: list[Row]) -> list[str]:
     reached = [100 * row["accuracy"] for row in rows]
-    return [f"{statistics.mean(reached):.2f} ({min(reached):.2f} to {max(reached):.2f})", f"{_lost(rows):.2f}"]
+    lost = round(_lost(rows), 2) + 0.0  # never -0.00
+    return [f"{statistics.mean(reached):.2f} ({min(reached):.2f} to {max(reached):.2f})", f"{lost:.2f}"]
 
 
 def pruned() -> str:

@@ -116,7 +116,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
-def _optimizer(model: Model, a: argparse.Namespace, steps_per_epoch: int) -> SGD:
+def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
     """The optimizer that the options name; one that they cannot apply to is refused."""
     options = {"weight_decay": a.weight_decay, "decay_norm_and_bias": False, "clip_norm": a.clip_norm}
     if a.optimizer in _WITH_MOMENTUM:
@@ -129,7 +129,7 @@ def _optimizer(model: Model, a: argparse.Namespace, steps_per_epoch: int) -> SGD
         raise ValueError("--shard-momentum is for minidl train: pruning needs the whole momentum on each rank")
     kind = ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer]
     if a.verb == "prune":
-        return pruning.optimizer(kind, model, a, steps_per_epoch, **options)
+        return pruning.optimizer(kind, model, a, samples, **options)
     return kind(model, a.lr, **options)
 
 
@@ -236,7 +236,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
     if a.verb == "prune" and a.start is not None:
         pruning.begin(model, a.start)
-    optimizer = _optimizer(model, a, -(-len(train_set) // a.batch))
+    optimizer = _optimizer(model, a, len(train_set))
 
     # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
     transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}

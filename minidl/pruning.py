@@ -13,6 +13,7 @@ from minidl.loss import SoftmaxCrossEntropy, Sums
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.tables import show
+from minidl.shapes import ceil_div
 from minidl.sparse import (
     CubicSchedule,
     Granularity,
@@ -56,8 +57,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.set_defaults(output="runs/prune", lr=0.05)
 
 
-def plan_of(a: argparse.Namespace, steps_per_epoch: int) -> Pruning:
-    """What the options ask for."""
+def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
+    """What the options ask for, with an epoch of so many samples."""
+    steps_per_epoch = ceil_div(samples, checks.at_least("minidl prune", "--batch", a.batch, 1))
     end = a.epochs / 2 if a.prune_end is None else a.prune_end
     if not 0 <= a.prune_begin <= end <= a.epochs:
         expected = f"from --prune-begin ({a.prune_begin:g}) to --epochs ({a.epochs})"
@@ -68,7 +70,7 @@ def plan_of(a: argparse.Namespace, steps_per_epoch: int) -> Pruning:
     return Pruning(schedule, a.include, a.exclude, granularity=a.granularity, scope=scope)
 
 
-def optimizer(kind: type[SGD], model: Model, a: argparse.Namespace, steps_per_epoch: int, **options: Any) -> SGD:
+def optimizer(kind: type[SGD], model: Model, a: argparse.Namespace, samples: int, **options: Any) -> SGD:
     """An optimizer of this kind that prunes as the options say.
 
     Raises:
@@ -79,7 +81,7 @@ def optimizer(kind: type[SGD], model: Model, a: argparse.Namespace, steps_per_ep
         share_weights({}, a.clusters)  # refuses the number at the door, and not after the training
         require_libraries()
     checks.at_least("minidl prune", "--share-epochs", a.share_epochs, 0)
-    return pruned(kind)(model, a.lr, pruning=plan_of(a, steps_per_epoch), **options)
+    return pruned(kind)(model, a.lr, pruning=plan_of(a, samples), **options)
 
 
 def begin(model: Model, path: str) -> None:

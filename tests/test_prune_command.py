@@ -125,6 +125,7 @@ def test_a_scan_trains_nothing(tmp_path, capsys, granularity, columns, rows):
     (["--include", "fcc.*"], "unknown parameter pattern"),
     (["--shard-momentum"], "--shard-momentum is for minidl train"),
     (["--compress", "--clusters", "256"], "clusters must be at most 255"),
+    (["--batch", "0"], "--batch must be an integer of at least 1, got 0"),
     (["--start", "nowhere"], "there is no checkpoint nowhere"),
 ])  # fmt: skip
 def test_what_cannot_be_pruned_is_one_line(tmp_path, capsys, options, words):
