@@ -171,14 +171,8 @@ def pruned_arm(recipe: Recipe, start: dict[str, Any], granularity: str, sparsity
         runs = recipe.model(graph, sparse_state(graph, state))
     own = recipe.accuracy(runs)
     assert abs(own - reached) <= 2 / len(recipe.test_set), f"{granularity}: {own} after conversion, {reached} before"
-    return Arm(
-        f"{granularity} {sparsity:.0%}" + (" global" if scope == "global" else ""),
-        model,
-        optimizer,
-        reached,
-        runs,
-        kind,
-    )
+    name = f"{granularity} {sparsity:.0%}" + (" global" if scope == "global" else "")
+    return Arm(name, model, optimizer, reached, runs, kind)
 
 
 def compressed_arm(recipe: Recipe, arm: Arm, folder: Path) -> dict[str, Any]:

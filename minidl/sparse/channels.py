@@ -40,7 +40,7 @@ from minidl.layers import (
     Upsample,
 )
 
-__all__ = ["Channels", "by_channels", "depthwise", "is_zero", "mixes", "zero_channels"]
+__all__ = ["Channels", "by_channels", "depthwise", "mixes", "zero_channels"]
 
 _ACTIVATIONS = (GELU, Hardswish, LeakyReLU, ReLU, ReLU6, SiLU, Tanh)  # of zero, zero
 _POOLS = (AdaptiveAvgPool2d, AvgPool2d, MaxPool2d)
@@ -58,13 +58,8 @@ def mixes(layer: Layer | None) -> bool:
     return type(layer) is Linear or (type(layer) in (Conv2d, ConvTranspose2d) and layer.groups == 1)
 
 
-def is_zero(layer: Layer, state: Mapping[str, np.ndarray], inputs: list[np.ndarray], channels: int) -> np.ndarray:
-    """Which output channels are zero whatever finite values the other channels hold, (channels,) bool.
-
-    Args:
-        state: the model's parameters by name.
-        inputs: the same of the inputs.
-    """
+def _is_zero(layer: Layer, state: Mapping[str, np.ndarray], inputs: list[np.ndarray], channels: int) -> np.ndarray:
+    """`zero_channels` of one layer, from those of its inputs."""
     get = lambda name: state.get(f"{layer.name}.{name}")  # noqa: E731
     if mixes(layer) or depthwise(layer):
         weight = by_channels(layer, get("weight"))  # (out, taps, in); of a depthwise one, in is 1
@@ -94,12 +89,16 @@ def by_channels(layer: Layer, weight: np.ndarray) -> np.ndarray:
 
 
 def zero_channels(graph: Graph, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """`is_zero` of every node."""
+    """Of every node, which channels are zero whatever finite values the others hold, (channels,) bool.
+
+    Args:
+        state: the parameters by name.
+    """
     found: list[np.ndarray] = []
     for node in graph.nodes:
         channels = node.shape[-1]
         inputs = [found[i] for i in node.inputs]
-        found.append(np.zeros(channels, bool) if node.layer is None else is_zero(node.layer, state, inputs, channels))
+        found.append(np.zeros(channels, bool) if node.layer is None else _is_zero(node.layer, state, inputs, channels))
     return found
 
 
