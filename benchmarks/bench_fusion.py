@@ -108,7 +108,8 @@ def sites(a: argparse.Namespace, case: str) -> list[Row]:
         if not counts[key] or not record["timed"]:
             continue
         chosen = [tuned.ways[name] for name in group.names]
-        for row, which in itertools.product(record["rows"], PASSES):
+        timed = [row for row in record["rows"] if row["forward_ms"] is not None]
+        for row, which in itertools.product(timed, PASSES):
             rows.append({
                 "case": tuned.setup.title, "site": " and ".join(group.names), "shape": record["shape"], "pass": which,
                 "dtype": a.precision, "arm": " and ".join(row["ways"]), "ms": row[f"{which}_ms"],

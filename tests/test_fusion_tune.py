@@ -201,8 +201,11 @@ def test_what_never_ran_is_not_chosen():
 
 
 @pytest.mark.parametrize("name", ["resnet50", "densenet121", "vgg16_bn"])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed, prologue):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("proven", [False, True], ids=["without", "with the prologue"])
+def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed, proven, request):
+    if proven:
+        request.getfixturevalue("prologue")
     graph = models.build(name, (64, 64, 3), 10)
     found = groups(graph, 8, BF16, H200)
     terms = measure(graph, 8, found, Fake(seed)).terms
@@ -335,12 +338,13 @@ def test_tuning_keeps_a_plan_that_training_takes(cache, tmp_path, capsys):
         cli.train(cli.parser().parse_args([*options, "--batch", "4"]))
 
 
-def test_explaining_needs_no_gpu(capsys):
-    assert cli.main(["fuse", "--explain", "--device", "H200", "--batch", "256"]) == 0
+@pytest.mark.parametrize("plan", [*fusion.PLANS, "auto"])
+def test_explaining_needs_no_gpu(capsys, plan):
+    assert cli.main(["fuse", "--explain", "--device", "H200", "--batch", "256", "--plan", plan]) == 0
     text = capsys.readouterr().out
     (line,) = [line for line in text.splitlines() if line.startswith("layer1.0.bn1 ")]
     assert "256x56x56x64" in line and "none" in line
-    assert "elementwise+statistics+gradients" in text and "measured" in text
+    assert "elementwise+statistics+gradients" in text and "measured" in text and "chosen" in text
     with pytest.raises(SystemExit):
         cli.main(["fuse", "--tune", "--device", "H200"])
     assert "there is no GPU to measure on" in capsys.readouterr().err

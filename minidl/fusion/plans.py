@@ -132,9 +132,13 @@ def switches(site: Site, way: str, which: str | None = None) -> frozenset[tuple[
     return frozenset((getattr(site, m.where), m.attribute) for m in modes if which is None or which in m.passes)
 
 
-def candidates(site: Site) -> list[str]:
-    """Every way of running a site that may be chosen: unfused first, then by the number of modes."""
-    possible = [name for name, mode in MODES.items() if mode.proven and obstacle(site, name) is None]
+def candidates(site: Site, *, unproven: bool = False) -> list[str]:
+    """Every way of running a site, the unfused one first, then by the number of modes.
+
+    Args:
+        unproven: also those that nothing chooses.
+    """
+    possible = [name for name, mode in MODES.items() if (mode.proven or unproven) and obstacle(site, name) is None]
     sets = itertools.chain.from_iterable(itertools.combinations(possible, n) for n in range(len(possible) + 1))
     return [way_of(modes) for modes in sets if all(set(MODES[name].needs) <= set(modes) for name in modes)]
 
