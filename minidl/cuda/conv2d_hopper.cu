@@ -28,7 +28,8 @@
 // (patches, 2, columns).
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
-// in between: rows reach the units through registers.
+// in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
+// registers, in which the parameters of a chunk stay over all taps.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED;
 // TILE_M x TILE_N, the tile
@@ -53,6 +54,8 @@ constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
+constexpr bool IN_PLACE = NORMALIZED && FLAT;  // stages are normalised where they lie
+static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
 constexpr int BLOCKS = ROWS / 64;          // products along them
@@ -133,6 +136,8 @@ struct Layout {
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * STAGES + warpgroup * SLABS + i);
     }
+    // When a stage is what a product wants.
+    __device__ __forceinline__ u32 ready(int i) const { return IN_PLACE ? added(WARPGROUPS, 0) + 8 * i : filled(i); }
 };
 
 // Where a warpgroup's slabs lie.
@@ -239,7 +244,30 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
+constexpr int WARPS = 3;                                          // that normalise in place, if any
+constexpr int EMPTYING = 4 * WARPGROUPS + (IN_PLACE ? WARPS : 0);  // warps that are done with a stage
+
 #if NORMALIZED
+// A warp: normalises every third stage.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
+    Chunk chunk;
+    Ring<STAGES> ring;
+    int turn = warp;
+    for (int i = first; i < last; i += p.group)
+        for (int channel = 0; channel < p.depth; channel += DEPTH, ring.advance()) {
+            if (turn == 0) chunk.load(norm, channel);
+            // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
+            // from the next.
+            barrier_wait(at.filled(ring.index), ring.parity);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) barrier_arrive(at.emptied(ring.index));
+            if (turn-- > 0) continue;
+            turn = WARPS - 1;
+            normalize_rows<4>(chunk, at.stage(ring.index), threadIdx.x % 32 / 8, TILE_M, [](int) { return true; });
+            if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
+        }
+}
+
 // Source pixels under the rows that a thread has of each product, g and g + 8 of its warp's 16, and whether a tap of
 // them lies in the image.
 struct Border {
@@ -267,10 +295,10 @@ struct Border {
 };
 
 // Parameters of the channels of a chunk stay in registers over its taps, where there is room.
-constexpr bool HELD = !FLAT && BLOCKS == 1 && RESIDENT == 1;
+constexpr bool HELD = BLOCKS == 1 || TILE_N == 64;
 constexpr int AHEAD = 3;  // products of 16 channels that run while the next one's operand is made
 
-// A warpgroup: sums up its rows of one tile, normalised.
+// A warpgroup: sums up its rows of one tile, which it normalises.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
                        const Norm& norm, int warpgroup) {
     const Class& c = p.classes[0];
@@ -288,7 +316,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                 const u32 stage = at.stage(ring.index);
                 const u64 filters = operand(stage + A_BYTES);
                 u32 inside[2 * BLOCKS];
-                if constexpr (!FLAT) border.find(p, a, b, inside);
+                border.find(p, a, b, inside);
                 barrier_wait(at.filled(ring.index), ring.parity);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
@@ -303,8 +331,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
                         for (int i = 0; i < 2 * BLOCKS; ++i) {
                             u32& word = words[i / 2][2 * j + i % 2];
-                            word = affine(word);
-                            if constexpr (!FLAT) word &= inside[i];
+                            word = affine(word) & inside[i];
                         }
                     }
                     await_products<AHEAD>();
@@ -324,14 +351,15 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
-#else
+#endif
+
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
     constexpr int B_STEP = ACROSS ? 16 * 128 : 32;
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.filled(ring.index), ring.parity);
+        barrier_wait(at.ready(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
@@ -352,7 +380,6 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
-#endif
 
 // Adds the bias to accumulators of two blocks of 8 columns from `column` on.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
@@ -448,8 +475,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
         for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+        if constexpr (IN_PLACE)
+            for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
         barrier_init_done();
     }
     __syncthreads();
@@ -459,10 +488,14 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<40>();
+        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+#if NORMALIZED
+        if (IN_PLACE && threadIdx.x >= 128 * WARPGROUPS + 32)
+            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
+#endif
     } else {
-        if constexpr (SHIFT) take_registers<232>();
+        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         const int chunks = ceil_div(p.depth, DEPTH);
@@ -472,10 +505,11 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             Sum sum;
             output.prepare(tile);
 #if NORMALIZED
-            accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
-#else
-            accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
+            if constexpr (!IN_PLACE)
+                accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
+            else
 #endif
+                accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();
