@@ -78,7 +78,7 @@ TILES = (
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
-# How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's chunk;
+# How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
 _IN_REGISTERS = {(128, 256): 1.13, (256, 128): 1.95, (128, 192): 1.13, (256, 64): 2.6, (128, 128): 1.65}
 _WINDOW, _IN_PLACE = 1.4, 0.2
