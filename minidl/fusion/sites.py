@@ -40,6 +40,16 @@ class Site:
     taker: str | None = None
     sole: bool = False
 
+    @property
+    def shared(self) -> str | None:
+        """The batch norm's name if its normalisation can be part of another layer's pass."""
+        return None if self.kind == "alone" else self.name
+
+    @property
+    def passed_on(self) -> str | None:
+        """The name of the ReLU above it if a convolution alone reads that, and can do its work too."""
+        return self.readers[0] if self.kind == "relu" and self.sole else None
+
 
 def find_sites(graph: Graph) -> list[Site]:
     """All batch norms, in execution order. Pure: the graph may or may not belong to a model."""
