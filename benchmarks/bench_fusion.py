@@ -32,6 +32,7 @@ import bench_train
 
 from minidl import cuda as ops
 from minidl import fusion
+from minidl.bench import warm
 from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
 from minidl.fusion import chain
@@ -191,6 +192,7 @@ def _pair(tuned: Tuned, piece: Any, one: Group, other: Group) -> Row:
 def steps(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each plan."""
     setup = setup_of(a, case)
+    warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "adaptive", warm.this_gpu())
     step = TrainingStep(setup.graph(), batch=setup.batch, device="cuda", precision=setup.precision)
     plans, tuning = {}, 0.0
     for how in a.arms:
