@@ -20,6 +20,7 @@ from minidl.dist.agree import require_same, require_same_arrays
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.profile import Profiler
 from minidl.progress import MetricsLog, Progress, progress
 from minidl.step import EagerStep
 from minidl.stopping import StopRequest
@@ -323,6 +324,10 @@ class Trainer:
         if self.log is not None:
             self.log.report({"step": self.step, "loss": loss, "lr": self.optimizer.lr})
         return loss
+
+    def observe(self, profiler: Profiler) -> None:
+        """Let ``profiler`` see every pass and message from now on."""
+        self._step.observe(profiler)
 
     def evaluate(self, loader: Loader | None = None) -> tuple[float, float]:
         """(mean loss, accuracy) over a whole loader, counted exactly over all ranks."""

@@ -13,6 +13,7 @@ from minidl.bench.training import TrainingProfile
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.cuda.spin import spin
 from minidl.profile.results import load
+from minidl.profile.spans import NULL_PROFILER, SpanRecorder
 from minidl.step import EagerStep
 from minidl.train import Trainer
 
@@ -299,16 +300,35 @@ def test_training_compiled_gives_the_bits_of_eager_training(accumulate, cuda_ops
         assert replays(other._step) > 0
 
 
-def test_profiled_training_compiles_the_steps_that_nobody_watches(cuda_ops, tmp_path):
-    watched = trainer(profile=TrainingProfile(tmp_path / "profile.json", every=3, first=2))
-    plain = trainer(compile=False)
+@pytest.mark.parametrize(("accumulate", "first"), [(1, 0), (1, 1), (1, 2), (3, 2)])
+def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
+    """The third step is the first replay. Those of an epoch's last, smaller batch are not watched."""
+    profile = TrainingProfile(tmp_path / "profile.json", every=2, first=first)
+    watched, plain = trainer(profile=profile, accumulate=accumulate), trainer(compile=False, accumulate=accumulate)
     assert watched.fit()["train_loss"] == plain.fit()["train_loss"]
     for name, value in plain.model.state_dict().items():
         np.testing.assert_array_equal(watched.model.state_dict()[name], value, err_msg=name)
-    assert replays(watched._step) == 1
+    (program,) = watched._step._programs.values()
+    assert len(program._watched) == accumulate
     content = load(tmp_path / "profile.json")
+    assert [step.captured for step in profile.steps].count(False) == (first < 2)
     memory = [point["bytes"] for point in content["memory"]]
-    assert max(memory) > min(memory) > 0 and content["rows"]
+    assert max(memory) > min(memory) > 0
+    assert {row["timing"] for row in content["rows"] if row["ms"]} == {"graph_step"}
+    assert {("conv", "backward_weight"), ("optimizer", "update")} <= {(s["layer"], s["pass"]) for s in content["spans"]}
+    starts = [span["start_ms"] for span in content["spans"]]
+    assert starts == sorted(starts), "micro-batches follow one another"
+    assert content["step"]["graph_profiling_overhead"] is not None
+
+
+def test_a_profiler_that_knows_no_graphs_sees_eager_steps(cuda_ops):
+    step = make(CompiledStep)
+    for number, (x, labels) in enumerate(batches(step)):
+        seen = SpanRecorder()
+        step.observe(seen if number == STEPS - 1 else NULL_PROFILER)
+        take(step, x, labels, number)
+        assert bool(seen.events) == (number == STEPS - 1)
+    assert replays(step) == 1
 
 
 # -- micro-batches, on any device -------------------------------------------------------------------------------------
@@ -383,7 +403,7 @@ def test_what_is_in_the_way_is_named(cpu_ops):
 
     assert seen() is None
     assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {"capturable": False})())
-    assert "a profiler watches" in seen(observer=object())
+    assert "a SpanRecorder watches" in seen(observer=SpanRecorder())
     assert "the shm engine adds gradients on the host" in seen(comm=type("Shm", (), {"name": "shm"}))
     optimizer = type("Pruned", (m.SGD,), {"step": lambda self: None}).__new__(type("P", (m.SGD,), {"step": None}))
     assert "P has a step of its own" in seen()

@@ -13,7 +13,7 @@ from minidl.dist.communicator import Communicator
 from minidl.profile.steps import StepProfiler, StepTimes
 from minidl.profile.timing import Timing
 
-__all__ = ["Kind", "Message", "NetworkTimes", "joined", "measure", "portable"]
+__all__ = ["Kind", "Message", "NetworkTimes", "joined", "measure"]
 
 WARM_UP = 3
 FEWEST, MOST = 6, 20  # steps of one kind
@@ -61,13 +61,24 @@ class Kind:
 
 @dataclass
 class NetworkTimes:
-    """What `measure` found. ``spans`` and ``memory`` are of one watched eager step of each rank."""
+    """What was found of one kind of steps at least. ``spans`` and ``memory`` are of one watched step of each rank."""
 
-    eager: Kind
+    eager: Kind | None
     captured: Kind | None
     spans: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def main(self) -> Kind:
+        """The captured steps, where there are any."""
+        return self.captured or self.eager
+
+    def show(self, comm: Communicator, step: StepTimes) -> None:
+        """Keep the spans and the memory of ``step``, all ranks'; a collective."""
+        for rank, (spans, memory) in enumerate(comm.share(_portable(step))):
+            self.spans += [{"rank": rank, **span} for span in spans]
+            self.memory += [{"rank": rank, "t_ms": at, "bytes": used} for at, used in memory]
 
 
 def measure(
@@ -96,9 +107,7 @@ def measure(
     progress(f"{steps} eager steps")
     eager, last = _eager(step, steps)
     times = NetworkTimes(eager, None)
-    for rank, (spans, memory) in enumerate(comm.share(portable(last))):
-        times.spans += [{"rank": rank, **span} for span in spans]
-        times.memory += [{"rank": rank, "t_ms": at, "bytes": used} for at, used in memory]
+    times.show(comm, last)
     if capture and step.ops.name == "cuda":
         progress(f"{steps} replays of the step as a CUDA graph")
         times.captured = _captured(step, steps)
@@ -128,20 +137,15 @@ def _eager(step: TrainingStep, steps: int) -> tuple[Kind, StepTimes]:
 
 def _captured(step: TrainingStep, steps: int) -> Kind:
     def run(watch: bool = False) -> list[StepTimes]:
-        profiler = StepProfiler(step.ops, captured=True)
+        profiler = StepProfiler(step.ops)
         replay = step.capture(profiler if watch else None)
-        around = StepProfiler(step.ops)
-        found = []
         with replay.stream:
             replay()
             step.comm.barrier()
             for _ in range(steps):
-                with around.step():
+                with profiler.step():
                     replay()
-                if watch:  # the marks are the graph's own: the next replay would overwrite them
-                    found += profiler.read()
-            whole = around.read()
-        return found if watch else whole
+            return profiler.read()
 
     plain, watched = run(), run(watch=True)
     silent = None
@@ -151,7 +155,7 @@ def _captured(step: TrainingStep, steps: int) -> Kind:
     return joined(step.comm, plain, watched, silent)
 
 
-def portable(step: StepTimes) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
+def _portable(step: StepTimes) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
     """As plain values for the other ranks and for files."""
     spans = [
         {"lane": s.lane, "layer": s.layer, "pass": s.pass_name, "start_ms": round(s.start_ms, 5), "ms": round(s.ms, 5)}

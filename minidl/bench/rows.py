@@ -161,8 +161,7 @@ def _carried(table: Table, message: Message) -> Row:
         timing = table.alone(nbytes)
         row |= {"ms": timing.ms, "spread": timing.spread, "timing": "hot"}
         row["timings"]["hot"] = timing.record()
-    kinds = _kinds(table.times)
-    found = kinds.get("graph_step", kinds["step"]).messages.get(message.name)
+    found = table.times.main.messages.get(message.name)
     if found is not None:
         row |= {"wait_ms": found.wait, "exposed_ms": found.exposed}
         if row["ms"] is None:
@@ -203,6 +202,6 @@ def _other_rows(table: Table) -> list[Row]:
     whole |= {"flop": total.flop, "bytes": total.bytes, "intensity": total.intensity}
     if whole["ms"]:
         whole["tflops"], whole["gb_per_s"] = roofline.achieved(total.flop, total.bytes, whole["ms"])
-    main = kinds.get("graph_step", kinds["step"])
-    whole |= {"rank_ms": main.ranks, "slowest_rank": max(range(len(main.ranks)), key=main.ranks.__getitem__)}
+    ranks = table.times.main.ranks
+    whole |= {"rank_ms": ranks, "slowest_rank": max(range(len(ranks)), key=ranks.__getitem__)}
     return [*rows, rest, whole]

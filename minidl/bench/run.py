@@ -155,7 +155,7 @@ def _content(benchmark: str, rows: Sequence[Row], setup: dict[str, Any], ceiling
 
 def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str, Any]:
     """The whole step: all ways, what the spans account for and cost, how much communication shows."""
-    main = times.captured or times.eager
+    main = times.main
     exposed = main.plain.ms - main.compute_only.ms if main.compute_only is not None else 0.0
     kinds = {"eager": times.eager, "graph": times.captured}
     record: dict[str, Any] = {}
