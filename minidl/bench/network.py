@@ -10,6 +10,7 @@ from typing import Any
 
 from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
+from minidl.profile.energy import Energy
 from minidl.profile.steps import StepProfiler, StepTimes
 from minidl.profile.timing import Timing
 
@@ -61,13 +62,17 @@ class Kind:
 
 @dataclass
 class NetworkTimes:
-    """What was found of one kind of steps at least. ``spans`` and ``memory`` are of one watched step of each rank."""
+    """What was found of one kind of steps at least. ``spans`` and ``memory`` are of one watched step of each rank.
+
+    ``energy_mj``: millijoules of a step.
+    """
 
     eager: Kind | None
     captured: Kind | None
     spans: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    energy_mj: float | None = None
 
     @property
     def main(self) -> Kind:
@@ -86,6 +91,7 @@ def measure(
     *,
     seconds: float = 3.0,
     capture: bool = True,
+    energy: Energy | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> NetworkTimes:
     """Run the step in all its ways; a collective.
@@ -93,6 +99,7 @@ def measure(
     Args:
         seconds: for each way, roughly; never fewer than 6 steps, never more than 20.
         capture: also as a CUDA graph, on a GPU.
+        energy: of a captured step; not where ranks are joined, for each would take another number of steps.
         progress: told what is measured next.
     """
     comm = step.comm
@@ -111,6 +118,11 @@ def measure(
     if capture and step.ops.name == "cuda":
         progress(f"{steps} replays of the step as a CUDA graph")
         times.captured = _captured(step, steps)
+        if energy is not None and comm.size == 1:
+            progress("energy of a step")
+            replay = step.capture()
+            with replay.stream:
+                times.energy_mj = energy(replay, 1)
     return times
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from minidl import backend, checks
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, cases
+from minidl.bench.launches import absorbed, launches
 from minidl.bench.rows import Table, network_rows
 from minidl.bench.setup import Setup
 from minidl.bench.step import SavedBytes, TrainingStep
@@ -16,7 +17,7 @@ from minidl.fusion import fuse
 from minidl.precision import precision as parse_precision
 from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
-from minidl.profile.energy import Meter, clock_warnings
+from minidl.profile.energy import Energy, Meter, clock_warnings
 from minidl.profile.results import Row, result
 
 __all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "step_record"]
@@ -42,6 +43,7 @@ def bench_network(
     options: layers.Options | None = None,
     seconds: float = 3.0,
     capture: bool = True,
+    energy: Energy | None = None,
     group_bytes: int = 4 << 20,
     progress: Progress = lambda what: None,
     prepare: Callable[[TrainingStep], None] = lambda step: None,
@@ -50,7 +52,7 @@ def bench_network(
 
     Args:
         isolated: also time each pass of each layer alone.
-        seconds, capture: see `minidl.bench.network.measure`.
+        seconds, capture, energy: see `minidl.bench.network.measure`.
         group_bytes: neighbouring layers share a message until it holds so many.
         prepare: given the step before it is measured.
 
@@ -76,15 +78,15 @@ def bench_network(
     )  # fmt: skip
     plan = fuse(step.model, setup.fusion)
     prepare(step)
-    times = network.measure(step, seconds=seconds, capture=capture, progress=progress)
+    times = network.measure(step, seconds=seconds, capture=capture, energy=energy, progress=progress)
     saved = dict(store.by_layer)
+    kernels = launches(step)
     progress("all-reduces")
     table = Table(
-        setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes)
-    )
+        setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes),
+        plan.sites, kernels, absorbed(step.model.graph, plan, kernels),
+    )  # fmt: skip
     rows = network_rows(table)
-    for row in rows:
-        row["plan"] = plan.sites.get(row["layer"])
     content = _content("layers" if isolated else "model", rows, setup.record(), ceilings)
     content["setup"] |= {"group_bytes": group_bytes, "parameters": step.model.num_parameters}
     content["step"] = step_record(times, setup.batch, setup.ranks)
@@ -165,7 +167,7 @@ def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str
         record[f"{name}_accounted"] = 1 - kind.unaccounted.ms / kind.watched.ms if kind is not None else None
         record[f"{name}_profiling_overhead"] = kind.watched.ms / kind.plain.ms - 1 if kind is not None else None
     record["images_per_s"] = batch * ranks / main.plain.ms * 1e3
-    return record | {"exposed_ms": exposed, "rank_ms": main.ranks}
+    return record | {"exposed_ms": exposed, "rank_ms": main.ranks, "energy_mj": times.energy_mj}
 
 
 def _closure(step: dict[str, Any], setup: Setup) -> list[str]:

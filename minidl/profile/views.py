@@ -301,4 +301,6 @@ def _steps(step: Content) -> list[str]:
         lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
+    if step.get("energy_mj"):
+        lines.append(f"{1e-3 * step['energy_mj']:.3g} J a step, idle power of the board included")
     return lines
