@@ -21,6 +21,7 @@ from minidl.profile.compare import compare_results
 from minidl.profile.cost import PassCost
 from minidl.profile.ratio import SAME, SLOWER, UNCLEAR
 from minidl.profile.runs import NotInFile, family, runs
+from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
 from minidl.profile.timing import Budget, Timing
 from minidl.profile.views import VIEWS, default_view, footer, networks, tables, view
 
@@ -93,8 +94,6 @@ def test_within_steps_layers_and_the_rest_make_up_the_step():
 
 
 def made(ms, parts, rest, i):
-    from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
-
     return StepTimes(ms, [SpanTime(*key, COMPUTE, 0.0, samples[i]) for key, samples in parts.items()])
 
 
@@ -287,6 +286,25 @@ def two_ranks():
     ceilings = CEILINGS | {"all_reduce": {"bus_gb_per_s": 1.0}}
     table = Table("mlp", step, 2, found, (), times, {}, ceilings, lambda nbytes: Timing((nbytes * 1e-6,) * 3))
     return step, network_rows(table)
+
+
+def test_a_pass_within_a_step_is_the_slowest_ranks_and_all_ranks_stand_beside():
+    fast, slow = ([StepTimes(ms, [SpanTime("a", "forward", COMPUTE, 0.0, ms)])] * 2 for ms in (1.0, 3.0))
+
+    class Pair:
+        def share(self, own):
+            plain, watched, silent, passes, unaccounted = own
+            return [own, ([3.0] * 2, [3.0] * 2, silent, network._by_pass(slow), unaccounted)]
+
+    kind = network.joined(Pair(), fast, fast, None)
+    assert kind.passes["a", "forward"].ms == 3.0 and kind.pass_ranks["a", "forward"] == [1.0, 3.0]
+    assert kind.ranks == [1.0, 3.0] and kind.plain.ms == 3.0
+
+
+def test_rows_within_a_step_say_what_each_rank_took(two_ranks):
+    for row in two_ranks[1]:
+        if row["pass"] in ("forward", "backward_data", "backward_weight", "update"):
+            assert len(row["rank_ms"]) == 2 and row["rank_ms"][row["slowest_rank"]] == max(row["rank_ms"])
 
 
 def test_one_message_of_several_layers_is_one_rows_work(two_ranks):

@@ -46,6 +46,7 @@ class Kind:
         watched: the same with spans: what their marks cost is the difference.
         compute_only: without messages; None with one rank.
         passes: milliseconds of each (layer, pass) in each step, of the rank that is slowest there.
+        pass_ranks: of each (layer, pass) on each rank, medians.
         messages: by message name.
         unaccounted: of each step, on the slowest rank.
         ranks: a whole step on each rank, milliseconds.
@@ -55,6 +56,7 @@ class Kind:
     watched: Timing
     compute_only: Timing | None
     passes: dict[Key, Timing]
+    pass_ranks: dict[Key, list[float]]
     messages: dict[str, Message]
     unaccounted: Timing
     ranks: list[float]
@@ -201,6 +203,7 @@ def joined(
         watched=_slowest(watcheds),
         compute_only=_slowest(silents) if silent is not None else None,
         passes={key: _slowest([rank[key] for rank in passes]) for key in keys},
+        pass_ranks={key: [median(rank[key]) for rank in passes] for key in keys},
         messages={name: _message(name, passes) for name in messages},
         unaccounted=_slowest(unaccounted),
         ranks=[median(samples) for samples in plains],

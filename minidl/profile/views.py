@@ -139,13 +139,14 @@ def _extra(run: Run, row: Row, width: int) -> list[str]:
 
 
 def _ways(run: Run) -> Table:
-    columns = ["layer and pass", *(way.replace("_", " ") for way in _WAYS), "spread", "p95", "n"]
+    columns = ["layer and pass", *(way.replace("_", " ") for way in _WAYS), "spread", "min", "p95", "n"]
     rows = []
     for row in run.rows:
         records = [row["timings"].get(way) for way in _WAYS]
         main = row["timings"].get(row["timing"]) if row["timing"] else None
         cells = [_line(run, row), *(_ms(record["ms"]) if record else _NONE for record in records)]
-        cells += [_share(row["spread"]), _ms(main["p95_ms"]) if main else _NONE, str(main["n"]) if main else _NONE]
+        cells += [_share(row["spread"]), *(_ms(main[what]) if main else _NONE for what in ("min_ms", "p95_ms"))]
+        cells.append(str(main["n"]) if main else _NONE)
         rows.append(cells)
     return _title(run, "milliseconds in each way of timing"), columns, rows
 
