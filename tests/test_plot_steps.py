@@ -11,7 +11,7 @@ from minidl import models
 from minidl.profile import plots, result
 from minidl.profile.plots import style
 from minidl.profile.runs import COMPUTE
-from tests.fake_results import MACHINE, fake, only, resnet20, widths
+from tests.fake_results import MACHINE, fake, only, resnet20, timed_within, widths
 
 matplotlib = pytest.importorskip("matplotlib", reason="pictures need minidl[plot]")
 
@@ -95,6 +95,14 @@ def test_memory_is_drawn_as_sampled_with_its_peak_and_phases():
     assert forward[0] == 0.0 and turn <= forward[1] <= backward[0] + 1e-9
     update = next(s for s in spans if s["pass"] == "update")
     assert backward[1] == pytest.approx(update["start_ms"])
+
+
+@pytest.mark.parametrize(("ways", "words"), [(("graph_step",), "captured"), (("step", "graph_step"), "eager")])
+def test_memory_says_of_which_step_it_is(ways, words):
+    content = resnet20()
+    for way in ways:
+        content = timed_within(content, way)
+    assert plots.memory(only(content)).axes[0].get_xlabel() == f"time of one {words} step, ms"
 
 
 def test_the_rank_with_the_highest_peak_is_drawn_strong():
