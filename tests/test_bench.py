@@ -18,7 +18,7 @@ from minidl.precision import precision
 from minidl.profile import results, timer
 from minidl.profile.compare import compare_results
 from minidl.profile.cost import PassCost
-from minidl.profile.ratio import SAME, SLOWER, UNCLEAR
+from minidl.profile.ratio import FASTER, SAME, SLOWER, UNCLEAR
 from minidl.profile.runs import NotInFile, family, runs
 from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
 from minidl.profile.timing import Budget, Timing
@@ -220,11 +220,15 @@ def test_a_gpu_network_closes_eager_and_captured(batch, eager, cuda_ops):
 
 
 @pytest.mark.alone
-def test_a_planted_slowdown_of_a_layer_is_found_on_a_gpu_and_noise_is_not(cuda_ops, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "text"), [(m.BatchNorm2d, "BatchNorm2d(256)"), (m.Conv2d, "Conv2d(256, 256, 3, padding=1)")]
+)
+def test_a_planted_slowdown_of_a_layer_is_found_on_a_gpu_and_noise_is_not(kind, text, cuda_ops, monkeypatch):
+    """Of a convolution only that noise is no change: the clocks of a GPU at its limit of power come and go by 2 %."""
     from minidl.cuda.spin import spin
 
     delay = [0.0]
-    compute = m.Conv2d.compute
+    compute = kind.compute
 
     def delayed(self, x):
         y = compute(self, x)
@@ -233,19 +237,22 @@ def test_a_planted_slowdown_of_a_layer_is_found_on_a_gpu_and_noise_is_not(cuda_o
         return y
 
     def measured():
-        case = layer_case("Conv2d(256, 256, 3, padding=1)", ["128x28x28x256"])
-        rows = layers.measure(
-            [case], "t", ops=cuda_ops, precision=precision("bf16"), options=layers.Options(("replayed",))
-        )
+        case, options = layer_case(text, ["128x28x28x256"]), layers.Options(("replayed",))
+        rows = layers.measure([case], "t", ops=cuda_ops, precision=precision("bf16"), options=options)
         return results.result("layers", rows)
 
-    monkeypatch.setattr(m.Conv2d, "compute", delayed)
+    def verdicts(a, b):
+        return {row.key[2]: row.verdict for row in compare_results(a, b).rows}
+
+    monkeypatch.setattr(kind, "compute", delayed)
+    measured()  # clocks rise
     a, b = measured(), measured()
-    delay[0] = 0.05e-3 * a["rows"][0]["ms"]
+    delay[0] = 0.05e-3 * next(row["ms"] for row in a["rows"] if row["pass"] == "forward")
     c = measured()
-    verdicts = lambda other: {row.key[2]: row.verdict for row in compare_results(a, other).rows}  # noqa: E731
-    assert set(verdicts(b).values()) <= {SAME, UNCLEAR} and SAME in verdicts(b).values()
-    assert verdicts(c)["forward"] == SLOWER and verdicts(c)["backward_data"] in (SAME, UNCLEAR)
+    noise = set(verdicts(a, b).values())
+    assert noise <= {SAME, UNCLEAR} and (noise == {SAME} or kind is m.Conv2d)
+    assert verdicts(b, c)["forward"] == SLOWER and verdicts(c, b)["forward"] == FASTER
+    assert verdicts(b, c)["backward_data"] in (SAME, UNCLEAR)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

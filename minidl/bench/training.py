@@ -33,11 +33,11 @@ class TrainingProfile:
 
     Args:
         path: the result file; written by rank 0 when training ends.
-        every: steps from one watched step to the next.
+        every: steps from one watched step to the next; the second comes sooner, for short runs.
         first: the first step that is watched; those before it compile kernels and fill the memory pool.
     """
 
-    def __init__(self, path: str | Path, *, every: int = 20, first: int = 5):
+    def __init__(self, path: str | Path, *, every: int = 50, first: int = 5):
         self.path = Path(path)
         self.every = checks.at_least("profile", "every", every, 1)
         self.first = checks.at_least("profile", "first", first, 0)
@@ -55,12 +55,12 @@ class TrainingProfile:
         if self._profiler is None:
             self._profiler, self._around = StepProfiler(trainer.model.ops), StepProfiler(trainer.model.ops)
             self._batch = samples
-        turn = (self._seen - self.first) % self.every if self._seen >= self.first and samples == self._batch else -1
+        turn = self._seen - self.first if samples == self._batch else -1
         self._seen += 1
-        if turn == 0:
+        if turn >= 0 and (turn % self.every == 0 or turn == self.every // 5):
             with self._watched(trainer, self._profiler):
                 yield
-        elif turn == (self.every + 1) // 2:
+        elif turn >= 0 and (turn % self.every == (self.every + 1) // 2 or turn == self.every // 10):
             with self._around.step():
                 yield
         else:

@@ -149,16 +149,22 @@ class StepProfiler:
 
     def _times(self, own: Marked, launched: Sequence[Marked]) -> StepTimes:
         """A step of captured spans lasts from the first mark of its graphs to the last: launching them is not in it."""
-        marks = self._own
-        marks.wait(own.end)
+        self._own.wait(own.end)
         pieces = launched or [own]
-        begin = pieces[0].begin
-        step = StepTimes(marks.between(begin, pieces[-1].end), captured=bool(launched))
+        begin, known = pieces[0].begin, {}
+
+        def at(mark: Any) -> float:
+            if id(mark) not in known:  # two spans share it where one begins as the other ends
+                known[id(mark)] = self._own.between(begin, mark)
+            return known[id(mark)]
+
+        step = StepTimes(at(pieces[-1].end), captured=bool(launched))
         for layer, pass_name, lane, start, stop, used in (span for piece in pieces for span in piece.spans):
-            at = marks.between(begin, start)
-            step.spans.append(SpanTime(layer, pass_name, lane, at, marks.between(start, stop)))
+            if lane == MESSAGES:
+                self._own.wait(stop)  # it may lie after the step's end
+            step.spans.append(SpanTime(layer, pass_name, lane, at(start), at(stop) - at(start)))
             if used >= 0:
-                step.memory.append((at + step.spans[-1].ms, used))
+                step.memory.append((at(stop), used))
         return step
 
 
@@ -203,6 +209,7 @@ class _DeviceMarks:
         import cupy
 
         self._cuda, self._record = cupy.cuda, cupy.cuda.runtime.eventRecord
+        self._elapsed = cupy.cuda.runtime.eventElapsedTime
         self._free: list[Any] = []
 
     def set(self, stream: Any) -> Any:
@@ -214,9 +221,7 @@ class _DeviceMarks:
         mark.synchronize()
 
     def between(self, start: Any, stop: Any) -> float:
-        # A message's last mark may lie after the step's, which the wait above does not cover.
-        stop.synchronize()
-        return self._cuda.get_elapsed_time(start, stop)
+        return self._elapsed(start.ptr, stop.ptr)
 
     def reuse(self, marks: list[Any]) -> None:
         self._free += marks
