@@ -36,8 +36,10 @@ _WORDS = {
 
 @cache
 def measured(results: Path) -> tuple[Run, ...]:
-    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest."""
-    found: dict[tuple, Run] = {_key(run): run for run in _every(results)}
+    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest. Not those of a
+    folder ``<machine>-x1``: they are what the runs of ``<machine>-x2``, ... on several ranks are compared with.
+    """
+    found = {_key(run): run for run in _every(results) if not Path(run.file).parent.name.endswith("-x1")}
     return _ordered(found.values())
 
 
