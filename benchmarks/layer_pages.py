@@ -125,9 +125,9 @@ def overview(results: Path) -> str:
 def _when(found: Sequence[Run]) -> str:
     """The days of the measurements and the commits that were measured."""
     days = sorted({run.content["date"][:10] for run in found})
-    commits = dict.fromkeys(str(run.content["commit"])[:7] for run in found)
-    plural = "s" * (len(commits) > 1)
-    return f"measured {' to '.join(dict.fromkeys((days[0], days[-1])))} at commit{plural} {', '.join(commits)}"
+    commits = dict.fromkeys(run.content["commit"][:7] for run in found if run.content.get("commit"))
+    at = f" at commit{'s' * (len(commits) > 1)} {', '.join(commits)}" if commits else ""
+    return f"measured {' to '.join(dict.fromkeys((days[0], days[-1])))}{at}"
 
 
 # -- the page of a network --------------------------------------------------------------------------------------------
