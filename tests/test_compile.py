@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import numpy as np
@@ -319,6 +320,33 @@ def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
     starts = [span["start_ms"] for span in content["spans"]]
     assert starts == sorted(starts), "micro-batches follow one another"
     assert content["step"]["graph_profiling_overhead"] is not None
+
+
+@pytest.mark.alone
+def test_a_profile_costs_less_than_a_fiftieth_of_the_run(cuda_ops, rng, tmp_path):
+    """Blocks of steps with and without it take turns, so that the clock of the GPU is the same for both."""
+    model = m.Model(models.build("resnet50", (224, 224, 3), 1000), device="cuda", precision="bf16")
+    loader = data.Loader(data.dataset("synthetic", None, "train", n=32, shape=(8, 8, 3), num_classes=1000), 32)
+    optimizer, loss = m.SGD(model, 1e-3, 0.9), m.SoftmaxCrossEntropy()
+    run = Trainer(model, optimizer, loss, loader, schedule=lambda step: 1e-3, epochs=1000)
+    x = cuda_ops.cast(cuda_ops.from_host(rng.standard_normal((32, 224, 224, 3), f32)), model.precision.storage)
+    wanted = cuda_ops.from_host(rng.integers(0, 1000, 32).astype(np.int32))
+    batch, off, on = data.Batch(x, wanted, 0, 32), run.profile, TrainingProfile(tmp_path / "profile.json", first=0)
+
+    def seconds(profile, steps=50):
+        run.profile = profile
+        cuda_ops.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            run._train(batch)
+        cuda_ops.synchronize()
+        return time.perf_counter() - started
+
+    for profile in (off, on):  # captures both graphs
+        seconds(profile)
+    pairs = [(seconds(off), seconds(on)) for _ in range(9)]
+    assert statistics.median(b / a for a, b in pairs) < 1.02
+    assert len(on.steps) + on._pending >= 10
 
 
 def test_a_profiler_that_knows_no_graphs_sees_eager_steps(cuda_ops):
