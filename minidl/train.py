@@ -33,8 +33,8 @@ __all__ = ["StepWatch", "Trainer"]
 class StepWatch(Protocol):
     """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
 
-    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
-        """Around each step of ``samples`` samples on this rank."""
+    def step(self, trainer: Trainer, samples: int | None) -> AbstractContextManager[None]:
+        """Around each step of ``samples`` samples on this rank; None where the batch is a last, smaller one."""
 
     def finish(self, trainer: Trainer) -> Path | None:
         """After the last step, on all ranks; a file that was written."""
@@ -43,7 +43,7 @@ class StepWatch(Protocol):
 class _Unwatched:
     _nothing = nullcontext()
 
-    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
+    def step(self, trainer: Trainer, samples: int | None) -> AbstractContextManager[None]:
         return self._nothing
 
     def finish(self, trainer: Trainer) -> None:
@@ -309,7 +309,7 @@ class Trainer:
         self.model.train()
         # Whether a batch is the last, smaller one, all ranks know; their parts of one may differ by a sample.
         smaller = batch.global_size != self.train_loader.batch
-        with self.profile.step(self, len(batch.images)):
+        with self.profile.step(self, None if smaller else len(batch.images)):
             totals = self._take_step(batch, smaller)
         self.step += 1
         return totals

@@ -42,7 +42,7 @@ def test_kernels_are_noted_under_the_pass_that_launches_them():
 
 
 @pytest.mark.parametrize("model", ["resnet20", "unet", "densenet121"])
-@pytest.mark.parametrize("plan", ["elementwise", "statistics", "gradients"])
+@pytest.mark.parametrize("plan", ["elementwise", "statistics", "gradients", "bnff"])
 def test_every_pass_without_kernels_has_a_layer_with_kernels_that_does_it(plan, model):
     _, before, _ = dry("none", model)
     graph, kernels, found = dry(plan, model)
@@ -63,6 +63,8 @@ def test_who_does_the_work_by_hand():
     assert found["layer1.0.relu1", "backward_data"] == "layer1.0.conv2"
     assert found["layer1.0.relu_out", "backward_data"] == "layer1.1.conv1", "the last to add to the join's gradient"
     assert found["relu", "backward_data"] == "bn1", "a pool reads it, which masks nothing"
+    _, _, found = dry("bnff", "resnet50", 64)
+    assert found["layer1.0.relu1", "forward"] == "layer1.0.conv2", "which normalises what it reads"
 
 
 @pytest.fixture(scope="module")

@@ -584,11 +584,21 @@ def test_watched_steps_are_rare_but_the_second(cpu_ops, tmp_path):
     watched._profiler, watched._around, watched._batch = Steps("watched"), Steps("plain"), 8
     model = SimpleNamespace(ops=cpu_ops)
     for i in range(130):
-        with watched.step(SimpleNamespace(model=model, observe=lambda profiler: None), 7 if i == 55 else 8):
+        with watched.step(SimpleNamespace(model=model, observe=lambda profiler: None), None if i == 55 else 8):
             pass
     assert kinds == [
         ("watched", 5), ("plain", 10), ("watched", 15), ("plain", 30), ("plain", 80), ("watched", 105),
     ], "the smaller batch is not watched"  # fmt: skip
+
+
+def test_a_long_run_keeps_no_more_than_some_hundred_watched_steps(cpu_ops, tmp_path):
+    watched = TrainingProfile(tmp_path / "profile.json", every=2, first=0)
+    trainer_ = SimpleNamespace(model=SimpleNamespace(ops=cpu_ops), observe=lambda profiler: None)
+    for _ in range(5000):
+        with watched.step(trainer_, 8):
+            pass
+    watched._read()
+    assert watched.every == 32 and 100 <= len(watched.steps) <= 204 and len(watched.plain) <= 204
 
 
 def test_a_run_too_short_for_a_profile_says_so(cpu_ops, tmp_path):

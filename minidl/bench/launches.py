@@ -8,6 +8,7 @@ from typing import Any
 
 from minidl.bench.step import TrainingStep
 from minidl.fusion import Plan, find_sites
+from minidl.fusion.plans import modes_of
 from minidl.graph import Graph
 
 __all__ = ["absorbed", "launches"]
@@ -61,10 +62,10 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
     found: dict[Key, str] = {}
     readers = graph.consumers()
     for site in find_sites(graph):
-        way = plan.sites[site.name]
-        if way == "none" or not site.readers:
+        modes = modes_of(plan.sites[site.name])
+        if not modes or not site.readers:
             continue
-        above = site.taker if way == "gradients" and site.taker is not None else site.name
+        above = site.taker if "gradients" in modes else site.name
         for name in (site.name, *site.readers):
             if kernels.get((name, "forward")) == []:
                 found.setdefault((name, "forward"), _next_reader(graph, readers, name, kernels))

@@ -21,6 +21,7 @@ from minidl.train import Trainer
 __all__ = ["TrainingProfile"]
 
 _FEWEST = 2
+_MOST = 200  # watched steps that are kept; of a longer run, every second of them goes, and half as many are watched
 _UNREAD = 4  # watched steps whose events wait to be read; by then all but the last have long passed
 
 
@@ -33,7 +34,8 @@ class TrainingProfile:
 
     Args:
         path: the result file; written by rank 0 when training ends.
-        every: steps from one watched step to the next; the second comes sooner, for short runs.
+        every: steps from one watched step to the next; the second comes sooner, for short runs. It doubles whenever 200
+            were watched.
         first: the first step that is watched; those before it compile kernels and fill the memory pool.
     """
 
@@ -50,12 +52,12 @@ class TrainingProfile:
         self._around: StepProfiler | None = None
 
     @contextmanager
-    def step(self, trainer: Trainer, samples: int) -> Iterator[None]:
-        """Around each training step of ``samples`` samples on this rank."""
+    def step(self, trainer: Trainer, samples: int | None) -> Iterator[None]:
+        """Around each training step, see `minidl.train.StepWatch`."""
         if self._profiler is None:
             self._profiler, self._around = StepProfiler(trainer.model.ops), StepProfiler(trainer.model.ops)
-            self._batch = samples
-        turn = self._seen - self.first if samples == self._batch else -1
+        self._batch = self._batch or samples
+        turn = self._seen - self.first if samples is not None else -1
         self._seen += 1
         if turn >= 0 and (turn % self.every == 0 or turn == self.every // 5):
             with self._watched(trainer, self._profiler):
@@ -83,6 +85,8 @@ class TrainingProfile:
             self.steps += self._profiler.read()
             self.plain += self._around.read()
         self._pending = 0
+        if len(self.steps) > _MOST:
+            self.steps, self.plain, self.every = self.steps[::2], self.plain[::2], 2 * self.every
 
     def finish(self, trainer: Trainer) -> Path | None:
         """Join the ranks' records and write the file; a collective. None where too few steps were watched."""
@@ -114,7 +118,8 @@ class TrainingProfile:
         model = trainer.model
         title = f"{trainer.settings.get('model', 'training')}/{_size(model)}/b{self._batch}"
         found = cases(model.graph, self._batch)
-        table = Table(title, trainer, self._batch, found, (), times, {}, known, None)
+        plan = model.fusion.sites if model.fusion is not None else {}
+        table = Table(title, trainer, self._batch, found, (), times, {}, known, None, plan)
         setup = {
             "model": trainer.settings.get("model"), "batch": self._batch, "precision": model.precision.name,
             "device": model.ops.name, "ranks": trainer.comm.size, "steps": len(self.steps), "every": self.every,
