@@ -36,10 +36,12 @@ _WORDS = {
 
 @cache
 def measured(results: Path) -> tuple[Run, ...]:
-    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest. Not those of a
-    folder ``<machine>-x1``: they are what the runs of ``<machine>-x2``, ... on several ranks are compared with.
+    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest. A folder
+    ``<machine>-x1`` holds what the runs of ``<machine>-x2``, ... are compared with: it counts where there is no other.
     """
-    found = {_key(run): run for run in _every(results) if not Path(run.file).parent.name.endswith("-x1")}
+    beside = lambda run: Path(run.file).parent.name.endswith("-x1")  # noqa: E731
+    known = {_network(run) for run in _every(results) if run.ranks == 1 and not beside(run)}
+    found = {_key(run): run for run in _every(results) if not beside(run) or _network(run) not in known}
     return _ordered(found.values())
 
 

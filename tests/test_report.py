@@ -118,6 +118,8 @@ def with_steps_of(content, ms, date):
 def test_ranks_are_compared_with_one_rank_of_their_own_time(pages, content, tmp_path):
     """A newer measurement on one rank stands in the table of one rank, and makes no scaling."""
     write(tmp_path / "cpu-x1" / "bench_model.json", with_steps_of(content, 100.0, "2026-01-02T10:00:00+00:00"))
+    assert {line[4] for line in cells(pages.overview(tmp_path), "lenet 32×32")} == {"100.0"}, "there is no other"
+    forget(pages)
     several = with_steps_of(on_two_ranks(content), 125.0, "2026-01-02T12:00:00+00:00")
     write(tmp_path / "cpu-x2" / "bench_model.json", several)
     write(tmp_path / "cpu" / "bench_model.json", with_steps_of(content, 50.0, "2026-03-01T00:00:00+00:00"))
