@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from minidl import models
 from minidl.bench import network
 from minidl.bench.isolated import cases
-from minidl.bench.launches import absorbed, launches
+from minidl.bench.launches import Launches, absorbed, launches
 from minidl.bench.rows import Table, network_rows
 from minidl.bench.run import bench_network
 from minidl.bench.setup import Setup
@@ -18,6 +20,7 @@ from minidl.fusion import fuse
 from minidl.profile.compare import compare_results
 from minidl.profile.results import result
 from minidl.profile.runs import runs
+from minidl.profile.spans import GraphProfiler
 from minidl.profile.views import view
 
 
@@ -39,6 +42,40 @@ def test_kernels_are_noted_under_the_pass_that_launches_them():
             assert kernels[layer.name, "backward_weight"], layer.name
     assert all(name.startswith("conv2d") for name in kernels["layer1.0.conv2", "forward"])
     assert kernels["optimizer", "update"] and kernels["loss", "forward"]
+
+
+def test_launches_are_noted_beside_another_profiler():
+    class Beside:
+        def __init__(self):
+            self.seen, self.graphs = [], []
+
+        @contextmanager
+        def span(self, layer, pass_name, stream=None):
+            self.seen.append((layer, pass_name))
+            yield
+
+        @contextmanager
+        def capturing(self):
+            yield "marks"
+
+        def launching(self, piece):
+            self.graphs.append(piece)
+
+    beside = Beside()
+    noted = Launches(beside)
+    assert isinstance(noted, GraphProfiler)
+    with dry_run():
+        step = TrainingStep(models.build("resnet20", (32, 32, 3), 10), batch=4, device="cuda", precision="bf16")
+        expected = launches(step)
+        step.observe(noted)
+        step()  # outside: nobody notes
+        assert not any(noted.found.values())
+        with noted.noting():
+            step()
+    assert noted.found == expected and beside.seen == [*expected] * 2
+    with noted.capturing() as marks:
+        noted.launching(marks)
+    assert beside.graphs == ["marks"]
 
 
 @pytest.mark.parametrize("model", ["resnet20", "unet", "densenet121"])

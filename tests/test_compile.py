@@ -320,6 +320,10 @@ def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
     starts = [span["start_ms"] for span in content["spans"]]
     assert starts == sorted(starts), "micro-batches follow one another"
     assert content["step"]["graph_profiling_overhead"] is not None
+    rows = {(row["layer"], row["pass"]): row for row in content["rows"]}
+    assert rows["conv", "forward"]["kernels"] and rows["fc", "backward_weight"]["kernels"]
+    for row in content["rows"]:
+        assert row["in"] is None or (row["ms"], row["kernels"]) == (0.0, [])
 
 
 @pytest.mark.alone

@@ -10,43 +10,64 @@ from minidl.bench.step import TrainingStep
 from minidl.fusion import Plan, find_sites
 from minidl.fusion.plans import modes_of
 from minidl.graph import Graph
+from minidl.profile.spans import GraphProfiler
 
-__all__ = ["absorbed", "launches"]
+__all__ = ["Launches", "absorbed", "launches"]
 
 Key = tuple[str, str]
 
 
-class _Opened:
-    """A profiler that notes launches under the span that is open."""
+class Launches:
+    """A profiler that notes the kernels launched within `noting` under the span that is open, beside another profiler.
 
-    def __init__(self) -> None:
+    Attributes:
+        found: the kernels of each (layer, pass), in order.
+    """
+
+    def __init__(self, beside: GraphProfiler | None = None):
         self.found: dict[Key, list[str]] = {}
+        self._beside = beside
         self._open: list[list[str]] = []
 
     @contextmanager
     def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
+        """See `minidl.profile.Profiler`."""
         self._open.append(self.found.setdefault((layer, pass_name), []))
         try:
-            yield
+            with self._beside.span(layer, pass_name, stream) if self._beside else nullcontext():
+                yield
         finally:
             self._open.pop()
 
-    def launched(self, stem: str, name: str, defines: Mapping[str, int | str]) -> AbstractContextManager[None]:
+    def noting(self) -> AbstractContextManager[None]:
+        """Around the launches that are noted."""
+        from minidl.cuda.launch import observed
+
+        return observed(self._launched)
+
+    def _launched(self, stem: str, name: str, defines: Mapping[str, int | str]) -> AbstractContextManager[None]:
         if self._open:
             self._open[-1].append(f"{stem}.{name}")
         return nullcontext()
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        """See `minidl.profile.spans.GraphProfiler`."""
+        return self._beside.capturing() if self._beside else nullcontext()
+
+    def launching(self, piece: Any) -> None:
+        """See `minidl.profile.spans.GraphProfiler`."""
+        if self._beside:
+            self._beside.launching(piece)
 
 
 def launches(step: TrainingStep) -> dict[Key, list[str]]:
     """The kernels of each (layer, pass) of a step, in order; takes one. Empty on the CPU."""
     if step.ops.name != "cuda":
         return {}
-    from minidl.cuda.launch import observed
-
-    noted = _Opened()
+    noted = Launches()
     step.observe(noted)
     try:
-        with observed(noted.launched):
+        with noted.noting():
             step()
     finally:
         step.observe()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from minidl import checks
 from minidl.bench.isolated import cases
+from minidl.bench.launches import Launches, absorbed
 from minidl.bench.network import NetworkTimes, joined
 from minidl.bench.rows import Table, network_rows
 from minidl.bench.run import CONVENTIONS, step_record
@@ -48,6 +49,7 @@ class TrainingProfile:
         self.plain: list[StepTimes] = []
         self._batch: int | None = None
         self._seen = self._pending = 0
+        self._kernels: dict[tuple[str, str], list[str]] | None = None
         self._profiler: StepProfiler | None = None
         self._around: StepProfiler | None = None
 
@@ -70,12 +72,15 @@ class TrainingProfile:
 
     @contextmanager
     def _watched(self, trainer: Trainer, profiler: StepProfiler) -> Iterator[None]:
-        trainer.observe(profiler)
+        first = self._kernels is None
+        noted = Launches(profiler) if first and trainer.model.ops.name == "cuda" else None
+        trainer.observe(noted or profiler)
         try:
-            with profiler.step(memory=not self.steps and not self._pending):
+            with noted.noting() if noted else nullcontext(), profiler.step(memory=first):
                 yield
         finally:
             trainer.observe(NULL_PROFILER)
+        self._kernels = noted.found if noted else self._kernels or {}
         self._pending += 1
         if self._pending >= _UNREAD:
             self._read()
@@ -118,8 +123,10 @@ class TrainingProfile:
         model = trainer.model
         title = f"{trainer.settings.get('model', 'training')}/{_size(model)}/b{self._batch}"
         found = cases(model.graph, self._batch)
-        plan = model.fusion.sites if model.fusion is not None else {}
-        table = Table(title, trainer, self._batch, found, (), times, {}, known, None, plan)
+        kernels, fusion, others = self._kernels or {}, model.fusion, {}
+        if fusion is not None:
+            others = {"plan": fusion.sites, "absorbed": absorbed(model.graph, fusion, kernels)}
+        table = Table(title, trainer, self._batch, found, (), times, {}, known, None, kernels=kernels, **others)
         setup = {
             "model": trainer.settings.get("model"), "batch": self._batch, "precision": model.precision.name,
             "device": model.ops.name, "ranks": trainer.comm.size, "steps": len(self.steps), "every": self.every,
