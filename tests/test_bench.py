@@ -11,7 +11,7 @@ import minidl as m
 from minidl import models
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, Passes, cases
-from minidl.bench.run import bench_layer, bench_network, beyond_roof, merged
+from minidl.bench.run import bench_layer, bench_network, beyond_roof, merged, new_step
 from minidl.bench.setup import Setup, layer_case, parse_layer, parse_shape
 from minidl.dist.communicator import SOLO
 from minidl.precision import precision
@@ -325,6 +325,18 @@ def with_batch(content, batch):
     setup = content["setup"] | {"batch": batch}
     rows = [row | {"case": f"resnet20/16x16/b{batch}", "input_shapes": [[batch, 16, 16, 3]]} for row in content["rows"]]
     return content | {"setup": setup, "rows": rows}
+
+
+def test_a_step_is_resized_for_each_batch(cpu_ops):
+    setups = [Setup("mlp", batch, "fp32", "cpu", image_size=8) for batch in (3, 5)]
+    step = new_step(setups[0], SOLO)
+    for setup in setups:
+        shared = bench_network(setup, SOLO, CEILINGS, isolated=False, seconds=0.01, step=step)
+        own = bench_network(setup, SOLO, CEILINGS, isolated=False, seconds=0.01)
+        work = ("case", "layer", "pass", "flop", "bytes", "input_shapes", "output_shape", "saved_bytes", "parameters")
+        assert [[row[key] for key in work] for row in shared["rows"]] == [
+            [row[key] for key in work] for row in own["rows"]
+        ]
 
 
 def test_networks_merge_into_one_file_that_shows_all_of_them(content):

@@ -11,7 +11,7 @@ from typing import Any
 
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
-from minidl.bench.run import bench_layer, bench_network, merged
+from minidl.bench.run import bench_layer, bench_network, merged, new_step
 from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
@@ -211,13 +211,15 @@ def _model(a: argparse.Namespace) -> int:
         raise checks.bad_value("bench", "--trace", "with one model, batch and precision", a.trace)
     comm, device, progress = _start(a)
     known = ceilings.find(backend.get_ops(device), comm, remeasure=a.remeasure, progress=progress)
-    contents = []
+    contents, options = [], _network_options(a)
     for model in a.model:
         for precision in a.precision:
+            step = None
             for batch in a.batch:
                 setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes, a.fusion)
+                step = step or new_step(setup, comm, options["group_bytes"])
                 told = lambda what, setup=setup: progress(f"{setup.title} {setup.precision}: {what}" if what else "")  # noqa: E731
-                contents.append(bench_network(setup, comm, known, isolated=False, progress=told, **_network_options(a)))
+                contents.append(bench_network(setup, comm, known, isolated=False, progress=told, step=step, **options))
     progress("")
     if comm.rank == 0:
         content = contents[0] if len(contents) == 1 else merged(contents)

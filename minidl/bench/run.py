@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from minidl import backend, checks
@@ -14,13 +15,14 @@ from minidl.bench.setup import Setup
 from minidl.bench.step import SavedBytes, TrainingStep
 from minidl.dist.communicator import Communicator
 from minidl.fusion import fuse
+from minidl.precision import Precision
 from minidl.precision import precision as parse_precision
 from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
 from minidl.profile.energy import Energy, Meter, clock_warnings
 from minidl.profile.results import Row, result
 
-__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "step_record"]
+__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "new_step", "step_record"]
 
 CONVENTIONS = (
     "FLOP: 2 per multiply-add, whole batch of one rank. MB and GB/s: 10^6 and 10^9 bytes; bytes are the fewest a pass "
@@ -47,6 +49,7 @@ def bench_network(
     group_bytes: int = 4 << 20,
     progress: Progress = lambda what: None,
     prepare: Callable[[TrainingStep], None] = lambda step: None,
+    step: TrainingStep | None = None,
 ) -> dict[str, Any]:
     """Everything about one network.
 
@@ -55,13 +58,12 @@ def bench_network(
         seconds, capture, energy: see `minidl.bench.network.measure`.
         group_bytes: neighbouring layers share a message until it holds so many.
         prepare: given the step before it is measured.
+        step: of the same network, precision and device, in other batches (`new_step`): weights take long to draw.
 
     Raises:
         ValueError: for a model, size or precision that cannot be.
     """
-    ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
-    if precision.tf32 and ops.name == "cpu":
-        raise checks.bad_value("bench", "--precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+    ops, precision = _mode(setup)
     graph = setup.graph()
     found = cases(graph, setup.batch)
     meter = Meter(ops)
@@ -71,15 +73,13 @@ def bench_network(
         alone = layers.measure(
             found, setup.title, ops=ops, precision=precision, comm=comm, options=options, progress=progress
         )
-    store = SavedBytes()
-    step = TrainingStep(
-        setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm, store=store,
-        group_bytes=group_bytes,
-    )  # fmt: skip
+    if step is None:
+        step = new_step(setup, comm, group_bytes)
+    step.resize(setup.batch)
     plan = fuse(step.model, setup.fusion, batch=setup.batch)
     prepare(step)
     times = network.measure(step, seconds=seconds, capture=capture, energy=energy, progress=progress)
-    saved = dict(store.by_layer)
+    saved = dict(step.model.store.by_layer)
     kernels = launches(step)
     progress("all-reduces")
     table = Table(
@@ -93,6 +93,22 @@ def bench_network(
     content["warnings"] = [*times.warnings, *clock_warnings(clocks, meter.state()), *_closure(content["step"], setup)]
     content["warnings"] += beyond_roof(rows)
     return content | {"spans": times.spans, "memory": times.memory}
+
+
+def new_step(setup: Setup, comm: Communicator, group_bytes: int = 4 << 20) -> TrainingStep:
+    """A step of one sample, which `bench_network` resizes; raises as that does."""
+    _mode(setup)
+    return TrainingStep(
+        setup.graph(), batch=1, device=setup.device, precision=setup.precision, comm=comm, store=SavedBytes(),
+        group_bytes=group_bytes,
+    )  # fmt: skip
+
+
+def _mode(setup: Setup) -> tuple[ModuleType, Precision]:
+    ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
+    if precision.tf32 and ops.name == "cpu":
+        raise checks.bad_value("bench", "--precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+    return ops, precision
 
 
 def bench_layer(

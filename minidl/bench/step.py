@@ -81,16 +81,23 @@ class TrainingStep:
         store: TensorStore | None = None,
         **options: Any,
     ):
-        self.batch = checks.at_least("step", "batch", batch, 1)
         self.comm = comm
         self.model = Model(graph, device=device, precision=precision, comm=comm, store=store, **options)
         self.ops: ModuleType = self.model.ops
         self.optimizer = SGD(self.model, LR, MOMENTUM, DECAY)
         self.loss = SoftmaxCrossEntropy(comm=comm)
         self.eager = EagerStep(self.model, self.optimizer, self.loss)
+        self.x = self.labels = None
+        self.resize(batch)
+
+    def resize(self, batch: int) -> None:
+        """Take steps of so many samples of this rank from now on."""
+        self.batch = checks.at_least("step", "batch", batch, 1)
+        graph, seed = self.model.graph, self.comm.rank
         *image, classes = graph.output_node.shape
-        self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=comm.rank)
-        self.labels = labels(self.ops, (batch, *image), classes, seed=comm.rank)
+        self.x = None  # before there is another
+        self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=seed)
+        self.labels = labels(self.ops, (batch, *image), classes, seed=seed)
 
     def __call__(self) -> Totals:
         """Run, or start, one step."""
