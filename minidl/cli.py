@@ -111,7 +111,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
     p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
-    p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
+    p.add_argument("--profile-every", type=int, default=50, help="steps from one profiled step to the next")
     p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 

@@ -11,6 +11,7 @@ from minidl.data.loader import shard
 from minidl.loss import Loss, Totals
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.profile import Profiler
 
 __all__ = ["EagerStep"]
 
@@ -87,6 +88,11 @@ class EagerStep:
         if last:
             self.optimizer.update()
         return totals
+
+    def observe(self, profiler: Profiler) -> None:
+        """Let ``profiler`` see every pass of the model and of the loss from now on."""
+        self.model.observe(profiler)
+        self.loss.profiler = profiler
 
     def evaluate(self, images: Any, labels: Any) -> Totals:
         """The loss of a batch without a step; in what mode, the model decides."""
