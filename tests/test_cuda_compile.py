@@ -314,6 +314,21 @@ def _sparse_products() -> None:
             ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
 
 
+def call_csb_conv2d() -> None:
+    cases = itertools.product(STORAGE, [(64, 64, 3, 1), (70, 40, 3, 2), (8, 300, 5, 1)], (8, 64, 256))
+    for dtype, (c, k, size, stride), side in cases:
+        shape = k, size * size * (-(-c // side) * side)
+        indptr = ops.empty(-(-k // side) * (shape[1] // side) + 1, np.int32)
+        pattern, values = (indptr, ops.empty(1000, np.uint16)), ops.empty(1000, dtype)
+        geometry = {"kernel": (size, size), "stride": (stride, stride), "padding": (1, 1), "dilation": (1, 1)}
+        x = ops.empty((16, 28, 28, c), dtype)
+        dy = ops.csb_conv2d(*pattern, values, x, shape, side, **geometry, bias=ops.empty(k, np.float32))
+        dx = ops.csb_conv2d_backward_data(*pattern, values, dy, x.shape, shape, side, **geometry)
+        assert dy.shape[3] == k and dx.shape == x.shape
+        out = ops.empty(1000, np.float32)
+        ops.csb_conv2d_backward_weight(*pattern, dy, x, shape, side, **geometry, out=out)
+
+
 def call_csb_sampled() -> None:
     for dtype, ((m, k), side, n), last in itertools.product(STORAGE, SPARSE, (False, True)):
         indptr = ops.empty(-(-m // side) * -(-k // side) + 1, np.int32)
