@@ -158,6 +158,34 @@ def test_a_filter_without_elements_gives_the_bias_and_no_gradient(ops, rng):
     assert not a.backward_data(ops.from_host(dy)).any() and a.backward_weight(ops.from_host(dy), x).shape == (0,)
 
 
+@pytest.mark.parametrize("storage", [float32, bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage):
+    from minidl.cuda.csb_routes import conv_routes, route
+    from minidl.cuda.device import current_device
+
+    a = Case(cuda_ops, rng, case, storage, few)
+    x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
+    y = reference.conv2d(x.astype(float), a.filters.astype(float), **a.dense)
+    dx = reference.conv2d_backward_data(dy.astype(float), a.filters.astype(float), a.images, **a.dense)
+    for name in conv_routes(case[2], np.dtype(storage), current_device()):
+        with route(name):
+            np.testing.assert_array_equal(a.forward(cuda_ops.from_host(x)).astype(float), y, err_msg=name)
+            np.testing.assert_array_equal(a.backward_data(cuda_ops.from_host(dy)).astype(float), dx, err_msg=name)
+
+
+def test_a_convolution_cannot_take_any_route(rng):
+    from minidl.cuda.csb_routes import choose_conv_route, conv_routes, route
+    from minidl.cuda.device import BUILT_IN
+
+    h200, single = BUILT_IN["H200"], np.dtype(float32)
+    assert conv_routes(64, single, h200) == ["rows", "generic"]
+    assert conv_routes(8, single, h200) == conv_routes(64, single, BUILT_IN["A100"]) == ["generic"]
+    assert conv_routes(64, np.dtype(bfloat16), h200) == ["dense", "generic"]
+    with route("skinny"), pytest.raises(ValueError, match="csb_conv2d: route"):
+        choose_conv_route(64, single, h200)
+
+
 def test_three_tf32_products_are_refused_where_there_are_none(cpu_ops, rng):
     a = Case(cpu_ops, rng, CASES[0])
     x = draw(rng, a.images, float32)

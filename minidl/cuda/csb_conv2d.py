@@ -1,7 +1,8 @@
 """Convolution with a filter in Compressed Sparse Blocks, as in `minidl.cpu.csb_conv2d`: no matrix of patches is made.
 
-Products run on csb.cu, whose blocks gather the pixels that a tap meets, or, in 16-bit types, on the dense convolution
-of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches every output whose window holds it.
+Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types on the dense
+convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches every output whose window
+holds it. `minidl.cuda.csb_routes.route` forces one.
 The weight gradient multiplies dense tiles and writes the pattern's elements only (csb_sampled.cu).
 """
 
@@ -11,9 +12,8 @@ import math
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from minidl import checks
+from minidl.cuda import csb_rows
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.conv2d import conv2d, conv2d_backward_data
@@ -30,6 +30,8 @@ from minidl.cuda.csb import (
     storage_code,
     vectors_of,
 )
+from minidl.cuda.csb_routes import choose_conv_route
+from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, rows, vector_width
 from minidl.precision import float32
@@ -37,11 +39,8 @@ from minidl.shapes import Pair, ceil_div, conv_output_size, tap_axes
 
 __all__ = ["csb_conv2d", "csb_conv2d_backward_data", "csb_conv2d_backward_weight"]
 
-# The structures Axis and Window of csb_window.cuh, and with them those of the kernels.
-_AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
-_WINDOW = np.dtype([("down", _AXIS), ("across", _AXIS), ("channels", np.int32), ("room", np.int32)])
-_PRODUCT = struct(PRODUCT_FIELDS[0], PRODUCT_FIELDS[1] + " steps blocks", ("window", _WINDOW))
-_SAMPLED = struct(*SAMPLED_FIELDS, ("window", _WINDOW))
+_PRODUCT = struct(PRODUCT_FIELDS[0], PRODUCT_FIELDS[1] + " steps blocks", ("window", csb_rows.WINDOW))
+_SAMPLED = struct(*SAMPLED_FIELDS, ("window", csb_rows.WINDOW))
 
 Axes = tuple[tuple[int, ...], ...]
 
@@ -73,7 +72,7 @@ def csb_conv2d(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in (x.shape[0], *out, shape[0]):
         return empty((x.shape[0], *out, shape[0]), x.dtype)
-    if x.dtype.itemsize == 2:
+    if choose_conv_route(side, x.dtype, current_device()) == "dense":
         return conv2d(x, _filters(indptr, indices, values, shape, side, kernel, x.shape[3]), bias, **geometry)
     axes = tap_axes(x.shape[1:3], out, kernel, stride, padding, dilation)
     return _product(indptr, indices, values, x, shape, side, axes, shape[0], False, bias, code)
@@ -99,7 +98,7 @@ def csb_conv2d_backward_data(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in x_shape:
         return empty(x_shape, dy.dtype)
-    if dy.dtype.itemsize == 2:
+    if choose_conv_route(side, dy.dtype, current_device()) == "dense":
         filters = _filters(indptr, indices, values, shape, side, kernel, x_shape[3])
         return conv2d_backward_data(dy, filters, x_shape, **geometry)
     axes = tap_axes(dy.shape[1:3], x_shape[1:3], kernel, stride, padding, dilation, backward=True)
@@ -183,6 +182,9 @@ def _product(
     """The product whose samples are the places of the grid of ``axes`` in each image of ``source``."""
     source = as_rows(source)
     y = empty((source.shape[0], axes[0][1], axes[1][1], features), source.dtype)
+    if choose_conv_route(side, y.dtype, current_device()) == "rows":
+        csb_rows.convolve(indptr, indices, values, source, y, shape, side, transposed, axes, bias)
+        return y
     samples, depth, taps = prod(y.shape[:3]), source.shape[3], axes[0][2] * axes[1][2]
     across = ceil_div(shape[1], side)
     blocks = ceil_div(shape[0], side) if transposed else across // taps  # that are summed for a tap

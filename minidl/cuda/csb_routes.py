@@ -16,7 +16,7 @@ from minidl.cuda import csb_rows, csb_skinny, csb_tensor
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import Pair
 
-__all__ = ["ROUTES", "Product", "choose_route", "route"]
+__all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_routes", "route"]
 
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
@@ -88,6 +88,26 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name
+
+
+def conv_routes(side: int, dtype: Any, device: DeviceRecord) -> list[str]:
+    """The routes of a convolution, `minidl.cuda.csb_conv2d`, the fastest first."""
+    fits = {"rows": csb_rows.applies(side, dtype, device), "dense": dtype.itemsize == 2, "generic": True}
+    return [name for name, fit in fits.items() if fit]
+
+
+def choose_conv_route(side: int, dtype: Any, device: DeviceRecord) -> str:
+    """The forced route; else the fastest.
+
+    Raises:
+        ValueError: when the forced route cannot do it.
+    """
+    names, forced = conv_routes(side, dtype, device), _forced.get()
+    if forced in (None, FASTEST):
+        return names[0]
+    if forced not in names:
+        raise checks.bad_value("csb_conv2d", "route", "one that can do this convolution on this device", forced)
+    return forced
 
 
 @contextmanager
