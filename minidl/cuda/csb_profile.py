@@ -40,10 +40,10 @@ def parts_of(
 def _rows(
     arrays: tuple[Any, ...], x: Any, shape: Pair, side: int, transposed: bool, features_last: bool
 ) -> tuple[Parts, dict[str, float]]:
-    device, features = current_device(), shape[1] if transposed else shape[0]
+    device, (features, depth) = current_device(), shape[::-1] if transposed else shape
     samples = x.shape[0 if features_last else 1]
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
-    tile = csb_rows.choose_tile(features, samples, arrays[1].size / (shape[0] * shape[1]), features_last, device)
+    tile = csb_rows.choose_tile(features, depth, samples, arrays[1].size / (features * depth), features_last, device)
     scale = 4 if features_last else 128 * tile.vec
 
     def decode() -> tuple[Any, Any]:

@@ -22,9 +22,9 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is a
 // part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4), PART (64, 128: summed features at a time), STAGES, CAPACITY (slots of a
-// stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per store: VEC, with
-// FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES,
+// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per
+// store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
