@@ -22,9 +22,10 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is a
 // part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES,
-// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per
-// store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS (of
+// items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x),
+// VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies
+// no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -187,7 +188,7 @@ DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned c
 }
 
 // Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
-// fours, then two, then one, so that nothing is counted, moved or tested for a single item.
+// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
 DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
     const unsigned char* items = list + 8 * HEADER;
     u32 counts = 0;  // of four output features
@@ -195,9 +196,14 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const u
     for (int i = 0; i < UNIT; ++i) {
         if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
         u32 count = counts >> 8 * (i % 4) & 255;
+#if FOURS
 #pragma unroll 1
         for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
         if (count & 2) take<2>(sum[i], items, x), items += 16;
+#else
+#pragma unroll 1
+        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
+#endif
         if (count & 1) take<1>(sum[i], items, x), items += 16;
     }
 }

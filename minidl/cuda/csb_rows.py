@@ -48,6 +48,7 @@ class RowsTile(NamedTuple):
     units: int
     vec: int
     part: int
+    fours: bool
     capacity: int
     stages: int
 
@@ -87,13 +88,14 @@ def choose_tile(
     def cost(vec: int) -> float:
         return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, depth, density)
 
-    vec = 4
-    for fewer in (3, 2, 1) if features_last else (2, 1):
+    vec, *narrower = (v for v in ((4, 3, 2, 1) if features_last else (4, 2, 1)) if 32 * (v - 1) < samples)
+    for fewer in narrower:
         if cost(fewer) < CLEARLY * cost(vec):
             vec = fewer
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
-    tile = RowsTile(units, vec, 128 if density < DEEP_BELOW else 64, 0, 0)
+    part = 128 if density < DEEP_BELOW else 64
+    tile = RowsTile(units, vec, part, part * density >= 4, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -189,8 +191,8 @@ def multiply(
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity, "STAGES": tile.stages,
-        "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "FOURS": int(tile.fours), "CAPACITY": tile.capacity,
+        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
     shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec
