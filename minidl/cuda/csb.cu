@@ -25,8 +25,8 @@
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
 //
 // With CONV the samples are the output pixels of a convolution (transposed: of its data gradient), the summed features
-// the pixels that its taps meet, tap by tap (csb_window.cuh): x is an image, of which each block's part is gathered while it is
-// turned. Block columns belong to one tap each.
+// the pixels that its taps meet, tap by tap (csb_window.cuh): x is an image, of which each block's part is gathered
+// while it is turned. Block columns belong to one tap each.
 //
 // Macros: DTYPE, SIDE; for the product ROWS, VEC, FEATURES_LAST, TRANSPOSED, CONV (with FEATURES_LAST), VEC_X (features
 // per access to x, with FEATURES_LAST) and VEC_Y (features per access to y, likewise).
@@ -200,7 +200,8 @@ csb_matmul_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     for (int step = 0; step < steps; ++step) {
         const int tap = CONV ? step / room : 0, part = step - tap * room;
 #if CONV
-        const i64 block = TRANSPOSED ? i64(part) * p.across + tap * p.blocks + out_block : i64(out_block) * p.across + step;
+        const i64 block = TRANSPOSED ? i64(part) * p.across + tap * p.blocks + out_block
+                                     : i64(out_block) * p.across + step;
 #else
         const i64 block = TRANSPOSED ? i64(step) * p.across + out_block : i64(out_block) * p.across + step;
 #endif

@@ -2,8 +2,8 @@
 
 Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types on the dense
 convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches every output whose window
-holds it. `minidl.cuda.csb_routes.route` forces one.
-The weight gradient multiplies dense tiles and writes the pattern's elements only (csb_sampled.cu).
+holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient multiplies dense tiles and writes the pattern's
+elements only (csb_sampled.cu).
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@
 // memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
 //
-// With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is a
-// part of the pixels that a tap meets (csb_window.cuh).
+// With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
+// a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS (of
-// items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x),
-// VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies
-// no x).
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS
+// (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
+// copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -324,7 +324,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
             const u32 list = note[warp];
             last = note[UNITS];
-            if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+            if (PHASE != 1 && list != NONE)
+                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();

@@ -32,13 +32,14 @@ SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
 DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
 
-_LISTS = struct("", "rows columns across steps parts room scale")
-_FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 
 # The structures Axis and Window of csb_window.cuh.
 AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
 WINDOW = np.dtype([("down", AXIS), ("across", AXIS), ("channels", np.int32), ("room", np.int32)])
+
+_LISTS = struct("", "rows columns across steps parts room scale")
+_FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} parts", ("window", WINDOW))
 
 

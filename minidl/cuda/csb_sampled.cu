@@ -13,8 +13,8 @@
 //   dy, x     feature * pitch + sample, or with FEATURES_LAST sample * pitch + feature         T
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to         float32
 //
-// With CONV, the weight gradient of a convolution: samples are the pixels of dy, and a column is a channel of the pixel of
-// x that its tap meets (csb_window.cuh).
+// With CONV, the weight gradient of a convolution: samples are the pixels of dy, and a column is a channel of the pixel
+// of x that its tap meets (csb_window.cuh).
 //
 // Macros: DTYPE, TF32 (0), STAGES, TILE_M = TILE_N = 64, WARPS_M, WARPS_N; SIDE; FEATURES_LAST; CONV
 // (with FEATURES_LAST); VEC_DY, VEC_X: elements

@@ -3,8 +3,8 @@
 #include "common.cuh"
 
 // The pixels of an image that the taps of a convolution meet. Samples are the places of a grid, image after image, row
-// after row; at place a of an axis tap r meets pixel (a * multiply + start + r * step) / divide, if that is a whole number
-// and in the image, else zeros.
+// after row; at place a of an axis tap r meets pixel (a * multiply + start + r * step) / divide, if that is a whole
+// number and in the image, else zeros.
 struct Axis {
     int size, grid, taps, multiply, start, step, divide;
 

@@ -26,7 +26,7 @@ _CORNERS = range(-128, 128)
 
 
 class View(NamedTuple):
-    """One map but for the array's address.
+    """One map but for the array's address; rows of 128 bytes swizzled.
 
     Attributes:
         code: the macro DTYPE, or `TF32`.
@@ -37,7 +37,6 @@ class View(NamedTuple):
             the last one's: the pixels that a column walks through.
         steps: between the pixels of a column, (w, h).
         offset: bytes from the array's address.
-        swizzled: rows of 128 bytes in shared memory, their chunks swizzled; else rows of whole 16 bytes, as they are.
     """
 
     code: int
@@ -47,7 +46,6 @@ class View(NamedTuple):
     corners: tuple[Pair, Pair] | None = None
     steps: Pair = (1, 1)
     offset: int = 0
-    swizzled: bool = True
 
     @property
     def legal(self) -> bool:
@@ -115,7 +113,7 @@ def _encode(view: View, base: int) -> bytes:
         ctypes.c_void_p(start), signed(_DATA_TYPE[view.code]), word(dimensions), ctypes.c_void_p(base + view.offset),
         numbers(wide, view.sizes), numbers(wide, view.pitches),
     )  # fmt: skip
-    tail = (signed(0), signed(_SWIZZLE_128B if view.swizzled else 0), signed(_PROMOTION_256B), signed(0))
+    tail = (signed(0), signed(_SWIZZLE_128B), signed(_PROMOTION_256B), signed(0))
     if view.corners is None:
         name, shape, steps = "cuTensorMapEncodeTiled", (numbers(word, view.box),), (1,) * dimensions
     else:
