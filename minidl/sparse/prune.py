@@ -363,8 +363,7 @@ def to_sparse(
         blocksize: side of a block; None chooses.
 
     Returns:
-        The names of the layers replaced. Linear and 1×1 convolutions without padding or groups can be; the others stay
-        dense with zeros.
+        The names of the layers replaced: linear ones and convolutions without groups; the others stay dense with zeros.
     """
     threshold = checks.number("to_sparse", "threshold", threshold, "in [0, 1]", lambda v: 0 <= v <= 1)
     replaced = []
@@ -378,16 +377,15 @@ def to_sparse(
         if isinstance(layer, Linear):
             new = CSBLinear.from_dense(weight, bias, **where)
         else:
-            new = CSBConv2d.from_dense(weight, bias, stride=layer.stride, **where)
+            geometry = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+            new = CSBConv2d.from_dense(weight, bias, **geometry, **where)
         graph.replace(layer_name, new)
         replaced.append(layer_name)
     return replaced
 
 
 def _convertible(layer: Any) -> bool:
-    if isinstance(layer, Linear):
-        return True
-    return type(layer) is Conv2d and (layer.kernel_size, layer.padding, layer.groups) == ((1, 1), (0, 0), 1)
+    return isinstance(layer, Linear) or (type(layer) is Conv2d and layer.groups == 1)
 
 
 def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
@@ -403,6 +401,5 @@ def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = ""
         found.pop(f"{_MASK}{layer.name}.weight", None)
         name = f"{prefix}{layer.name}.weight"
         if name in state:
-            row, column = layer.pattern.coordinates()
-            found[name] = np.ascontiguousarray(state[name].reshape(layer.pattern.shape)[row, column])
+            found[name] = layer.at_pattern(state[name])
     return found
