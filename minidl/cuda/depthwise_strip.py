@@ -1,10 +1,8 @@
-"""Launch plans of depthwise_strip.cu: depthwise convolutions that fit into registers, which is to say the usual ones."""
+"""Launch plans of depthwise_strip.cu: depthwise convolutions whose filters fit into registers, the usual ones."""
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -97,7 +95,7 @@ def _bases(conv: Convolution, backward: bool) -> tuple[Pair, Pair, Pair]:
 def _strip(conv: Convolution, which: str, vector: int, itemsize: int) -> Strip | None:
     """The strip that should take the least instructions, if there is one; depends on sizes alone."""
     (height, width), backward = _bases(conv, which == "backward_data")[0], which == "backward_data"
-    fitting = [c for c in _columns() if _registers(conv, which, vector, itemsize, c) <= REGISTERS]
+    fitting = [c for c in COLUMNS if _registers(conv, which, vector, itemsize, c) <= REGISTERS]
     if not fitting:
         return None
     taps = prod(conv.kernel)
@@ -110,13 +108,8 @@ def _strip(conv: Convolution, which: str, vector: int, itemsize: int) -> Strip |
     columns = min(fitting, key=work)
     threads = conv.images * ceil_div(width, columns) * conv.channels // vector
     least = 3 * max(_ages(conv) - 1, 1)
-    runs = max(1, min(ceil_div(int(os.environ.get("DW_WANTED", WANTED)), max(threads, 1)), height // least))
+    runs = max(1, min(ceil_div(WANTED, max(threads, 1)), height // least))
     return Strip(vector, columns, ceil_div(height, runs))
-
-
-def _columns() -> Iterator[int]:
-    forced = os.environ.get("DW_COLUMNS")
-    return [int(forced)] if forced else COLUMNS
 
 
 def _window(conv: Convolution, backward: bool, columns: int) -> tuple[int, int]:
