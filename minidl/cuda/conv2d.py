@@ -18,6 +18,7 @@ from typing import Any
 from minidl import checks
 from minidl.cuda import (
     conv2d_generic,
+    conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
     conv2d_stem,
@@ -274,11 +275,20 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     which, conv, code, tf32 = question
     units = tf32 or code > 0  # matrix units would round float32
     if which == "backward_data":
-        fits = {"hopper": units and conv2d_hopper.applies(conv, code, True, device), "generic": True}
+        grouped = conv2d_grouped.applies(conv, code, True)
+        fits = {
+            "grouped": grouped,
+            "hopper": units and conv2d_hopper.applies(conv, code, True, device),
+            "generic": True,
+        }
         return fits, () if conv2d_hopper.pays(conv, code, True) else ("hopper",)
     stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
     if which == "forward":
-        fits = {"stem": stem, "hopper": units and conv2d_hopper.applies(wide, code, False, device), "generic": True}
+        hopper, grouped = (
+            units and conv2d_hopper.applies(wide, code, False, device),
+            conv2d_grouped.applies(conv, code, False),
+        )
+        fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
         return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
     fits = {"stem": stem, "hopper": conv2d_weight_hopper.applies(wide, code, device), "generic": True}
     return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
@@ -295,8 +305,8 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     wide = conv if backward else _widened(conv, code)
     found: list[Choice] = []
     for name in names:
-        if name == "stem":
-            found.append(Choice("stem"))
+        if name in ("stem", "grouped"):
+            found.append(Choice(name))
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
         elif which == "backward_weight":
@@ -320,7 +330,9 @@ def _gather(
     if conv.depthwise and depthwise.fits(conv, backward):
         depthwise.gather(conv, code, backward, source, w, bias, add, output)
         return None
-    if choice.family != "hopper":
+    if choice.family == "grouped":
+        conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
+    elif choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
     elif statistics and conv2d_hopper.takes_statistics(conv, code):
         return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output, choice)

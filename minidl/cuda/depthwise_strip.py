@@ -15,7 +15,7 @@ from minidl.cuda.rows import rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["backward_weight", "fits", "gather", "plan", "plan_weight"]
+__all__ = ["STRIPS", "ages", "aligned", "backward_weight", "fits", "gather", "place_of", "plan", "plan_weight"]
 
 THREADS = 128
 VECTOR = 2  # channels of a thread, where their number is even
@@ -26,8 +26,8 @@ WANTED = 1 << 18  # threads that fill a GPU several times
 WEIGHT_BLOCKS = 1056  # of a weight gradient
 
 # The structures Strips and Problem of depthwise_strip.cu.
-_STRIPS = struct("", "base_h base_w source_h source_w output_h output_w height width out_height out_width")
-_PROBLEM = struct("items chunk", "strips runs run slabs", ("at", _STRIPS))
+STRIPS = struct("", "base_h base_w source_h source_w output_h output_w height width out_height out_width")
+_PROBLEM = struct("items chunk", "strips runs run slabs", ("at", STRIPS))
 
 
 class Strip(NamedTuple):
@@ -56,14 +56,14 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
 def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
     """Weight gradient into ``out``."""
     vector = gcd(conv.channels, VECTOR)
-    dy, x = _aligned(as_rows(dy), vector), _aligned(as_rows(x), vector)
+    dy, x = aligned(as_rows(dy), vector), aligned(as_rows(x), vector)
     planned, chunks = plan_weight(conv, code, (rows(x)[2], rows(dy)[2]), x.itemsize)
     partials = empty((chunks, out.size), float32)
     planned.start(dy, x, partials)
     sum_partials(partials, chunks, out, accumulate)
 
 
-def _aligned(x: Any, vector: int) -> Any:
+def aligned(x: Any, vector: int) -> Any:
     """``x`` itself where vectors can be read from it, else a dense copy: the order of a sum must not depend on this."""
     if vector_width(x) >= vector:
         return x
@@ -72,7 +72,7 @@ def _aligned(x: Any, vector: int) -> Any:
     return out
 
 
-def _ages(conv: Convolution) -> int:
+def ages(conv: Convolution) -> int:
     """Rows of sums under way."""
     return ceil_div(conv.kernel[0], conv.stride[0])
 
@@ -107,7 +107,7 @@ def _strip(conv: Convolution, which: str, vector: int, itemsize: int) -> Strip |
 
     columns = min(fitting, key=work)
     threads = conv.images * ceil_div(width, columns) * conv.channels // vector
-    least = 3 * max(_ages(conv) - 1, 1)
+    least = 3 * max(ages(conv) - 1, 1)
     runs = max(1, min(ceil_div(WANTED, max(threads, 1)), height // least))
     return Strip(vector, columns, ceil_div(height, runs))
 
@@ -116,8 +116,8 @@ def _window(conv: Convolution, backward: bool, columns: int) -> tuple[int, int]:
     """(columns of the source that a strip sees, sums per base position in all rows under way)"""
     (_, kernel_w), (stride_h, stride_w) = conv.kernel, conv.stride
     if backward:
-        return columns - 1 + ceil_div(kernel_w, stride_w), _ages(conv) * stride_h * stride_w
-    return (columns - 1) * stride_w + kernel_w, _ages(conv)
+        return columns - 1 + ceil_div(kernel_w, stride_w), ages(conv) * stride_h * stride_w
+    return (columns - 1) * stride_w + kernel_w, ages(conv)
 
 
 def _registers(conv: Convolution, which: str, vector: int, itemsize: int, columns: int) -> int:
@@ -183,16 +183,19 @@ def _defines(conv: Convolution, code: int, strip: Strip, pitches: tuple[int, int
 
 def _problem(conv: Convolution, backward: bool, strip: Strip, chunk: int, slabs: int) -> tuple[np.ndarray, int]:
     """(the kernel's structure, items)"""
+    at = place_of(conv, backward)
+    strips, runs = ceil_div(at["base_w"], strip.columns), ceil_div(at["base_h"], strip.run)
+    items = conv.images * strips * runs
+    return argument(
+        _PROBLEM, items=items, chunk=chunk, strips=strips, runs=runs, run=strip.run, slabs=slabs, at=tuple(at.values())
+    ), items  # fmt: skip
+
+
+def place_of(conv: Convolution, backward: bool) -> dict[str, int]:
+    """The fields of Strips in strip.cuh."""
     base, source, output = _bases(conv, backward)
     image, out_image = (conv.height, conv.width), (conv.out_height, conv.out_width)
     if backward:
         image, out_image = out_image, image
-    pairs = {"base": base, "source": source, "output": output}
-    at = {f"{name}_{axis}": size for name, pair in pairs.items() for axis, size in zip("hw", pair, strict=True)}
-    at |= {"height": image[0], "width": image[1], "out_height": out_image[0], "out_width": out_image[1]}
-    strips, runs = ceil_div(base[1], strip.columns), ceil_div(base[0], strip.run)
-    items = conv.images * strips * runs
-    place = tuple(argument(_STRIPS, **at)[0].item())
-    return argument(
-        _PROBLEM, items=items, chunk=chunk, strips=strips, runs=runs, run=strip.run, slabs=slabs, at=place
-    ), items  # fmt: skip
+    sizes = (*base, *source, *output, *image, *out_image)
+    return dict(zip(STRIPS.names, sizes, strict=True))

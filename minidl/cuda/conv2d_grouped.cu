@@ -1,0 +1,350 @@
+// Convolution in groups of few channels, forward and data gradient, 16-bit types, no dilation; sm_80 and newer.
+// Products of 8 x 8 blocks along the diagonal of the filter matrix: a unit is one group, or as many narrow ones as eight
+// channels hold, whose products with each other's channels are with zeros. Images are walked in the strips of strip.cuh,
+// so that a row of the source is loaded once, and once per column of the filter into registers.
+//
+//   source    ((n*height + h)*width + w)*source_pitch + channel      T, forward: x; data gradient: dy
+//   filter    (K, R, S, C/groups) dense                              T
+//   bias      (out_channels,) float32 or null
+//   add       output's shape, pixels add_pitch apart                 T or null
+//   output    (images, out_height, out_width, out_channels) dense    T
+//
+// An octet is a strip of eight base columns of an image. A warp has two octets (the rows of mma.sync) and WARP_UNITS
+// units, or WARP_BLOCKS blocks of eight outputs of one unit; the filters of these stay in its registers. A block has
+// WARPS_M x WARPS_N warps and takes items one after the other: 2 * WARPS_M octets, for a run of base rows. Rows of the
+// source go through STAGES stages of shared memory, pixels an odd number of 16 bytes apart, which keeps the loads of
+// fragments off each other's banks; of a stride the pixels of one parity follow each other.
+// Sums are taken in the order of rows, columns and channels, from the bias on; `add` comes last.
+//
+// Macros: DTYPE (1, 2); those of strip.cuh; GROUP_IN, GROUP_OUT, channels of a group of source and output; BUNDLE,
+// groups of a unit; WARP_UNITS, WARP_BLOCKS, WARPS_M, WARPS_N, STAGES as above; VEC_X and VEC_Y (1, 2 or 8), values per
+// access to source and output.
+// Grid: slabs of units x blocks of items, slabs fastest. Dynamic shared memory: stages.
+// FLOP: 2 * R * S * GROUP_IN per output value, up to 8 / GROUP_IN times that on the units. Bytes: source and output once.
+#include "common.cuh"
+#include "mma.cuh"
+#include "strip.cuh"
+
+struct Problem {
+    i64 source_pitch, add_pitch;
+    i64 octets;             // of all images
+    i64 items, share;       // octets of a block x runs; of one block
+    int strips, runs, run;  // octets across an image, runs of rows down it, base rows of a run
+    int channels, out_channels;
+    int slabs;
+    Strips at;
+};
+
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int OCTETS = 2 * WARPS_M;
+constexpr int IN = BUNDLE * GROUP_IN, OUT = BUNDLE * GROUP_OUT;  // channels of a unit
+constexpr int CHUNKS = (IN + 7) / 8, BLOCKS = (OUT + 7) / 8;     // of eight
+constexpr int SHARERS = BLOCKS / WARP_BLOCKS;                    // warps that share a unit
+constexpr int UNITS = WARPS_N * WARP_UNITS / SHARERS;            // of a block
+static_assert(BLOCKS % WARP_BLOCKS == 0 && WARPS_N * WARP_UNITS % SHARERS == 0, "whole units");
+static_assert(SHARERS == 1 || WARP_UNITS == 1, "several units of a warp are whole ones");
+constexpr int SUMS = WARP_UNITS * WARP_BLOCKS;  // blocks of outputs of a warp
+
+constexpr int PIXELS = 7 * STEP_W + SIGHT;                // of a row of the source that an octet sees
+constexpr int PARITY = (PIXELS + STEP_W - 1) / STEP_W;    // pixels of one parity
+constexpr int PIXEL_BYTES = (UNITS * CHUNKS | 1) * 16;
+constexpr int OCTET_BYTES = STEP_W * PARITY * PIXEL_BYTES;
+constexpr int STAGE_BYTES = STEP_H * OCTETS * OCTET_BYTES;
+
+DEVICE int pixel_offset(int pixel) { return (pixel % STEP_W * PARITY + pixel / STEP_W) * PIXEL_BYTES; }
+
+// Octet `index` of all.
+struct Place {
+    i64 image;
+    int column;  // first base column
+
+    __device__ __forceinline__ Place(i64 index, const Problem& p) {
+        image = index / p.strips;
+        column = static_cast<int>(index - image * p.strips) * 8;
+    }
+};
+
+// Rows of the source on their way into shared memory, item after item.
+struct Copies {
+    static constexpr int PER_UNIT = IN / VEC_X, PER_PIXEL = UNITS * PER_UNIT;
+    static constexpr int ALL = OCTETS * PIXELS * PER_PIXEL, COUNT = (ALL + THREADS - 1) / THREADS;
+
+    const T* from[COUNT];  // in the first row of the source's image
+    u32 inside;            // bit by bit: this thread's columns exist
+    i64 item;
+    int row, left;  // the next row, steps left of this item
+
+    __device__ __forceinline__ void start(const T* source, const Problem& p, int first_unit) {
+        inside = 0;
+        const i64 block = item / p.runs;
+        const int base = static_cast<int>(item - block * p.runs) * p.run;
+        const int rows = p.run < p.at.base_h - base ? p.run : p.at.base_h - base;
+        row = base * STEP_H + p.at.source_h;
+        left = rows + AGES - 1;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int index = threadIdx.x + i * THREADS;
+            const int vector = index % PER_PIXEL, pixel = index / PER_PIXEL % PIXELS, octet = index / PER_PIXEL / PIXELS;
+            const Place place(block * OCTETS + octet, p);
+            const int channel = first_unit * IN + vector * VEC_X, column = place.column * STEP_W + p.at.source_w + pixel;
+            const bool there = index < ALL && block * OCTETS + octet < p.octets && channel < p.channels &&
+                               static_cast<u32>(column) < static_cast<u32>(p.at.width);
+            inside |= u32(there) << i;
+            from[i] = source + (place.image * p.at.height * p.at.width + column) * p.source_pitch + channel;
+        }
+    }
+
+    // The STEP_H rows of one step; past the last item, nothing.
+    __device__ __forceinline__ void copy(u32 stage, const T* source, const Problem& p, int first_unit, i64 end) {
+        if (item < end) {
+#pragma unroll
+            for (int in = 0; in < STEP_H; ++in) {
+                const bool there = static_cast<u32>(row + in) < static_cast<u32>(p.at.height);
+                const i64 line = i64(row + in) * p.at.width * p.source_pitch;
+#pragma unroll
+                for (int i = 0; i < COUNT; ++i) {
+                    const int index = threadIdx.x + i * THREADS;
+                    const int vector = index % PER_PIXEL, pixel = index / PER_PIXEL % PIXELS;
+                    const int octet = index / PER_PIXEL / PIXELS;
+                    const int to = (in * OCTETS + octet) * OCTET_BYTES + pixel_offset(pixel) +
+                                   vector / PER_UNIT * (CHUNKS * 16) + vector % PER_UNIT * (VEC_X * 2);
+                    if (index < ALL) copy_async<2 * VEC_X>(stage + to, from[i] + line, there && (inside >> i & 1));
+                }
+            }
+            row += STEP_H;
+            if (--left == 0 && ++item < end) start(source, p, first_unit);
+        }
+        commit_copies();
+    }
+};
+
+// The output of its unit that column `column` of block `j` of a warp's is: a thread's columns 2t and 2t + 1 of all of
+// the warp's blocks of a unit lie side by side.
+DEVICE int output_of(int first_block, int j, int column) {
+    return first_block * 8 + column / 2 * (2 * WARP_BLOCKS) + j % WARP_BLOCKS * 2 + column % 2;
+}
+
+using Sums = float[SPREAD_H][SPREAD_W][SUMS][4];
+using Weights = u32[KERNEL_H * KERNEL_W][SUMS][CHUNKS];
+
+// The filters of this warp as fragments: channels 2t, 2t + 1 of each chunk, output g of each block.
+DEVICE void load_weights(Weights& weights, const T* filter, const Problem& p, int first_unit, int first_block) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j) {
+        const int unit = first_unit + j / WARP_BLOCKS, o = output_of(first_block, j, g);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+#pragma unroll
+            for (int tap = 0; tap < KERNEL_H * KERNEL_W; ++tap) {
+                u32 word = 0;
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int c = chunk * 8 + 2 * t + half;
+                    const bool there = c < IN && o < OUT && c / GROUP_IN == o / GROUP_OUT &&
+                                       unit * IN + c < p.channels && unit * OUT + o < p.out_channels;
+                    const i64 at = BACKWARD ? (i64(unit * IN + c) * (KERNEL_H * KERNEL_W) + tap) * GROUP_OUT + o % GROUP_OUT
+                                            : (i64(unit * OUT + o) * (KERNEL_H * KERNEL_W) + tap) * GROUP_IN + c % GROUP_IN;
+                    if (there) word |= u32(filter[at].bits) << 16 * half;
+                }
+                weights[tap][j][chunk] = word;
+            }
+    }
+}
+
+// d += a b: 16 pixels x one or two chunks, times that x a block of outputs. b: the chunks' words.
+DEVICE void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if DTYPE == 1
+    CHUNKS % 2 ? mma_bf16_half(d, a, b) : mma_bf16(d, a, b);
+#else
+    CHUNKS % 2 ? mma_f16_half(d, a, b) : mma_f16(d, a, b);
+#endif
+}
+
+// Adds what one column of the filter sees of row `in` of a step. a: this warp's fragments, chunk by chunk.
+template <int COUNT>
+DEVICE void add_column(Sums (&sums)[AGES], const u32 (&a)[COUNT][4], const Weights& weights, int in, int sight) {
+    constexpr int DEPTH = CHUNKS % 2 == 0 ? 2 : 1;  // chunks of one product
+#pragma unroll
+    for (int age = AGES - 1; age >= 0; --age)
+#pragma unroll
+        for (int out = 0; out < SPREAD_H; ++out)
+#pragma unroll
+            for (int u = 0; u < SPREAD_W; ++u) {
+                const int r = tap_row(age, in, out), s = tap_column(sight, u);
+                if (r >= KERNEL_H || s >= KERNEL_W) continue;
+#pragma unroll
+                for (int j = 0; j < SUMS; ++j)
+#pragma unroll
+                    for (int chunk = 0; chunk < CHUNKS; chunk += DEPTH) {
+                        const int at = j / WARP_BLOCKS * CHUNKS + chunk;  // of the warp's chunks
+                        const u32(&all)[4] = a[at / 2];
+                        const u32(&b)[CHUNKS] = weights[r * KERNEL_W + s][j];
+                        const u32 pixels[4] = {all[at % 2 * 2], all[at % 2 * 2 + 1], all[2], all[3]};
+                        const u32 filter[2] = {b[chunk], b[chunk + DEPTH - 1]};
+                        multiply(sums[age][out][u][j], pixels, filter);
+                    }
+            }
+}
+
+// words[q] of lane t, of four neighbouring lanes, to word t of lane q.
+template <int COUNT>
+DEVICE void turn(u32 (&words)[COUNT]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (!(i & bit)) {
+                const bool upper = t & bit;
+                const u32 got = __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i | bit], bit);
+                (upper ? words[i] : words[i | bit]) = got;
+            }
+}
+
+// Two outputs of a thread: neighbouring channels of a pixel.
+DEVICE void put_pair(T* to, float first, float second, int left) {
+    if constexpr (VEC_Y > 1) {
+        if (left > 0) *reinterpret_cast<u32*>(to) = Rounding<T>::round_pair(first, second);
+    } else {
+        if (left > 0) to[0] = from_float<T>(first);
+        if (left > 1) to[1] = from_float<T>(second);
+    }
+}
+
+// Whole vectors of outputs: those of one thread, or of one block of outputs that its four lanes bring together.
+constexpr bool TURNED = VEC_Y == 8 && WARP_BLOCKS == 1 && SUMS % 4 == 0;
+constexpr int WORDS = TURNED ? 4 : VEC_Y < 8 || WARP_BLOCKS % 2 ? 1 : WARP_BLOCKS % 4 ? 2 : 4;
+
+DEVICE void put_words(T* to, const u32 (&words)[WORDS]) {
+    if constexpr (WORDS == 4) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (WORDS == 2) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    }
+}
+
+// Of one pixel this thread's outputs, the first two or last two of every four sums.
+DEVICE void write_pixel(const float (&sums)[SUMS][4], int half, i64 pixel, bool there, const T* add, T* output,
+                        const Problem& p, int first_unit, int first_block) {
+    const int t = threadIdx.x % 4;
+    T* const to = output + pixel * p.out_channels;
+    u32 words[SUMS / WORDS][WORDS];
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j) {
+        const int o = output_of(first_block, j, 2 * t), channel = (first_unit + j / WARP_BLOCKS) * OUT + o;
+        const int left = OUT - o < p.out_channels - channel ? OUT - o : p.out_channels - channel;
+        float first = sums[j][2 * half], second = sums[j][2 * half + 1];
+        if (add && there) {
+            const T* from = add + pixel * p.add_pitch + channel;
+            if (left > 0) first += to_float(from[0]);
+            if (left > 1) second += to_float(from[1]);
+        }
+        if (WORDS > 1) words[j / WORDS][j % WORDS] = Rounding<T>::round_pair(first, second);
+        if (WORDS == 1 && there) put_pair(to + channel, first, second, left);
+    }
+#pragma unroll
+    for (int j = 0; j < SUMS && WORDS > 1; j += WORDS) {
+        if constexpr (TURNED) turn(words[j / WORDS]);
+        const int first = TURNED ? j + t : j;  // the block of outputs whose are this lane's first
+        const int o = TURNED ? first_block * 8 : output_of(first_block, first, 2 * t);
+        const int channel = (first_unit + first / WARP_BLOCKS) * OUT + o;
+        if (there && channel < p.out_channels) put_words(to + channel, words[j / WORDS]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
+                      const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const u32 stages = shared_address(shared);
+    const int slab = blockIdx.x % p.slabs;
+    const i64 first_item = i64(blockIdx.x / p.slabs) * p.share;
+    const i64 end = first_item + p.share < p.items ? first_item + p.share : p.items;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int octets = warp % WARPS_M * 2, part = warp / WARPS_M;
+    const int unit = part / SHARERS * WARP_UNITS, first_block = part % SHARERS * WARP_BLOCKS;  // unit: of this block
+    const int first_unit = slab * UNITS + unit;
+
+    if constexpr (IN % 8 != 0) {  // what no copy fills
+        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += THREADS)
+            reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+        __syncthreads();
+    }
+    Copies copies;
+    copies.item = first_item;
+    copies.start(source, p, slab * UNITS);
+    for (int i = 0; i < STAGES - 1; ++i) copies.copy(stages + i * STAGE_BYTES, source, p, slab * UNITS, end);
+
+    Weights weights;
+    load_weights(weights, filter, p, first_unit, first_block);
+    float shift[SUMS][2];
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int o = output_of(first_block, j, lane % 4 * 2 + e);
+            const int channel = (first_unit + j / WARP_BLOCKS) * OUT + o;
+            shift[j][e] = bias && o < OUT && channel < p.out_channels ? bias[channel] : 0.0f;
+        }
+    // Where this lane's row of the fragments starts: pixel lane % 8 of the first or second octet; chunks 0 or 1.
+    constexpr int WARP_CHUNKS = WARP_UNITS * CHUNKS, PAIRS = (WARP_CHUNKS + 1) / 2;
+    const u32 fragments = stages + (octets + lane / 8 % 2) * OCTET_BYTES + lane % 8 * PIXEL_BYTES + unit * CHUNKS * 16;
+
+    int read = 0, write = STAGES - 1;
+    for (i64 item = first_item; item < end; ++item) {
+        const i64 block = item / p.runs;
+        const int base = static_cast<int>(item - block * p.runs) * p.run;
+        const int last = base + (p.run < p.at.base_h - base ? p.run : p.at.base_h - base);
+        const Place places[2] = {Place(block * OCTETS + octets, p), Place(block * OCTETS + octets + 1, p)};
+        Sums sums[AGES];
+#pragma unroll 1
+        for (int row = base - (AGES - 1); row < last; ++row) {
+#pragma unroll
+            for (int age = AGES - 1; age >= 0; --age)
+#pragma unroll
+                for (int out = 0; out < SPREAD_H; ++out)
+#pragma unroll
+                    for (int u = 0; u < SPREAD_W; ++u)
+#pragma unroll
+                        for (int j = 0; j < SUMS; ++j)
+#pragma unroll
+                            for (int e = 0; e < 4; ++e)
+                                sums[age][out][u][j][e] = age ? sums[age ? age - 1 : 0][out][u][j][e] : shift[j][e % 2];
+            await_copies<STAGES - 2>();
+            __syncthreads();  // this step's rows are there for all, and those before are no longer read
+            copies.copy(stages + write * STAGE_BYTES, source, p, slab * UNITS, end);
+            write = write == STAGES - 1 ? 0 : write + 1;
+#pragma unroll
+            for (int in = 0; in < STEP_H; ++in)
+#pragma unroll
+                for (int sight = 0; sight < SIGHT; ++sight) {
+                    u32 a[PAIRS][4];
+#pragma unroll
+                    for (int j = 0; j < PAIRS; ++j) {
+                        const int second = 2 * j + 1 < WARP_CHUNKS ? lane / 16 : 0;
+                        load_matrices(a[j], fragments + read * STAGE_BYTES + in * OCTETS * OCTET_BYTES +
+                                                pixel_offset(sight) + (2 * j + second) * 16);
+                    }
+                    add_column(sums, a, weights, in, sight);
+                }
+            read = read == STAGES - 1 ? 0 : read + 1;
+            if (row < base) continue;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int out = 0; out < SPREAD_H; ++out)
+#pragma unroll
+                    for (int u = 0; u < SPREAD_W; ++u) {
+                        const int h = row * SPREAD_H + p.at.output_h + out;
+                        const int w = (places[half].column + lane / 4) * SPREAD_W + p.at.output_w + u;
+                        const bool there = block * OCTETS + octets + half < p.octets &&
+                                           static_cast<u32>(h) < static_cast<u32>(p.at.out_height) &&
+                                           static_cast<u32>(w) < static_cast<u32>(p.at.out_width);
+                        const i64 pixel = (places[half].image * p.at.out_height + h) * p.at.out_width + w;
+                        write_pixel(sums[AGES - 1][out][u], half, pixel, there, add, output, p, first_unit, first_block);
+                    }
+        }
+    }
+    await_copies<0>();
+}

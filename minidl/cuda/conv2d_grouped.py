@@ -1,0 +1,177 @@
+"""Launch plans of conv2d_grouped.cu: convolutions in groups of few channels, 16-bit types."""
+
+from __future__ import annotations
+
+import functools
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+from minidl.cuda.array import contiguous
+from minidl.cuda.conv2d_plan import Convolution, Launched, argument, struct
+from minidl.cuda.depthwise_strip import STRIPS, aligned, ages, place_of
+from minidl.cuda.rows import rows
+from minidl.shapes import ceil_div
+
+__all__ = ["applies", "gather", "plan"]
+
+OCTET = 8  # base columns
+WARPS = 2, 2  # along the pixels and along the channels
+STAGES = 4
+RESIDENT = 2  # blocks of a multiprocessor
+HELD = 124  # words of filters and sums that a thread may hold
+BLOCKS = 1056  # blocks that fill a GPU: twice what runs at a time
+COPIES = 8  # of a thread for each row
+
+_PROBLEM = struct(
+    "source_pitch add_pitch octets items share", "strips runs run channels out_channels slabs", ("at", STRIPS)
+)
+
+
+class Units(NamedTuple):
+    """How groups are put on the matrix units.
+
+    Attributes:
+        group_in, group_out: channels of a group of source and output.
+        bundle: groups of a unit.
+        warp_units, warp_blocks: units of a warp, and blocks of eight outputs of each.
+    """
+
+    group_in: int
+    group_out: int
+    bundle: int
+    warp_units: int
+    warp_blocks: int
+
+    @property
+    def chunks(self) -> int:
+        """Of eight channels of the source."""
+        return ceil_div(self.bundle * self.group_in, 8)
+
+    @property
+    def sharers(self) -> int:
+        """Warps that share a unit."""
+        return ceil_div(self.bundle * self.group_out, 8) // self.warp_blocks
+
+    @property
+    def units(self) -> int:
+        """Of a block."""
+        return WARPS[1] * self.warp_units // self.sharers
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {name.upper(): value for name, value in self._asdict().items()}
+
+
+def applies(conv: Convolution, code: int, backward: bool) -> bool:
+    """Whether the kernel does this: 16-bit types, several groups of several channels, no dilation, filters that fit."""
+    undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
+    return (
+        code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated and _units(conv, backward) is not None
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _units(conv: Convolution, backward: bool) -> Units | None:
+    """None where the filters of no division fit into registers, or copies would be too narrow."""
+    inner, outer = conv.channels // conv.groups, conv.out_channels // conv.groups
+    if backward:
+        inner, outer = outer, inner
+    bundle = max(1, 8 // inner)
+    chunks, blocks = ceil_div(bundle * inner, 8), ceil_div(bundle * outer, 8)
+    taps, spread = prod(conv.kernel), prod(conv.stride) if backward else 1
+    found = []
+    for warp_units in (1, 2, 4):
+        for warp_blocks in range(1, min(blocks, 8) + 1):
+            units = Units(inner, outer, bundle, warp_units, warp_blocks)
+            if blocks % warp_blocks or (warp_blocks < blocks and warp_units > 1):
+                continue
+            if WARPS[1] * warp_units % units.sharers:
+                continue
+            sums = warp_units * warp_blocks
+            held = taps * sums * chunks + ages(conv) * spread * sums * 4
+            if held <= HELD and _copies(conv, backward, units) <= COPIES:
+                found.append(units)
+    # As many outputs as there is room for; of those, whole vectors of outputs.
+    return max(found, key=lambda one: (min(one.warp_units * one.warp_blocks, 4), -one.warp_units), default=None)
+
+
+def _vector_x(conv: Convolution, backward: bool, units: Units) -> int:
+    channels = conv.out_channels if backward else conv.channels
+    return gcd(units.bundle * units.group_in, channels, 8)
+
+
+def _copies(conv: Convolution, backward: bool, units: Units) -> int:
+    vector = _vector_x(conv, backward, units)
+    if vector < 2:
+        return COPIES + 1
+    step = 1 if backward else conv.stride[1]
+    sight = ceil_div(conv.kernel[1], conv.stride[1]) if backward else conv.kernel[1]
+    pixels = (OCTET - 1) * step + sight
+    each = units.units * units.bundle * units.group_in // vector
+    return ceil_div(2 * WARPS[0] * pixels * each, 32 * prod(WARPS))
+
+
+def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
+    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense."""
+    source = aligned(source, _vector_x(conv, backward, _units(conv, backward)))
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    plan(conv, code, backward, pitches).start(source, contiguous(w), bias, add, output)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(conv: Convolution, code: int, backward: bool, pitches: tuple[int, int]) -> Launched:
+    """The launch where the kernel `applies`.
+
+    Args:
+        code: the macro DTYPE.
+        pitches: elements per pixel of the source and of the array to be added.
+    """
+    units = _units(conv, backward)
+    channels, out_channels = conv.channels, conv.out_channels
+    if backward:
+        channels, out_channels = out_channels, channels
+    place = place_of(conv, backward)
+    strips = ceil_div(place["base_w"], OCTET)
+    octets = conv.images * strips
+    slabs = ceil_div(conv.groups, units.bundle * units.units)
+    blocks = ceil_div(octets, 2 * WARPS[0])
+    least = 4 * max(ages(conv) - 1, 1)
+    runs = max(1, min(ceil_div(BLOCKS, blocks * slabs), place["base_h"] // least))
+    run = ceil_div(place["base_h"], runs)
+    runs = ceil_div(place["base_h"], run)
+    items = blocks * runs
+    share = ceil_div(items, max(1, BLOCKS // slabs))
+    outer = units.bundle * units.group_out
+    vec_y = 8 if outer % 8 == 0 and out_channels % 8 == 0 else 2 - outer % 2
+    problem = argument(
+        _PROBLEM,
+        source_pitch=pitches[0],
+        add_pitch=pitches[1],
+        octets=octets,
+        items=items,
+        share=share,
+        strips=strips,
+        runs=runs,
+        run=run,
+        channels=channels,
+        out_channels=out_channels,
+        slabs=slabs,
+        at=tuple(place.values()),
+    )
+    defines = {
+        "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
+        "STRIDE_W": conv.stride[1], "BACKWARD": int(backward), "WARPS_M": WARPS[0], "WARPS_N": WARPS[1],
+        "STAGES": STAGES, "RESIDENT": RESIDENT, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
+    }  # fmt: skip
+    shared = STAGES * _stage_bytes(conv, backward, units)
+    grid = slabs * ceil_div(items, share)
+    name, threads = "conv2d_grouped_kernel", 32 * prod(WARPS)
+    return Launched("conv2d_grouped", name, grid, threads, problem, defines | units.defines, shared)
+
+
+def _stage_bytes(conv: Convolution, backward: bool, units: Units) -> int:
+    (step_h, step_w), sight = conv.stride, conv.kernel[1]
+    if backward:
+        step_h, step_w, sight = 1, 1, ceil_div(conv.kernel[1], conv.stride[1])
+    parity = ceil_div((OCTET - 1) * step_w + sight, step_w)
+    return step_h * 2 * WARPS[0] * step_w * parity * 16 * (units.units * units.chunks | 1)
