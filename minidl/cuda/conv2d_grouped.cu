@@ -22,20 +22,18 @@
 // Grid: slabs of units x blocks of items, slabs fastest. Dynamic shared memory: stages.
 // FLOP: 2 * R * S * GROUP_IN per output value, up to 8 / GROUP_IN times that on the units. Bytes: source and output once.
 #include "common.cuh"
-#include "mma.cuh"
-#include "strip.cuh"
+
+constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+#include "conv2d_grouped.cuh"
 
 struct Problem {
     i64 source_pitch, add_pitch;
-    i64 octets;             // of all images
-    i64 items, share;       // octets of a block x runs; of one block
-    int strips, runs, run;  // octets across an image, runs of rows down it, base rows of a run
+    Items items;
     int channels, out_channels;
     int slabs;
     Strips at;
 };
 
-constexpr int THREADS = 32 * WARPS_M * WARPS_N;
 constexpr int OCTETS = 2 * WARPS_M;
 constexpr int IN = BUNDLE * GROUP_IN, OUT = BUNDLE * GROUP_OUT;  // channels of a unit
 constexpr int CHUNKS = (IN + 7) / 8, BLOCKS = (OUT + 7) / 8;     // of eight
@@ -45,78 +43,8 @@ static_assert(BLOCKS % WARP_BLOCKS == 0 && WARPS_N * WARP_UNITS % SHARERS == 0, 
 static_assert(SHARERS == 1 || WARP_UNITS == 1, "several units of a warp are whole ones");
 constexpr int SUMS = WARP_UNITS * WARP_BLOCKS;  // blocks of outputs of a warp
 
-constexpr int PIXELS = 7 * STEP_W + SIGHT;                // of a row of the source that an octet sees
-constexpr int PARITY = (PIXELS + STEP_W - 1) / STEP_W;    // pixels of one parity
-constexpr int PIXEL_BYTES = (UNITS * CHUNKS | 1) * 16;
-constexpr int OCTET_BYTES = STEP_W * PARITY * PIXEL_BYTES;
-constexpr int STAGE_BYTES = STEP_H * OCTETS * OCTET_BYTES;
-
-DEVICE int pixel_offset(int pixel) { return (pixel % STEP_W * PARITY + pixel / STEP_W) * PIXEL_BYTES; }
-
-// Octet `index` of all.
-struct Place {
-    i64 image;
-    int column;  // first base column
-
-    __device__ __forceinline__ Place(i64 index, const Problem& p) {
-        image = index / p.strips;
-        column = static_cast<int>(index - image * p.strips) * 8;
-    }
-};
-
-// Rows of the source on their way into shared memory, item after item.
-struct Copies {
-    static constexpr int PER_UNIT = IN / VEC_X, PER_PIXEL = UNITS * PER_UNIT;
-    static constexpr int ALL = OCTETS * PIXELS * PER_PIXEL, COUNT = (ALL + THREADS - 1) / THREADS;
-
-    const T* from[COUNT];  // in the first row of the source's image
-    u32 inside;            // bit by bit: this thread's columns exist
-    i64 item;
-    int row, left;  // the next row, steps left of this item
-
-    __device__ __forceinline__ void start(const T* source, const Problem& p, int first_unit) {
-        inside = 0;
-        const i64 block = item / p.runs;
-        const int base = static_cast<int>(item - block * p.runs) * p.run;
-        const int rows = p.run < p.at.base_h - base ? p.run : p.at.base_h - base;
-        row = base * STEP_H + p.at.source_h;
-        left = rows + AGES - 1;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const int index = threadIdx.x + i * THREADS;
-            const int vector = index % PER_PIXEL, pixel = index / PER_PIXEL % PIXELS, octet = index / PER_PIXEL / PIXELS;
-            const Place place(block * OCTETS + octet, p);
-            const int channel = first_unit * IN + vector * VEC_X, column = place.column * STEP_W + p.at.source_w + pixel;
-            const bool there = index < ALL && block * OCTETS + octet < p.octets && channel < p.channels &&
-                               static_cast<u32>(column) < static_cast<u32>(p.at.width);
-            inside |= u32(there) << i;
-            from[i] = source + (place.image * p.at.height * p.at.width + column) * p.source_pitch + channel;
-        }
-    }
-
-    // The STEP_H rows of one step; past the last item, nothing.
-    __device__ __forceinline__ void copy(u32 stage, const T* source, const Problem& p, int first_unit, i64 end) {
-        if (item < end) {
-#pragma unroll
-            for (int in = 0; in < STEP_H; ++in) {
-                const bool there = static_cast<u32>(row + in) < static_cast<u32>(p.at.height);
-                const i64 line = i64(row + in) * p.at.width * p.source_pitch;
-#pragma unroll
-                for (int i = 0; i < COUNT; ++i) {
-                    const int index = threadIdx.x + i * THREADS;
-                    const int vector = index % PER_PIXEL, pixel = index / PER_PIXEL % PIXELS;
-                    const int octet = index / PER_PIXEL / PIXELS;
-                    const int to = (in * OCTETS + octet) * OCTET_BYTES + pixel_offset(pixel) +
-                                   vector / PER_UNIT * (CHUNKS * 16) + vector % PER_UNIT * (VEC_X * 2);
-                    if (index < ALL) copy_async<2 * VEC_X>(stage + to, from[i] + line, there && (inside >> i & 1));
-                }
-            }
-            row += STEP_H;
-            if (--left == 0 && ++item < end) start(source, p, first_unit);
-        }
-        commit_copies();
-    }
-};
+constexpr int PIXELS = 7 * STEP_W + SIGHT;  // of a row of the source that an octet sees
+using Rows = RowCopies<OCTETS, UNITS, IN, STEP_H, STEP_W, PIXELS, VEC_X>;
 
 // The output of its unit that column `column` of block `j` of a warp's is: a thread's columns 2t and 2t + 1 of all of
 // the warp's blocks of a unit lie side by side.
@@ -259,22 +187,32 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
     extern __shared__ __align__(128) unsigned char shared[];
     const u32 stages = shared_address(shared);
     const int slab = blockIdx.x % p.slabs;
-    const i64 first_item = i64(blockIdx.x / p.slabs) * p.share;
-    const i64 end = first_item + p.share < p.items ? first_item + p.share : p.items;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int octets = warp % WARPS_M * 2, part = warp / WARPS_M;
     const int unit = part / SHARERS * WARP_UNITS, first_block = part % SHARERS * WARP_BLOCKS;  // unit: of this block
     const int first_unit = slab * UNITS + unit;
 
     if constexpr (IN % 8 != 0) {  // what no copy fills
-        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += THREADS)
-            reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+        clear<THREADS>(shared, STAGES * Rows::BYTES);
         __syncthreads();
     }
-    Copies copies;
-    copies.item = first_item;
-    copies.start(source, p, slab * UNITS);
-    for (int i = 0; i < STAGES - 1; ++i) copies.copy(stages + i * STAGE_BYTES, source, p, slab * UNITS, end);
+    const i64 first = i64(blockIdx.x / p.slabs) * p.items.share;
+    ItemRows ahead(first, p.items, p.at.base_h), here = ahead;
+    Rows rows;
+    const auto seek = [&] {
+        rows.start(source, p.source_pitch, p.items, ahead.block, p.at.height, p.at.width, p.at.source_w, slab * UNITS * IN,
+                   p.channels);
+    };
+    const auto copy = [&](int stage) {
+        if (!ahead.done()) {
+            rows.copy(stages + stage * Rows::BYTES, ahead.row * STEP_H + p.at.source_h, 0, p.at.height, p.at.width,
+                      p.source_pitch);
+            if (ahead.advance(p.items, p.at.base_h) && !ahead.done()) seek();
+        }
+        commit_copies();
+    };
+    if (!ahead.done()) seek();
+    for (int i = 0; i < STAGES - 1; ++i) copy(i);
 
     Weights weights;
     load_weights(weights, filter, p, first_unit, first_block);
@@ -289,14 +227,13 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
         }
     // Where this lane's row of the fragments starts: pixel lane % 8 of the first or second octet; chunks 0 or 1.
     constexpr int WARP_CHUNKS = WARP_UNITS * CHUNKS, PAIRS = (WARP_CHUNKS + 1) / 2;
-    const u32 fragments = stages + (octets + lane / 8 % 2) * OCTET_BYTES + lane % 8 * PIXEL_BYTES + unit * CHUNKS * 16;
+    const u32 fragments = stages + (octets + lane / 8 % 2) * Rows::OCTET + lane % 8 * Rows::PIXEL + unit * CHUNKS * 16;
 
     int read = 0, write = STAGES - 1;
-    for (i64 item = first_item; item < end; ++item) {
-        const i64 block = item / p.runs;
-        const int base = static_cast<int>(item - block * p.runs) * p.run;
-        const int last = base + (p.run < p.at.base_h - base ? p.run : p.at.base_h - base);
-        const Place places[2] = {Place(block * OCTETS + octets, p), Place(block * OCTETS + octets + 1, p)};
+    while (!here.done()) {
+        const int base = here.base, last = here.last;
+        const i64 octet = here.block * OCTETS + octets;
+        const Place places[2] = {Place(octet, p.items), Place(octet + 1, p.items)};
         Sums sums[AGES];
 #pragma unroll 1
         for (int row = base - (AGES - 1); row < last; ++row) {
@@ -313,7 +250,7 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
                                 sums[age][out][u][j][e] = age ? sums[age ? age - 1 : 0][out][u][j][e] : shift[j][e % 2];
             await_copies<STAGES - 2>();
             __syncthreads();  // this step's rows are there for all, and those before are no longer read
-            copies.copy(stages + write * STAGE_BYTES, source, p, slab * UNITS, end);
+            copy(write);
             write = write == STAGES - 1 ? 0 : write + 1;
 #pragma unroll
             for (int in = 0; in < STEP_H; ++in)
@@ -323,8 +260,8 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
 #pragma unroll
                     for (int j = 0; j < PAIRS; ++j) {
                         const int second = 2 * j + 1 < WARP_CHUNKS ? lane / 16 : 0;
-                        load_matrices(a[j], fragments + read * STAGE_BYTES + in * OCTETS * OCTET_BYTES +
-                                                pixel_offset(sight) + (2 * j + second) * 16);
+                        load_matrices(a[j], fragments + read * Rows::BYTES + in * OCTETS * Rows::OCTET + Rows::place(sight) +
+                                                (2 * j + second) * 16);
                     }
                     add_column(sums, a, weights, in, sight);
                 }
@@ -338,13 +275,14 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
                     for (int u = 0; u < SPREAD_W; ++u) {
                         const int h = row * SPREAD_H + p.at.output_h + out;
                         const int w = (places[half].column + lane / 4) * SPREAD_W + p.at.output_w + u;
-                        const bool there = block * OCTETS + octets + half < p.octets &&
+                        const bool there = octet + half < p.items.octets &&
                                            static_cast<u32>(h) < static_cast<u32>(p.at.out_height) &&
                                            static_cast<u32>(w) < static_cast<u32>(p.at.out_width);
                         const i64 pixel = (places[half].image * p.at.out_height + h) * p.at.out_width + w;
                         write_pixel(sums[AGES - 1][out][u], half, pixel, there, add, output, p, first_unit, first_block);
                     }
         }
+        here.skip(p.items, p.at.base_h);
     }
     await_copies<0>();
 }

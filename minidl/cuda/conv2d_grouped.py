@@ -6,6 +6,8 @@ import functools
 from math import gcd, prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from minidl.cuda.array import contiguous
 from minidl.cuda.conv2d_plan import Convolution, Launched, argument, struct
 from minidl.cuda.depthwise_strip import STRIPS, aligned, ages, place_of
@@ -16,14 +18,22 @@ __all__ = ["applies", "gather", "plan"]
 
 OCTET = 8  # base columns
 WARPS = 2, 2  # along the pixels and along the channels
+OCTETS = 2 * WARPS[0]  # of a block
 STAGES = 4
 RESIDENT = 2  # blocks of a multiprocessor
 HELD = 124  # words of filters and sums that a thread may hold
 BLOCKS = 1056  # blocks that fill a GPU: twice what runs at a time
 COPIES = 8  # of a thread for each row
 
+_ITEMS = struct("octets count share", "strips runs run")
 _PROBLEM = struct(
-    "source_pitch add_pitch octets items share", "strips runs run channels out_channels slabs", ("at", STRIPS)
+    "source_pitch add_pitch",
+    "",
+    ("items", _ITEMS),
+    ("channels", np.int32),
+    ("out_channels", np.int32),
+    ("slabs", np.int32),
+    ("at", STRIPS),
 )
 
 
@@ -108,7 +118,7 @@ def _copies(conv: Convolution, backward: bool, units: Units) -> int:
     sight = ceil_div(conv.kernel[1], conv.stride[1]) if backward else conv.kernel[1]
     pixels = (OCTET - 1) * step + sight
     each = units.units * units.bundle * units.group_in // vector
-    return ceil_div(2 * WARPS[0] * pixels * each, 32 * prod(WARPS))
+    return ceil_div(OCTETS * pixels * each, 32 * prod(WARPS))
 
 
 def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
@@ -130,33 +140,19 @@ def plan(conv: Convolution, code: int, backward: bool, pitches: tuple[int, int])
     channels, out_channels = conv.channels, conv.out_channels
     if backward:
         channels, out_channels = out_channels, channels
-    place = place_of(conv, backward)
-    strips = ceil_div(place["base_w"], OCTET)
-    octets = conv.images * strips
     slabs = ceil_div(conv.groups, units.bundle * units.units)
-    blocks = ceil_div(octets, 2 * WARPS[0])
-    least = 4 * max(ages(conv) - 1, 1)
-    runs = max(1, min(ceil_div(BLOCKS, blocks * slabs), place["base_h"] // least))
-    run = ceil_div(place["base_h"], runs)
-    runs = ceil_div(place["base_h"], run)
-    items = blocks * runs
-    share = ceil_div(items, max(1, BLOCKS // slabs))
+    items, blocks = _items(conv, backward, slabs, BLOCKS)
     outer = units.bundle * units.group_out
     vec_y = 8 if outer % 8 == 0 and out_channels % 8 == 0 else 2 - outer % 2
     problem = argument(
         _PROBLEM,
         source_pitch=pitches[0],
         add_pitch=pitches[1],
-        octets=octets,
         items=items,
-        share=share,
-        strips=strips,
-        runs=runs,
-        run=run,
         channels=channels,
         out_channels=out_channels,
         slabs=slabs,
-        at=tuple(place.values()),
+        at=tuple(place_of(conv, backward).values()),
     )
     defines = {
         "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
@@ -164,7 +160,7 @@ def plan(conv: Convolution, code: int, backward: bool, pitches: tuple[int, int])
         "STAGES": STAGES, "RESIDENT": RESIDENT, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
     }  # fmt: skip
     shared = STAGES * _stage_bytes(conv, backward, units)
-    grid = slabs * ceil_div(items, share)
+    grid = slabs * blocks
     name, threads = "conv2d_grouped_kernel", 32 * prod(WARPS)
     return Launched("conv2d_grouped", name, grid, threads, problem, defines | units.defines, shared)
 
@@ -174,4 +170,18 @@ def _stage_bytes(conv: Convolution, backward: bool, units: Units) -> int:
     if backward:
         step_h, step_w, sight = 1, 1, ceil_div(conv.kernel[1], conv.stride[1])
     parity = ceil_div((OCTET - 1) * step_w + sight, step_w)
-    return step_h * 2 * WARPS[0] * step_w * parity * 16 * (units.units * units.chunks | 1)
+    return step_h * OCTETS * step_w * parity * 16 * (units.units * units.chunks | 1)
+
+
+def _items(conv: Convolution, backward: bool, slabs: int, wanted: int) -> tuple[tuple[int, ...], int]:
+    """(the fields of Items, blocks that share them): enough to fill a GPU, runs as long as that allows."""
+    place = place_of(conv, backward)
+    strips = ceil_div(place["base_w"], OCTET)
+    octets = conv.images * strips
+    blocks = ceil_div(octets, OCTETS)
+    least = 4 * max(ages(conv) - 1, 1)
+    runs = max(1, min(ceil_div(wanted, blocks * slabs), place["base_h"] // least))
+    run = ceil_div(place["base_h"], runs)
+    runs = ceil_div(place["base_h"], run)
+    share = ceil_div(blocks * runs, max(1, wanted // slabs))
+    return (octets, blocks * runs, share, strips, runs, run), ceil_div(blocks * runs, share)
