@@ -17,7 +17,7 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.tolerance import draw, draw_integers
+from tests.tolerance import assert_close, draw, draw_integers
 
 CASES = [
     Case("4", (1, 5, 9, 16), (16, 3, 3), padding=(1, 1), groups=4),
@@ -40,6 +40,7 @@ CASES = [
     Case("tall", (2, 70, 20, 32), (32, 3, 3), padding=(1, 1), groups=8),
     Case("wide", (1, 6, 61, 64), (64, 3, 3), padding=(1, 1), groups=16),
 ]
+WEIGHTS = [case for case in CASES if case.name != "1x1"]  # whose channels' sums do not fit
 SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 
 
@@ -62,6 +63,13 @@ def both(ops, case, x, w, dy, forward_bias=None, **backward):
     y = ops.conv2d(x, w, forward_bias, **case.options)
     dx = ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
     return [ops.to_host(array) for array in (y, dx)]
+
+
+def weight_gradient(ops, case, dy, x, start=None):
+    """Set, or added to ``start``; on the host."""
+    out = ops.from_host(np.full(case.w, np.nan, np.float32) if start is None else start)
+    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None)
+    return ops.to_host(out)
 
 
 def expected_of(case, x, w, dy, dtype, bias=None, dbias=None, add=None):
@@ -106,6 +114,28 @@ def test_whole_numbers_give_the_bits_of_the_definition(grouped, case, storage, r
     bias, dbias, added = put(grouped, *some, add)
     found = both(grouped, case, *put(grouped, *hosts), forward_bias=bias, bias=dbias, add=added)
     same(found, expected_of(case, *hosts, storage, *some, add))
+
+
+@cases(WEIGHTS)
+@SIXTEEN
+def test_weight_gradients_of_whole_numbers_are_exact(grouped, case, storage, rng):
+    x, _, dy = draws(rng, case, storage)
+    start = draw_integers(rng, case.w, float32)
+    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    placed = put(grouped, dy, x)
+    np.testing.assert_array_equal(weight_gradient(grouped, case, *placed), expected)
+    np.testing.assert_array_equal(weight_gradient(grouped, case, *placed, start), expected + start)
+
+
+@cases(WEIGHTS)
+def test_weight_gradients_of_misaligned_arrays_and_repeats_have_the_same_bits(grouped, case, rng):
+    x, dy = draw(rng, case.x, bfloat16), draw(rng, case.y, bfloat16)
+    expected = weight_gradient(grouped, case, *put(grouped, dy, x))
+    assert_close(expected, reference.conv2d_backward_weight(dy, x, case.w, **case.options), terms=case.terms[2])
+    np.testing.assert_array_equal(weight_gradient(grouped, case, *put(grouped, dy, x)), expected)
+    for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
+        wide = pitched(grouped, dy, before, after), pitched(grouped, x, before, after)
+        np.testing.assert_array_equal(weight_gradient(grouped, case, *wide), expected)
 
 
 @cases(CASES)

@@ -290,7 +290,8 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         )
         fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
         return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
-    fits = {"stem": stem, "hopper": conv2d_weight_hopper.applies(wide, code, device), "generic": True}
+    hopper, grouped = conv2d_weight_hopper.applies(wide, code, device), conv2d_grouped.applies_to_weight(conv, code)
+    fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
     return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
 
 
@@ -349,6 +350,8 @@ def _weight(question: Question, choice: Choice, dy: Any, x: Any, out: Any, accum
     _, conv, code, tf32 = question
     if conv.depthwise:
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "grouped":
+        conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "hopper":
         conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice)
     else:

@@ -152,24 +152,70 @@ DEVICE void put_words(T* to, const u32 (&words)[WORDS]) {
     }
 }
 
+// Where the outputs of one pixel of a thread lie.
+struct Pixel {
+    i64 image;
+    int base_h, base_w, out, u;  // base position, and which of its outputs
+    int h, w;                    // of the output's image
+    bool there;                  // inside of it
+
+    __device__ __forceinline__ i64 index(const Strips& at) const {
+        return (image * at.out_height + h) * at.out_width + w;
+    }
+};
+
+// One output by its own group's channels alone.
+DEVICE float sum_again(const T* source, const T* filter, const Pixel& pixel, int channel, float sum, const Problem& p) {
+    const int group = channel / GROUP_OUT;
+    const T* const image = source + pixel.image * p.at.height * p.at.width * p.source_pitch + group * GROUP_IN;
+    for (int i = 0; i < (BACKWARD ? AGES : KERNEL_H); ++i)
+        for (int j = 0; j < SIGHT; ++j) {
+            const int h = pixel.base_h * STEP_H + p.at.source_h + i, w = pixel.base_w * STEP_W + p.at.source_w + j;
+            const int r = BACKWARD ? tap_row(i, 0, pixel.out) : i, s = tap_column(j, pixel.u);
+            if (h < 0 || h >= p.at.height || w < 0 || w >= p.at.width || r >= KERNEL_H || s >= KERNEL_W) continue;
+            const T* const from = image + (i64(h) * p.at.width + w) * p.source_pitch;
+            const int tap = r * KERNEL_W + s;
+            for (int c = 0; c < GROUP_IN; ++c) {
+                const i64 at = BACKWARD ? (i64(group * GROUP_IN + c) * (KERNEL_H * KERNEL_W) + tap) * GROUP_OUT + channel % GROUP_OUT
+                                        : (i64(channel) * (KERNEL_H * KERNEL_W) + tap) * GROUP_IN + c;
+                sum = fmaf(to_float(from[c]), to_float(filter[at]), sum);
+            }
+        }
+    return sum;
+}
+
+struct Arrays {
+    const T *source, *filter;
+    const float* bias;
+    const T* add;
+    T* output;
+};
+
 // Of one pixel this thread's outputs, the first two or last two of every four sums.
-DEVICE void write_pixel(const float (&sums)[SUMS][4], int half, i64 pixel, bool there, const T* add, T* output,
+DEVICE void write_pixel(const float (&sums)[SUMS][4], int half, const Pixel& pixel, const Arrays& arrays,
                         const Problem& p, int first_unit, int first_block) {
     const int t = threadIdx.x % 4;
-    T* const to = output + pixel * p.out_channels;
-    u32 words[SUMS / WORDS][WORDS];
+    const i64 index = pixel.index(p.at);
+    T* const to = arrays.output + index * p.out_channels;
+    u32 words[SUMS / WORDS][WORDS], doubtful = 0;
+    const auto channel_of = [&](int j, int e) {
+        return (first_unit + j / WARP_BLOCKS) * OUT + output_of(first_block, j, 2 * t + e);
+    };
 #pragma unroll
     for (int j = 0; j < SUMS; ++j) {
-        const int o = output_of(first_block, j, 2 * t), channel = (first_unit + j / WARP_BLOCKS) * OUT + o;
+        const int o = output_of(first_block, j, 2 * t), channel = channel_of(j, 0);
         const int left = OUT - o < p.out_channels - channel ? OUT - o : p.out_channels - channel;
-        float first = sums[j][2 * half], second = sums[j][2 * half + 1];
-        if (add && there) {
-            const T* from = add + pixel * p.add_pitch + channel;
-            if (left > 0) first += to_float(from[0]);
-            if (left > 1) second += to_float(from[1]);
+        float pair[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            pair[e] = sums[j][2 * half + e];
+            if (pixel.there && e < left) {
+                if (BUNDLE > 1 && !(fabsf(pair[e]) < __int_as_float(0x7f800000))) doubtful |= 1u << (2 * j + e);
+                if (arrays.add) pair[e] += to_float(arrays.add[index * p.add_pitch + channel + e]);
+            }
         }
-        if (WORDS > 1) words[j / WORDS][j % WORDS] = Rounding<T>::round_pair(first, second);
-        if (WORDS == 1 && there) put_pair(to + channel, first, second, left);
+        if (WORDS > 1) words[j / WORDS][j % WORDS] = Rounding<T>::round_pair(pair[0], pair[1]);
+        if (WORDS == 1 && pixel.there) put_pair(to + channel, pair[0], pair[1], left);
     }
 #pragma unroll
     for (int j = 0; j < SUMS && WORDS > 1; j += WORDS) {
@@ -177,7 +223,19 @@ DEVICE void write_pixel(const float (&sums)[SUMS][4], int half, i64 pixel, bool 
         const int first = TURNED ? j + t : j;  // the block of outputs whose are this lane's first
         const int o = TURNED ? first_block * 8 : output_of(first_block, first, 2 * t);
         const int channel = (first_unit + first / WARP_BLOCKS) * OUT + o;
-        if (there && channel < p.out_channels) put_words(to + channel, words[j / WORDS]);
+        if (pixel.there && channel < p.out_channels) put_words(to + channel, words[j / WORDS]);
+    }
+    // A zero times another group's NaN or infinity is NaN: such outputs are written again by those that see their own.
+    if (BUNDLE > 1 && __any_sync(0xffffffffu, doubtful)) {
+        __syncwarp();
+#pragma unroll 1
+        for (; doubtful; doubtful &= doubtful - 1) {
+            const int bit = __ffs(doubtful) - 1, channel = channel_of(bit / 2, bit % 2);
+            const float start = arrays.bias ? arrays.bias[channel] : 0.0f;
+            float sum = sum_again(arrays.source, arrays.filter, pixel, channel, start, p);
+            if (arrays.add) sum += to_float(arrays.add[index * p.add_pitch + channel]);
+            to[channel] = from_float<T>(sum);
+        }
     }
 }
 
@@ -273,13 +331,14 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
                 for (int out = 0; out < SPREAD_H; ++out)
 #pragma unroll
                     for (int u = 0; u < SPREAD_W; ++u) {
-                        const int h = row * SPREAD_H + p.at.output_h + out;
-                        const int w = (places[half].column + lane / 4) * SPREAD_W + p.at.output_w + u;
-                        const bool there = octet + half < p.items.octets &&
-                                           static_cast<u32>(h) < static_cast<u32>(p.at.out_height) &&
-                                           static_cast<u32>(w) < static_cast<u32>(p.at.out_width);
-                        const i64 pixel = (places[half].image * p.at.out_height + h) * p.at.out_width + w;
-                        write_pixel(sums[AGES - 1][out][u], half, pixel, there, add, output, p, first_unit, first_block);
+                        const int column = places[half].column + lane / 4;
+                        Pixel pixel{places[half].image, row, column, out, u, row * SPREAD_H + p.at.output_h + out,
+                                    column * SPREAD_W + p.at.output_w + u};
+                        pixel.there = octet + half < p.items.octets &&
+                                      static_cast<u32>(pixel.h) < static_cast<u32>(p.at.out_height) &&
+                                      static_cast<u32>(pixel.w) < static_cast<u32>(p.at.out_width);
+                        write_pixel(sums[AGES - 1][out][u], half, pixel, {source, filter, bias, add, output}, p,
+                                    first_unit, first_block);
                     }
         }
         here.skip(p.items, p.at.base_h);

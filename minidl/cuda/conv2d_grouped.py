@@ -8,33 +8,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import contiguous
+from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.channel_sum import sum_partials
 from minidl.cuda.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.depthwise_strip import STRIPS, aligned, ages, place_of
+from minidl.cuda.depthwise_strip import STRIPS, ages, aligned, place_of
 from minidl.cuda.rows import rows
+from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["applies", "gather", "plan"]
+__all__ = ["applies", "applies_to_weight", "backward_weight", "gather", "plan", "plan_weight"]
 
 OCTET = 8  # base columns
 WARPS = 2, 2  # along the pixels and along the channels
-OCTETS = 2 * WARPS[0]  # of a block
+PAIRS = 2  # of octets, of a warp of a weight gradient
+OCTETS = 2 * WARPS[0]  # of a block, as many in both kernels
 STAGES = 4
 RESIDENT = 2  # blocks of a multiprocessor
 HELD = 124  # words of filters and sums that a thread may hold
 BLOCKS = 1056  # blocks that fill a GPU: twice what runs at a time
+WEIGHT_BLOCKS = 528  # of a weight gradient
+SUMS_HELD = 150  # words of sums and gradients that a thread of it may hold
 COPIES = 8  # of a thread for each row
 
 _ITEMS = struct("octets count share", "strips runs run")
 _PROBLEM = struct(
-    "source_pitch add_pitch",
-    "",
-    ("items", _ITEMS),
-    ("channels", np.int32),
-    ("out_channels", np.int32),
-    ("slabs", np.int32),
+    "source_pitch add_pitch", "", ("items", _ITEMS), *((name, np.int32) for name in ("channels", "out_channels", "slabs")),
     ("at", STRIPS),
-)
+)  # fmt: skip
+_WEIGHT = struct(
+    "dy_pitch x_pitch", "", ("items", _ITEMS), *((name, np.int32) for name in ("channels", "out_channels", "slabs")),
+    ("at", STRIPS),
+)  # fmt: skip
 
 
 class Units(NamedTuple):
@@ -185,3 +189,132 @@ def _items(conv: Convolution, backward: bool, slabs: int, wanted: int) -> tuple[
     runs = ceil_div(place["base_h"], run)
     share = ceil_div(blocks * runs, max(1, wanted // slabs))
     return (octets, blocks * runs, share, strips, runs, run), ceil_div(blocks * runs, share)
+
+
+# ----------------------------------------------------------------------------------------------------- weight gradient
+
+
+class Sets(NamedTuple):
+    """How the products of a weight gradient are put on the matrix units.
+
+    Attributes:
+        group_in, group_out: channels of a group of x and dy.
+        bundle: groups of a unit.
+        warp_chunks: of eight channels, of a warp.
+    """
+
+    group_in: int
+    group_out: int
+    bundle: int
+    warp_chunks: int
+
+    @property
+    def set_units(self) -> int:
+        """Units whose outputs fill the 16 rows of a product."""
+        return 2 if self.bundle * self.group_out <= 8 else 1
+
+    @property
+    def set_chunks(self) -> int:
+        return self.set_units * ceil_div(self.bundle * self.group_in, 8)
+
+    @property
+    def warps(self) -> int:
+        """Of a set."""
+        tiles = ceil_div(self.set_units * ceil_div(self.bundle * self.group_out, 8), 2)
+        return tiles * self.set_chunks // self.warp_chunks
+
+    @property
+    def sets(self) -> int:
+        """Of a block: about four warps."""
+        return max(1, 4 // self.warps)
+
+    @property
+    def units(self) -> int:
+        """Of a block."""
+        return self.sets * self.set_units
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.sets * self.warps
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {name.upper(): value for name, value in self._asdict().items()} | {"SETS": self.sets}
+
+
+def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+    """Weight gradient into ``out``."""
+    sets = _sets(conv)
+    vec_x, vec_y = _weight_vectors(conv, sets)
+    dy, x = aligned(as_rows(dy), vec_y), aligned(as_rows(x), vec_x)
+    planned, chunks = plan_weight(conv, code, (rows(x)[2], rows(dy)[2]))
+    partials = empty((chunks, out.size), float32)
+    planned.start(dy, x, partials)
+    sum_partials(partials, chunks, out, accumulate)
+
+
+def applies_to_weight(conv: Convolution, code: int) -> bool:
+    """As `applies`, to the weight gradient."""
+    undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
+    return code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated and _sets(conv) is not None
+
+
+def _weight_vectors(conv: Convolution, sets: Sets) -> tuple[int, int]:
+    """Values per copy of x and of dy."""
+    return gcd(sets.bundle * sets.group_in, conv.channels, 8), gcd(sets.bundle * sets.group_out, conv.out_channels, 8)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sets(conv: Convolution) -> Sets | None:
+    """None where the sums do not fit into registers, or copies would be too narrow."""
+    inner, outer = conv.channels // conv.groups, conv.out_channels // conv.groups
+    found = []
+    for warp_chunks in range(1, 9):
+        sets = Sets(inner, outer, max(1, 8 // inner), warp_chunks)
+        vectors = _weight_vectors(conv, sets)
+        held = 4 * (prod(conv.kernel) * warp_chunks + PAIRS * ages(conv))
+        if sets.set_chunks % warp_chunks or sets.warps > 8 or held > SUMS_HELD or min(vectors) < 2:
+            continue
+        pixels = (OCTET - 1) * conv.stride[1] + conv.kernel[1]
+        copies = [
+            ceil_div(2 * PAIRS * count * sets.units * sets.bundle * channels // vector, sets.threads)
+            for count, channels, vector in ((pixels, inner, vectors[0]), (OCTET, outer, vectors[1]))
+        ]
+        if max(copies) <= COPIES:
+            found.append(sets)
+    return max(found, key=lambda sets: sets.warp_chunks, default=None)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_weight(conv: Convolution, code: int, pitches: tuple[int, int]) -> tuple[Launched, int]:
+    """The launch that leaves the weight gradient's partial sums, and the number of their chunks.
+
+    Args:
+        code: the macro DTYPE.
+        pitches: elements per pixel of x and of dy.
+    """
+    sets = _sets(conv)
+    slabs = ceil_div(conv.groups, sets.bundle * sets.units)
+    items, chunks = _items(conv, False, slabs, WEIGHT_BLOCKS)
+    vec_x, vec_y = _weight_vectors(conv, sets)
+    problem = argument(
+        _WEIGHT,
+        dy_pitch=pitches[1],
+        x_pitch=pitches[0],
+        items=items,
+        channels=conv.channels,
+        out_channels=conv.out_channels,
+        slabs=slabs,
+        at=tuple(place_of(conv, False).values()),
+    )
+    defines = {
+        "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
+        "STRIDE_W": conv.stride[1], "BACKWARD": 0, "PAIRS": PAIRS, "STAGES": STAGES, "VEC_X": vec_x, "VEC_Y": vec_y,
+    } | sets.defines  # fmt: skip
+    parity = ceil_div((OCTET - 1) * conv.stride[1] + conv.kernel[1], conv.stride[1])
+    pixel_x, pixel_y = (
+        16 * (sets.units * ceil_div(sets.bundle * channels, 8) | 1) for channels in (sets.group_in, sets.group_out)
+    )
+    stage = 2 * PAIRS * (prod(conv.stride) * parity * pixel_x + OCTET * pixel_y)
+    grid, name = slabs * chunks, "conv2d_grouped_weight_kernel"
+    return Launched("conv2d_grouped_weight", name, grid, sets.threads, problem, defines, STAGES * stage + 32), chunks
