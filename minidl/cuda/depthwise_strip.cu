@@ -54,18 +54,24 @@ struct Item {
     }
 };
 
-// COUNT columns of a row from `column` on, as they lie in memory; zeros outside of the image.
+// Bit by bit: which of COUNT columns from `column` on lie inside of an image.
+template <int COUNT>
+DEVICE u32 columns_inside(int column, int width) {
+    u32 inside = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) inside |= u32(static_cast<u32>(column + i) < static_cast<u32>(width)) << i;
+    return inside;
+}
+
+// COUNT columns of a row, as they lie in memory; zeros for those that are not inside.
 template <int COUNT, int PITCH>
 struct Line {
     Raw<T, VEC> pixels[COUNT];
 
-    __device__ __forceinline__ void load(const T* image, int row, int column, int height, int width) {
-        const bool there = row >= 0 && row < height;
-        const T* from = image + (row * width + column) * i64(PITCH);
+    __device__ __forceinline__ void load(const T* from, u32 inside) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            const bool inside = there && static_cast<u32>(column + i) < static_cast<u32>(width);
-            if (inside) {
+            if (inside >> i & 1) {
                 pixels[i] = load_raw<VEC>(from + i * PITCH);
             } else {
 #pragma unroll
@@ -84,20 +90,20 @@ struct Line {
 
 using Sums = float[SPREAD_H][COLUMNS * SPREAD_W][VEC];
 
-DEVICE void write_rows(const Sums& sums, const Item& item, int base, int channel, const T* add, T* output,
+// inside: of the columns of a base row's outputs, the first of which lies in column `first`.
+DEVICE void write_rows(const Sums& sums, i64 image, int base, int first, u32 inside, int channel, const T* add, T* output,
                        const Problem& p) {
     const Strips& at = p.at;
-    const int first = item.column * SPREAD_W + at.output_w;
 #pragma unroll
     for (int out = 0; out < SPREAD_H; ++out) {
         const int row = base * SPREAD_H + at.output_h + out;
         if (row < 0 || row >= at.out_height) continue;
-        const i64 pixel = (item.image * at.out_height + row) * at.out_width + first;
+        const i64 pixel = (image * at.out_height + row) * at.out_width + first;
         T* const to = output + pixel * CHANNELS + channel;
         const T* const other_from = add ? add + pixel * OTHER_PITCH + channel : nullptr;
 #pragma unroll
         for (int j = 0; j < COLUMNS * SPREAD_W; ++j) {
-            if (static_cast<u32>(first + j) >= static_cast<u32>(at.out_width)) continue;
+            if (!(inside >> j & 1)) continue;
             float value[VEC];
 #pragma unroll
             for (int e = 0; e < VEC; ++e) value[e] = sums[out][j][e];
@@ -135,7 +141,7 @@ DEVICE void add_row(Sums& sums, const float (&values)[WINDOW][VEC], const float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                        const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
     const int vectors = CHANNELS / VEC;
@@ -154,13 +160,22 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
             weights[t][e] = to_float(filter[i64(channel + e) * (KERNEL_H * KERNEL_W) + t]);
     }
 
-    const T* const image = source + item.image * at.height * at.width * SOURCE_PITCH + channel;
-    const int column = item.column * STEP_W + at.source_w;
+    const int column = item.column * STEP_W + at.source_w, first = item.column * SPREAD_W + at.output_w;
+    const T* const image = source + (item.image * at.height * at.width + column) * SOURCE_PITCH + channel;
+    const u32 seen = columns_inside<WINDOW>(column, at.width);
+    const u32 written = columns_inside<COLUMNS * SPREAD_W>(first, at.out_width);
     int row = item.row * STEP_H + at.source_h;
     Sums sums[AGES];
-    Line<WINDOW, SOURCE_PITCH> lines[STEP_H];
+    Line<WINDOW, SOURCE_PITCH> lines[AHEAD][STEP_H];
+    const auto load_row = [&](int ahead, int in, bool wanted) {
+        const int at_row = row + ahead * STEP_H + in;
+        const bool there = wanted && static_cast<u32>(at_row) < static_cast<u32>(at.height);
+        lines[ahead][in].load(image + at_row * at.width * i64(SOURCE_PITCH), there ? seen : 0);
+    };
 #pragma unroll
-    for (int in = 0; in < STEP_H; ++in) lines[in].load(image, row + in, column, at.height, at.width);
+    for (int ahead = 0; ahead < AHEAD; ++ahead)
+#pragma unroll
+        for (int in = 0; in < STEP_H; ++in) load_row(ahead, in, true);
     const int last = item.row + (p.run < at.base_h - item.row ? p.run : at.base_h - item.row);  // base rows end here
 #pragma unroll 1
     for (int base = item.row - (AGES - 1); base < last; ++base) {
@@ -176,19 +191,21 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 #pragma unroll
         for (int in = 0; in < STEP_H; ++in) {
             float values[WINDOW][VEC];
-            lines[in].floats(values);
-            // The next step's, so that it is on its way while this one is summed.
-            lines[in].load(image, base + 1 < last ? row + in : -1, column, at.height, at.width);
+            lines[0][in].floats(values);
+            // Those of the next steps are on their way while this one is summed.
+#pragma unroll
+            for (int ahead = 0; ahead < AHEAD - 1; ++ahead) lines[ahead][in] = lines[ahead + 1][in];
+            load_row(AHEAD - 1, in, base + AHEAD < last);
 #pragma unroll
             for (int age = AGES - 1; age >= 0; --age) add_row(sums[age], values, weights, age, in);
         }
-        if (base >= item.row) write_rows(sums[AGES - 1], item, base, channel, add, output, p);
+        if (base >= item.row) write_rows(sums[AGES - 1], item.image, base, first, written, channel, add, output, p);
     }
 }
 
 #else
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                               const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) float scratch[];  // [thread of a lane][channel of the slab][tap]
@@ -203,18 +220,30 @@ depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x,
     if (channel < CHANNELS) {
         for (i64 number = chunk * p.chunk + depth; number < end; number += DEEP) {
             const Item item(number, p);
-            const T* const image = x + item.image * at.height * at.width * SOURCE_PITCH + channel;
-            const T* const gradient = dy + item.image * at.base_h * at.base_w * OTHER_PITCH + channel;
             const int column = item.column * STEP_W + at.source_w;
+            const T* const image = x + (item.image * at.height * at.width + column) * SOURCE_PITCH + channel;
+            const T* const gradient = dy + (item.image * at.base_h * at.base_w + item.column) * OTHER_PITCH + channel;
+            const u32 seen = columns_inside<WINDOW>(column, at.width);
+            const u32 given = columns_inside<COLUMNS>(item.column, at.base_w);
             const int last = item.row + (p.run < at.base_h - item.row ? p.run : at.base_h - item.row);
             int row = item.row * STEP_H + at.source_h;
-            Line<WINDOW, SOURCE_PITCH> lines[STEP_H];
-            Line<COLUMNS, OTHER_PITCH> next;
+            Line<WINDOW, SOURCE_PITCH> lines[AHEAD][STEP_H];
+            Line<COLUMNS, OTHER_PITCH> next[AHEAD];
             float gradients[AGES][COLUMNS][VEC] = {};
-            next.load(gradient, item.row, item.column, last, at.base_w);
+            const auto load_gradient = [&](int ahead, int base) {
+                next[ahead].load(gradient + base * at.base_w * i64(OTHER_PITCH), base < last ? given : 0);
+            };
+            const auto load_row = [&](int ahead, int in, bool wanted) {
+                const int at_row = row + ahead * STEP_H + in;
+                const bool there = wanted && static_cast<u32>(at_row) < static_cast<u32>(at.height);
+                lines[ahead][in].load(image + at_row * at.width * i64(SOURCE_PITCH), there ? seen : 0);
+            };
 #pragma unroll
-            for (int in = 0; in < STEP_H; ++in)
-                lines[in].load(image, row + in, column, at.height, at.width);
+            for (int ahead = 0; ahead < AHEAD; ++ahead) {
+                load_gradient(ahead, item.row + ahead);
+#pragma unroll
+                for (int in = 0; in < STEP_H; ++in) load_row(ahead, in, true);
+            }
 #pragma unroll 1
             for (int base = item.row; base < last + AGES - 1; ++base) {
 #pragma unroll
@@ -223,14 +252,18 @@ depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x,
                     for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
                         for (int e = 0; e < VEC; ++e) gradients[age][j][e] = gradients[age - 1][j][e];
-                next.floats(gradients[0]);
-                next.load(gradient, base + 1, item.column, last, at.base_w);
+                next[0].floats(gradients[0]);
+#pragma unroll
+                for (int ahead = 0; ahead < AHEAD - 1; ++ahead) next[ahead] = next[ahead + 1];
+                load_gradient(AHEAD - 1, base + AHEAD);
                 row += STEP_H;
 #pragma unroll
                 for (int in = 0; in < STEP_H; ++in) {
                     float values[WINDOW][VEC];
-                    lines[in].floats(values);
-                    lines[in].load(image, base + 2 < last + AGES ? row + in : -1, column, at.height, at.width);
+                    lines[0][in].floats(values);
+#pragma unroll
+                    for (int ahead = 0; ahead < AHEAD - 1; ++ahead) lines[ahead][in] = lines[ahead + 1][in];
+                    load_row(AHEAD - 1, in, base + AHEAD < last + AGES - 1);
 #pragma unroll
                     for (int age = 0; age < AGES; ++age) {
                         const int r = tap_row(age, in, 0);
