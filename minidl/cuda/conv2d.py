@@ -2,7 +2,8 @@
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
-without it they are exact float32 multiply-adds.
+with ``tf32=3`` each is three products of operands split in two, near to float32's accuracy (an infinite operand gives
+NaN); without it they are exact float32 multiply-adds.
 
 Several families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py),
 or a table of what was measured (conv2d_tuned.py). Every result has the same bits on every run, and on every device that
@@ -60,7 +61,7 @@ def conv2d(
     padding: Pair,
     dilation: Pair,
     groups: int,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
 
@@ -68,7 +69,7 @@ def conv2d(
         bias: (K,) float32 or None, added before the one rounding.
         stride, padding, dilation: (height, width).
         groups: output channel k sees the input channels of its own group, k // (K / groups), only.
-        tf32: round float32 operands to TF32.
+        tf32: 1 or True: round float32 operands to TF32; 3: three TF32 products for each, near to float32's accuracy.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return _forward("conv2d", x, w, bias, geometry, tf32, False)[0]
@@ -83,7 +84,7 @@ def conv2d_stats(
     padding: Pair,
     dilation: Pair,
     groups: int,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
 
@@ -94,7 +95,7 @@ def conv2d_stats(
     return y, batch_norm_stats(y) if stats is None else stats
 
 
-def _forward(who: str, x: Any, w: Any, bias: Any, geometry: dict, tf32: bool, statistics: bool) -> tuple[Any, Any]:
+def _forward(who: str, x: Any, w: Any, bias: Any, geometry: dict, tf32: int, statistics: bool) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
     y = empty(conv.y_shape, x.dtype)
@@ -126,7 +127,7 @@ def conv2d_backward_data(
     groups: int,
     bias: Any | None = None,
     add: Any | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> Any:
     """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
 
@@ -161,7 +162,7 @@ def conv2d_backward_data_masked(
     dilation: Pair,
     groups: int,
     add: Any | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> tuple[Any, Any]:
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
@@ -205,7 +206,7 @@ def conv2d_backward_weight(
     groups: int,
     out: Any,
     accumulate: bool = False,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> None:
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
@@ -232,16 +233,18 @@ def conv2d_backward_weight(
         _weight(question, choice, dy, x, out, accumulate)
 
 
-def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> int:
+def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int:
     code = dtype_code(first, who)
     if second.dtype != first.dtype:
         raise checks.bad_dtype(who, name, first.dtype, second.dtype)
+    if tf32 not in (0, 1, 3):
+        raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
     if tf32 and first.dtype != float32:
         raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
     return code
 
 
-def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: bool) -> int:
+def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:
     """What the kernels rely on; the macro DTYPE."""
     code = _check_types(who, source, w, "w", tf32)
     channels = output.shape[-1]
@@ -273,7 +276,7 @@ def _choose(who: str, question: Question) -> Choice:
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
     which, conv, code, tf32 = question
-    units = tf32 or code > 0  # matrix units would round float32
+    units = tf32 == 1 or code > 0  # matrix units would round float32
     if which == "backward_data":
         grouped = conv2d_grouped.applies(conv, code, True)
         fits = {

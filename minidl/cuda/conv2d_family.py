@@ -40,13 +40,13 @@ class Question(NamedTuple):
         which: forward, backward_data or backward_weight.
         conv: its sizes, as the operation was asked for them.
         code: the macro DTYPE of its arrays.
-        tf32: whether float32 operands are rounded to TF32.
+        tf32: TF32 products that stand for one of float32: 1, 3, or 0 where it is exact.
     """
 
     which: str
     conv: Convolution
     code: int
-    tf32: bool
+    tf32: int
 
 
 class Choice(NamedTuple):

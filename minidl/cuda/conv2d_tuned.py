@@ -48,7 +48,7 @@ STEMS = (
     "conv2d", "conv2d_halo", "conv2d_hopper", "conv2d_stem", "conv2d_stem_weight", "conv2d_turn", "conv2d_weight",
     "conv2d_weight_halo", "conv2d_weight_hopper",
 )  # fmt: skip
-DTYPES = {"fp32": (0, False), "tf32": (0, True), "bf16": (1, False), "fp16": (2, False)}
+DTYPES = {"fp32": (0, False), "tf32": (0, True), "tf32x3": (0, 3), "bf16": (1, False), "fp16": (2, False)}
 
 Record = dict[str, Any]
 
