@@ -26,8 +26,8 @@ class Precision:
     Attributes:
         name: short name, as used in result files: fp32, tf32, tf32x3, bf16 or fp16.
         storage: dtype of activations and of the weights that enter products.
-        tf32: TF32 products (operands rounded to 10-bit mantissas; GPU only) that stand for one of float32 arrays: 1, or 3
-            of operands split in two, which comes near to float32's accuracy; 0: exact products.
+        tf32: TF32 products (operands rounded to 10-bit mantissas; GPU only) that stand for one of float32 arrays: 1, or
+            3 of operands split in two, which comes near to float32's accuracy; 0: exact products.
         loss_scaling: gradients need a scaled loss so that they do not underflow (float16).
     """
 
@@ -48,7 +48,7 @@ _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def precision(spec: str | np.dtype | type | Precision) -> Precision:
-    """The precision of a name (``"fp32"``, ``"tf32"``, ``"tf32x3"``, ``"bf16"``, ``"fp16"``, ``"bfloat16"``, ...) or of a dtype.
+    """The precision of a name (``"fp32"``, ``"tf32"``, ``"tf32x3"``, ``"bf16"``, ``"bfloat16"``, ...) or of a dtype.
 
     Raises:
         ValueError: for any other name or dtype.

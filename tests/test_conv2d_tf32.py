@@ -92,8 +92,8 @@ def test_shifted_planes_hold_what_each_tap_meets(case, rng):
     grid = np.zeros((conv.images, *laid.grid, conv.out_channels))
     grid[:, : conv.out_height, : conv.out_width] = dy
     (stride_h, stride_w), (dilation_h, dilation_w) = conv.stride, conv.dilation
-    around = np.pad(x, [(0, 0), *((pad, step * (size + 1)) for pad, step, size in zip(conv.padding, conv.stride, laid.grid,
-                                                                                     strict=True)), (0, 0)])  # fmt: skip
+    (pad_h, pad_w), (grid_h, grid_w) = conv.padding, laid.grid
+    around = np.pad(x, [(0, 0), (pad_h, stride_h * grid_h + stride_h), (pad_w, stride_w * grid_w + stride_w), (0, 0)])
     seen = {
         (t, u): around[:, t::stride_h, u::stride_w][:, : laid.grid[0], : laid.grid[1]].reshape(-1, conv.channels)
         for t in range(laid.counts[0]) for u in range(laid.counts[1])

@@ -30,15 +30,10 @@ WEIGHT_BLOCKS = 528  # of a weight gradient
 SUMS_HELD = 150  # words of sums and gradients that a thread of it may hold
 COPIES = 8  # of a thread for each row
 
+_SIZES = tuple((name, np.int32) for name in ("channels", "out_channels", "slabs"))
 _ITEMS = struct("octets count share", "strips runs run")
-_PROBLEM = struct(
-    "source_pitch add_pitch", "", ("items", _ITEMS), *((name, np.int32) for name in ("channels", "out_channels", "slabs")),
-    ("at", STRIPS),
-)  # fmt: skip
-_WEIGHT = struct(
-    "dy_pitch x_pitch", "", ("items", _ITEMS), *((name, np.int32) for name in ("channels", "out_channels", "slabs")),
-    ("at", STRIPS),
-)  # fmt: skip
+_PROBLEM = struct("source_pitch add_pitch", "", ("items", _ITEMS), *_SIZES, ("at", STRIPS))
+_WEIGHT = struct("dy_pitch x_pitch", "", ("items", _ITEMS), *_SIZES, ("at", STRIPS))
 
 
 class Units(NamedTuple):

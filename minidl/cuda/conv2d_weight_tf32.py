@@ -1,4 +1,4 @@
-"""Weight gradient of a convolution of float32 in TF32 on Hopper's matrix units: x in planes, then conv2d_weight_tf32.cu.
+"""Weight gradient of a convolution in TF32 on Hopper's matrix units: x in planes, then conv2d_weight_tf32.cu.
 
 Everything here is worked out from sizes: what cuts a sum must not depend on the device.
 """
@@ -84,8 +84,8 @@ def _axis(size: int, outputs: int, kernel: int, stride: int, padding: int, dilat
     """(points, planes) of one axis.
 
     Output p and tap r meet at p * stride - padding + r * dilation, which is point p + a of plane t, where
-    ``r * dilation = a * stride + t``. There are so many points that what lies behind the last one, the next row's first,
-    is padding wherever a tap reaches it.
+    ``r * dilation = a * stride + t``. There are so many points that what lies behind the last one, the next row's
+    first, is padding wherever a tap reaches it.
     """
     points, planes = outputs, 1
     for tap in range(kernel):
