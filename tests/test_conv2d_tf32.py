@@ -17,6 +17,7 @@ from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
+from minidl.shapes import ceil_div
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
 from tests.test_conv2d_families import CUT, GUARD
@@ -238,7 +239,9 @@ CUTS = [((2, 1), 1), ((1, 2), 1), ((2, 1), 3), ((1, 2), 2)]
 def test_weight_gradients_of_whole_numbers_are_exact(hopper, case, cut, rng, monkeypatch):
     x, _, dy = draws(rng, case)
     start, placed = draw_integers(rng, case.w, float32), put(hopper, dy, x)
-    monkeypatch.setattr(conv2d_weight_tf32, "work", lambda conv: conv2d_weight_tf32.Work(*cut))
+    steps = ceil_div(conv2d_weight_tf32.planes(conv_of(case)).points, conv2d_weight_tf32.POINTS)
+    work = conv2d_weight_tf32.Work(cut[0], min(cut[1], steps))
+    monkeypatch.setattr(conv2d_weight_tf32, "work", lambda conv: work)
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
     np.testing.assert_array_equal(weight_gradient(hopper, case, *placed), expected)
     np.testing.assert_array_equal(weight_gradient(hopper, case, *placed, start), expected + start)
