@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from minidl.bench.training import TrainingProfile
 from minidl.config import use_config
 from minidl.dist import abort
 from minidl.dist.doctor import facts
-from minidl.fusion import PLANS, fuse
+from minidl.fusion import CHOICES, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
@@ -89,7 +90,8 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--weight-decay", type=float, default=5e-4)
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
+    p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
     p.add_argument(
         "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
     )
@@ -206,6 +208,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     comm = join(a.device)
     device = device_of(a.device, comm)
     ops = get_ops(device)
+    a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
     mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
     image_shape = tuple(train_set[0][0].shape)
@@ -214,7 +217,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
-    fuse(model, a.fusion)
+    part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+    fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
     optimizer = _optimizer(model, a)
 
     # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
@@ -233,7 +237,6 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if a.memory_limit is not None:
         if a.optimizer != "sgd":
             raise ValueError(f"--memory-limit plans steps of sgd, not of {a.optimizer}")
-        part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
         memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
 
     train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
