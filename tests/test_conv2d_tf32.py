@@ -11,13 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_tf32
+from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
-from minidl.shapes import ceil_div
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
 from tests.test_conv2d_families import CUT, GUARD
@@ -82,38 +81,6 @@ def test_it_is_taken_where_rounding_is_allowed():
     assert "conv2d_kernel" in kernels("H200", 18, True)
     with family("hopper"), pytest.raises(ValueError, match="family"):
         kernels("H200", 16, False)
-
-
-@cases(CASES)
-def test_shifted_planes_hold_what_each_tap_meets(case, rng):
-    """The sum over the points of the grid, dy laid over it and x in planes, is the weight gradient."""
-    conv = conv_of(case)
-    laid = conv2d_weight_tf32.planes(conv)
-    x, dy = draw_integers(rng, case.x, np.float64), draw_integers(rng, case.y, np.float64)
-    grid = np.zeros((conv.images, *laid.grid, conv.out_channels))
-    grid[:, : conv.out_height, : conv.out_width] = dy
-    (stride_h, stride_w), (dilation_h, dilation_w) = conv.stride, conv.dilation
-    (pad_h, pad_w), (grid_h, grid_w) = conv.padding, laid.grid
-    around = np.pad(x, [(0, 0), (pad_h, stride_h * grid_h + stride_h), (pad_w, stride_w * grid_w + stride_w), (0, 0)])
-    seen = {
-        (t, u): around[:, t::stride_h, u::stride_w][:, : laid.grid[0], : laid.grid[1]].reshape(-1, conv.channels)
-        for t in range(laid.counts[0]) for u in range(laid.counts[1])
-    }  # fmt: skip
-    found = np.zeros(case.w)
-    for r, s in np.ndindex(*conv.kernel):
-        (a, t), (b, u) = divmod(r * dilation_h, stride_h), divmod(s * dilation_w, stride_w)
-        shift = a * laid.grid[1] + b
-        plane = np.concatenate([seen[t, u], np.zeros((shift, conv.channels))])[shift:]
-        found[:, r, s] = grid.reshape(-1, conv.out_channels).T @ plane
-    np.testing.assert_array_equal(found, reference.conv2d_backward_weight(dy, x, case.w, **case.options))
-
-
-def test_what_a_gradient_is_cut_into_depends_on_sizes():
-    conv = convolution("test", (256, 14, 14, 256), (256, 3, 3, 256), (1, 1), (1, 1), (1, 1), 1)
-    cut = conv2d_weight_tf32.work(conv)
-    assert cut.parts > 1 and conv2d_weight_tf32.pays(conv)
-    few = convolution("test", (2, 7, 7, 64), (64, 1, 1, 64), (1, 1), (0, 0), (1, 1), 1)
-    assert not conv2d_weight_tf32.pays(few)
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -219,43 +186,6 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(hopper, case, r
             expected = expected_of(case, hurt, w_ones, pain)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(np.isfinite(hopper.to_host(one)), np.isfinite(other))
-
-
-# -- weight gradient ---------------------------------------------------------------------------------------------------
-
-
-def weight_gradient(ops, case, dy, x, start=None):
-    """Set, or added to ``start``; on the host."""
-    out = ops.from_host(np.full(case.w, np.nan, np.float32) if start is None else start)
-    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None, tf32=True)
-    return ops.to_host(out)
-
-
-CUTS = [((2, 1), 1), ((1, 2), 1), ((2, 1), 3), ((1, 2), 2)]
-
-
-@cases(CASES)
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_weight_gradients_of_whole_numbers_are_exact(hopper, case, cut, rng, monkeypatch):
-    x, _, dy = draws(rng, case)
-    start, placed = draw_integers(rng, case.w, float32), put(hopper, dy, x)
-    steps = ceil_div(conv2d_weight_tf32.planes(conv_of(case)).points, conv2d_weight_tf32.POINTS)
-    work = conv2d_weight_tf32.Work(cut[0], min(cut[1], steps))
-    monkeypatch.setattr(conv2d_weight_tf32, "work", lambda conv: work)
-    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-    np.testing.assert_array_equal(weight_gradient(hopper, case, *placed), expected)
-    np.testing.assert_array_equal(weight_gradient(hopper, case, *placed, start), expected + start)
-
-
-@cases(CASES)
-def test_weight_gradients_round_to_nearest_wherever_arrays_lie(hopper, case, rng):
-    hosts = [(draw(rng, shape, float32).view(np.uint32) | np.uint32(1)).view(np.float32) for shape in (case.y, case.x)]
-    expected = reference.conv2d_backward_weight(*map(rounded, hosts), case.w, **case.options)
-    found = weight_gradient(hopper, case, *put(hopper, *hosts))
-    assert_close(found, expected, terms=case.terms[2], scale=CUT)
-    for before, after in ((0, 0), (4, 8), (3, 2)):
-        wide = (pitched(hopper, host, before, after) for host in hosts)
-        np.testing.assert_array_equal(weight_gradient(hopper, case, *wide), found)
 
 
 # -- three products ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from minidl.cuda import (
     conv2d_stem,
     conv2d_textbook,
     conv2d_weight_hopper,
-    conv2d_weight_tf32,
     depthwise,
 )
 from minidl.cuda.array import as_rows, contiguous, empty
@@ -321,12 +320,9 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         )
         fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
         return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
-    if units and code == 0:
-        hopper, pays = conv2d_weight_tf32.applies(wide, device), conv2d_weight_tf32.pays(wide)
-    else:
-        hopper, pays = conv2d_weight_hopper.applies(wide, code, device), conv2d_weight_hopper.pays(wide)
-    fits = {"stem": stem, "grouped": conv2d_grouped.applies_to_weight(conv, code), "hopper": hopper, "generic": True}
-    return fits, () if pays else ("hopper",)
+    hopper, grouped = conv2d_weight_hopper.applies(wide, code, device), conv2d_grouped.applies_to_weight(conv, code)
+    fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
+    return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
 
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:
@@ -345,7 +341,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
         elif which == "backward_weight":
-            found += conv2d_weight_hopper.options(wide) if code else [Choice("hopper")]
+            found += conv2d_weight_hopper.options(wide)
         else:
             found += conv2d_hopper_tiles.options(wide, backward, device, code)
     return found
@@ -388,8 +384,6 @@ def _weight(
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "grouped":
         conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
-    elif choice.family == "hopper" and code == 0:
-        conv2d_weight_tf32.backward_weight(conv, dy, x, out, accumulate)
     elif choice.family == "hopper":
         conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm)
     else:

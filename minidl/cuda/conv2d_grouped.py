@@ -25,8 +25,8 @@ OCTETS = 2 * WARPS[0]  # of a block, as many in both kernels
 STAGES = 4
 RESIDENT = 2  # blocks of a multiprocessor
 HELD = 124  # words of filters and sums that a thread may hold
-BLOCKS = 1056  # blocks that fill a GPU: twice what runs at a time
-WEIGHT_BLOCKS = 528  # of a weight gradient
+BLOCKS = 264  # that run at a time on an H200
+WEIGHT_BLOCKS = 264  # of a weight gradient
 SUMS_HELD = 150  # words of sums and gradients that a thread of it may hold
 COPIES = 8  # of a thread for each row
 

@@ -141,7 +141,7 @@ DEVICE void add_row(Sums& sums, const float (&values)[WINDOW][VEC], const float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                        const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
     const int vectors = CHANNELS / VEC;
@@ -166,16 +166,13 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
     const u32 written = columns_inside<COLUMNS * SPREAD_W>(first, at.out_width);
     int row = item.row * STEP_H + at.source_h;
     Sums sums[AGES];
-    Line<WINDOW, SOURCE_PITCH> lines[AHEAD][STEP_H];
-    const auto load_row = [&](int ahead, int in, bool wanted) {
-        const int at_row = row + ahead * STEP_H + in;
-        const bool there = wanted && static_cast<u32>(at_row) < static_cast<u32>(at.height);
-        lines[ahead][in].load(image + at_row * at.width * i64(SOURCE_PITCH), there ? seen : 0);
+    Line<WINDOW, SOURCE_PITCH> lines[STEP_H];
+    const auto load_row = [&](int in, bool wanted) {
+        const bool there = wanted && static_cast<u32>(row + in) < static_cast<u32>(at.height);
+        lines[in].load(image + (row + in) * at.width * i64(SOURCE_PITCH), there ? seen : 0);
     };
 #pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ++ahead)
-#pragma unroll
-        for (int in = 0; in < STEP_H; ++in) load_row(ahead, in, true);
+    for (int in = 0; in < STEP_H; ++in) load_row(in, true);
     const int last = item.row + (p.run < at.base_h - item.row ? p.run : at.base_h - item.row);  // base rows end here
 #pragma unroll 1
     for (int base = item.row - (AGES - 1); base < last; ++base) {
@@ -191,11 +188,9 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 #pragma unroll
         for (int in = 0; in < STEP_H; ++in) {
             float values[WINDOW][VEC];
-            lines[0][in].floats(values);
-            // Those of the next steps are on their way while this one is summed.
-#pragma unroll
-            for (int ahead = 0; ahead < AHEAD - 1; ++ahead) lines[ahead][in] = lines[ahead + 1][in];
-            load_row(AHEAD - 1, in, base + AHEAD < last);
+            lines[in].floats(values);
+            // The next step's, so that it is on its way while this one is summed.
+            load_row(in, base + 1 < last);
 #pragma unroll
             for (int age = AGES - 1; age >= 0; --age) add_row(sums[age], values, weights, age, in);
         }
@@ -205,7 +200,7 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 
 #else
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                               const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) float scratch[];  // [thread of a lane][channel of the slab][tap]
@@ -227,23 +222,19 @@ depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x,
             const u32 given = columns_inside<COLUMNS>(item.column, at.base_w);
             const int last = item.row + (p.run < at.base_h - item.row ? p.run : at.base_h - item.row);
             int row = item.row * STEP_H + at.source_h;
-            Line<WINDOW, SOURCE_PITCH> lines[AHEAD][STEP_H];
-            Line<COLUMNS, OTHER_PITCH> next[AHEAD];
+            Line<WINDOW, SOURCE_PITCH> lines[STEP_H];
+            Line<COLUMNS, OTHER_PITCH> next;
             float gradients[AGES][COLUMNS][VEC] = {};
-            const auto load_gradient = [&](int ahead, int base) {
-                next[ahead].load(gradient + base * at.base_w * i64(OTHER_PITCH), base < last ? given : 0);
+            const auto load_gradient = [&](int base) {
+                next.load(gradient + base * at.base_w * i64(OTHER_PITCH), base < last ? given : 0);
             };
-            const auto load_row = [&](int ahead, int in, bool wanted) {
-                const int at_row = row + ahead * STEP_H + in;
-                const bool there = wanted && static_cast<u32>(at_row) < static_cast<u32>(at.height);
-                lines[ahead][in].load(image + at_row * at.width * i64(SOURCE_PITCH), there ? seen : 0);
+            const auto load_row = [&](int in, bool wanted) {
+                const bool there = wanted && static_cast<u32>(row + in) < static_cast<u32>(at.height);
+                lines[in].load(image + (row + in) * at.width * i64(SOURCE_PITCH), there ? seen : 0);
             };
+            load_gradient(item.row);
 #pragma unroll
-            for (int ahead = 0; ahead < AHEAD; ++ahead) {
-                load_gradient(ahead, item.row + ahead);
-#pragma unroll
-                for (int in = 0; in < STEP_H; ++in) load_row(ahead, in, true);
-            }
+            for (int in = 0; in < STEP_H; ++in) load_row(in, true);
 #pragma unroll 1
             for (int base = item.row; base < last + AGES - 1; ++base) {
 #pragma unroll
@@ -252,18 +243,14 @@ depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x,
                     for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
                         for (int e = 0; e < VEC; ++e) gradients[age][j][e] = gradients[age - 1][j][e];
-                next[0].floats(gradients[0]);
-#pragma unroll
-                for (int ahead = 0; ahead < AHEAD - 1; ++ahead) next[ahead] = next[ahead + 1];
-                load_gradient(AHEAD - 1, base + AHEAD);
+                next.floats(gradients[0]);
+                load_gradient(base + 1);
                 row += STEP_H;
 #pragma unroll
                 for (int in = 0; in < STEP_H; ++in) {
                     float values[WINDOW][VEC];
-                    lines[0][in].floats(values);
-#pragma unroll
-                    for (int ahead = 0; ahead < AHEAD - 1; ++ahead) lines[ahead][in] = lines[ahead + 1][in];
-                    load_row(AHEAD - 1, in, base + AHEAD < last + AGES - 1);
+                    lines[in].floats(values);
+                    load_row(in, base + 1 < last + AGES - 1);
 #pragma unroll
                     for (int age = 0; age < AGES; ++age) {
                         const int r = tap_row(age, in, 0);

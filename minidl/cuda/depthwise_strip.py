@@ -22,9 +22,7 @@ VECTOR = 2  # channels of a thread, where their number is even
 COLUMNS = range(1, 9)  # base positions of a strip
 REGISTERS = 165  # that a thread may have, of which so many hold addresses and the like:
 AROUND = 42
-AHEAD = 1
-RESIDENT = 3
-WANTED = 1 << 18  # threads that fill a GPU several times
+WANTED = 1 << 20  # threads that fill a GPU many times over
 WEIGHT_BLOCKS = 1056  # of a weight gradient
 
 # The structures Strips and Problem of depthwise_strip.cu.
@@ -179,7 +177,7 @@ def _defines(conv: Convolution, code: int, strip: Strip, pitches: tuple[int, int
     return {
         "DTYPE": code, "VEC": strip.vector, "COLUMNS": strip.columns, "CHANNELS": conv.channels,
         "SOURCE_PITCH": pitches[0], "OTHER_PITCH": pitches[1], "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1],
-        "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1], "AHEAD": AHEAD, "RESIDENT": RESIDENT,
+        "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1],
     }  # fmt: skip
 
 
