@@ -43,6 +43,8 @@ OTHERS = [
     Case("multiplier", (2, 9, 8, 6), (12, 3, 3), padding=(1, 1), groups=6),
     Case("11x11", (1, 13, 12, 6), (6, 11, 11), padding=(5, 5), groups=6),
 ]
+NAMES = ("3x3", "3x3-odd-channels", "3x3-stride-2-even", "5x5", "5x3-stride-2", "stride-over-kernel")
+FEW = [case for case in CASES if case.name in NAMES]
 SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 
 
@@ -139,17 +141,17 @@ def test_whole_numbers_give_the_bits_of_the_definition(cuda_ops, case, dtype, rn
     same(found, expected_of(case, *hosts, dtype, *some, add))
 
 
-@cases(CASES)
+@cases(FEW)  # each pitch is a kernel of its own
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(cuda_ops, case, dtype, rng):
     hosts, add = [draw(rng, shape, dtype) for shape in (case.x, case.w, case.y)], draw(rng, case.x, dtype)
     x, w, dy = put(cuda_ops, *hosts)
     expected = three(cuda_ops, case, x, w, dy, add=cuda_ops.from_host(add))
-    for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
+    for before, after in ((2, 4), (3, 2)):
         x, dy, other = (pitched(cuda_ops, host, before, after) for host in (hosts[0], hosts[2], add))
         same(three(cuda_ops, case, x, w, dy, add=other), expected)
 
 
-@cases(CASES)
+@cases(FEW)
 @SIXTEEN
 def test_every_strip_gives_the_same_output(cuda_ops, case, storage, rng, monkeypatch):
     """Sums of an output depend neither on how many columns a thread has nor on how many rows."""
