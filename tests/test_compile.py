@@ -437,8 +437,8 @@ def test_what_is_in_the_way_is_named(cpu_ops):
     assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {"capturable": False})())
     assert "a SpanRecorder watches" in seen(observer=SpanRecorder())
     assert "the shm engine adds gradients on the host" in seen(comm=type("Shm", (), {"name": "shm"}))
-    optimizer = type("Pruned", (m.SGD,), {"step": lambda self: None}).__new__(type("P", (m.SGD,), {"step": None}))
-    assert "P has a step of its own" in seen()
+    optimizer = type("Own", (m.SGD,), {"update": lambda self: None}).__new__(type("P", (m.SGD,), {"update": None}))
+    assert "P has an update of its own" in seen()
 
 
 def test_parts_of_different_models_make_no_step(cpu_ops):
