@@ -35,6 +35,10 @@ class _Adaptive(SGD):
     def parts(self) -> dict[str, bool]:
         return super().parts() | {"adaptive": True, "norms": isinstance(self, LAMB | LARS)}
 
+    @property
+    def _histories(self) -> list[Any]:
+        return [*super()._histories, *self.moments.values()]
+
     def _write_record(self, **fields: float) -> None:
         record = np.zeros(8, np.float32)
         for name, value in fields.items():
