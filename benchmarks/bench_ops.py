@@ -345,6 +345,45 @@ def loss(dtype: str) -> Iterator[Case]:
                    partial(backward, *arguments), {"torch-eager": lambda a=arguments: torch_both(*a)[1]})  # fmt: skip
 
 
+def whole_losses(dtype: str) -> Iterator[Case]:
+    """Losses that PyTorch makes of several kernels: forward and backward together, by its autograd."""
+    kind, rows, classes = DTYPES[dtype], 32 * 256 * 256, 21
+    size, width = rows * classes, DTYPES[dtype].itemsize
+
+    def smoothed() -> Call:
+        labels = ops.from_host(np.random.default_rng(1).integers(0, classes, rows))
+
+        def call(x: Any, t: Any) -> Any:
+            totals, lse = ops.smoothed_cross_entropy(x, t, smoothing=0.1, ignore_index=-100)
+            return ops.smoothed_cross_entropy_backward(x, t, lse, totals, smoothing=0.1, ignore_index=-100)
+
+        return bound(call, [noise((rows, classes), kind), labels])
+
+    def torch_smoothed() -> Call:
+        import torch
+
+        t = torch.randint(0, classes, (rows,), device="cuda")
+        return torch_gradient(partial(torch_norms().cross_entropy, label_smoothing=0.1), torch_rows(), t)
+
+    def bce() -> Call:
+        def call(x: Any, t: Any) -> Any:
+            totals = ops.pointwise_loss(x, t, "bce_with_logits")
+            return ops.pointwise_loss_backward(x, t, totals, None, "bce_with_logits")
+
+        return bound(call, [noise((rows, classes), kind) for _ in range(2)])
+
+    def torch_bce() -> Call:
+        return torch_gradient(torch_norms().binary_cross_entropy_with_logits, torch_rows(), torch_rows().sigmoid())
+
+    def torch_rows() -> Any:
+        return torch_noise((rows, classes), dtype)
+
+    label = "32x256x256x21"
+    yield Case(f"smoothed_cross_entropy/{label}", "step", dtype, 3 * size * width + rows * (2 * 8 + 2 * 4), smoothed,
+               {"torch-eager": torch_smoothed})  # fmt: skip
+    yield Case(f"bce_with_logits/{label}", "step", dtype, 5 * size * width, bce, {"torch-eager": torch_bce})
+
+
 def optimizer(dtype: str) -> Iterator[Case]:
     working = dtype != "fp32"
 
@@ -356,16 +395,25 @@ def optimizer(dtype: str) -> Iterator[Case]:
         control = ops.from_host(np.array([1e-9, 0.9, 1, 0, 0, 0, 2000, 0], np.float32))
         return lambda: ops.sgd_update(master, grad, momentum, copy, segment_of, segments, control, nesterov=False)
 
-    def torch_make() -> Call:
+    def adamw() -> Call:
+        master, grad, first, second = (noise((PARAMETERS,), float32) for _ in range(4))
+        copy = ops.empty(PARAMETERS, DTYPES[dtype]) if working else None
+        segment_of = ops.zeros(PARAMETERS // 64, np.int32)
+        segments = ops.from_host(np.array([[1, 1e-4, 1, 0]], np.float32))
+        control = ops.from_host(np.array([1e-9, 0, 1, 0, 0, 0, 2000, 0], np.float32))
+        record = ops.from_host(np.array([0.9, 0.999, 1e-8, 1, 0.1, 0.001, 0, 0], np.float32))
+        return lambda: ops.adamw_update(master, grad, first, second, copy, segment_of, segments, control, record)
+
+    def torch_make(kind: str, **options: Any) -> Call:
         import torch
 
         weight = torch.nn.Parameter(torch.randn(PARAMETERS, device="cuda"))
         weight.grad = torch.randn(PARAMETERS, device="cuda")
-        sgd = torch.optim.SGD([weight], lr=1e-9, momentum=0.9, weight_decay=1e-4, fused=True)
+        peer = getattr(torch.optim, kind)([weight], lr=1e-9, weight_decay=1e-4, fused=True, **options)
         copy = torch.empty(PARAMETERS, device="cuda", dtype=torch.bfloat16)
 
         def step() -> None:
-            sgd.step()
+            peer.step()
             if working:
                 copy.copy_(weight.detach())
 
@@ -376,7 +424,9 @@ def optimizer(dtype: str) -> Iterator[Case]:
         return lambda: ops.find_nonfinite(grad, control)
 
     moved = PARAMETERS * (20 + (2 if working else 0)) + PARAMETERS // 16
-    yield Case("sgd_update/25.6M", "step", dtype, moved, make, {"torch-eager": torch_make})
+    yield Case("sgd_update/25.6M", "step", dtype, moved, make, {"torch-eager": lambda: torch_make("SGD", momentum=0.9)})
+    yield Case("adamw_update/25.6M", "step", dtype, moved + 8 * PARAMETERS, adamw,
+               {"torch-eager": lambda: torch_make("AdamW", capturable=True)})  # fmt: skip
     if not working:
         yield Case("find_nonfinite/25.6M", "step", dtype, 4 * PARAMETERS, check)
 
@@ -433,6 +483,13 @@ def torch_resize(mode: str) -> Callable[..., Any]:
     return getattr(aten(), f"upsample_{mode.replace('nearest', 'nearest2d').replace('bilinear', 'bilinear2d')}")
 
 
+def torch_gradient(loss: Callable[..., Any], x: Any, target: Any) -> Call:
+    import torch
+
+    x = x.requires_grad_()
+    return lambda: torch.autograd.grad(loss(x, target), x)
+
+
 def aten() -> Any:
     import torch
 
@@ -459,7 +516,7 @@ def cases(dtypes: list[str], only: str) -> list[Case]:
             found += batch_norm(label, (BATCH, *size), dtype)
         for label in ("64@56", "256@56"):
             found += within_samples(label, (BATCH, *ACTIVATIONS[label]), dtype)
-        found += [*images(dtype), *pooling(dtype), *loss(dtype), *optimizer(dtype)]
+        found += [*images(dtype), *pooling(dtype), *loss(dtype), *whole_losses(dtype), *optimizer(dtype)]
     return [case for case in found if only in case.name]
 
 
