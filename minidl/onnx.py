@@ -41,6 +41,7 @@ from minidl.layers import (
     Sigmoid,
     SiLU,
     Softmax,
+    StochasticDepth,
     Tanh,
     Upsample,
 )
@@ -350,6 +351,7 @@ _FORMS: dict[type[Layer], Callable[..., str]] = {
     SiLU: _silu,
     Sigmoid: _elementwise("Sigmoid"),
     Softmax: _elementwise("Softmax", axis=1),
+    StochasticDepth: _dropout,
     Tanh: _elementwise("Tanh"),
     Upsample: _upsample,
 }

@@ -26,7 +26,7 @@ def dropping():
     graph = m.Graph()
     x = m.Conv2d(3, 8, 3, padding=1, name="conv")(graph.input((8, 8, 3)))
     x = m.Dropout(0.3, name="drop1")(m.ReLU(name="relu")(m.BatchNorm2d(8, name="bn")(x)))
-    x = m.Dropout(0.5, name="drop2")(m.Flatten(name="flat")(x))
+    x = m.Dropout(0.5, name="drop2")(m.StochasticDepth(0.4, name="depth")(m.Flatten(name="flat")(x)))
     return graph.output(m.Linear(8 * 64, 4, name="fc")(x))
 
 

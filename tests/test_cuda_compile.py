@@ -279,7 +279,8 @@ def call_dropout() -> None:
     key = ops.zeros(4, np.uint32)
     for dtype in STORAGE:
         for x in _activations(dtype):
-            ops.dropout(x, 0.5, key, 3)
+            for whole in (False, True):
+                ops.dropout(x, 0.5, key, 3, whole=whole)
         ops.dropout(ops.empty((6, 4099), dtype), 0.1, key, 0)
 
 
