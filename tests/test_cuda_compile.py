@@ -357,6 +357,18 @@ def call_smoothed_loss() -> None:
             ops.confusion_counts(logits, labels, ignore_index=255)
 
 
+def call_soft_loss() -> None:
+    scale = ops.empty(1, np.float32)
+    for dtype, shape in itertools.product(STORAGE, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
+        logits, targets, weights = (
+            ops.empty(shape, dtype),
+            ops.empty(shape, np.float32),
+            ops.empty(shape[-1], np.float32),
+        )
+        totals, lse = ops.soft_cross_entropy(logits, targets, weights, smoothing=0.1)
+        ops.soft_cross_entropy_backward(logits, targets, lse, totals, weights, scale, smoothing=0.1)
+
+
 def call_pointwise_loss() -> None:
     for dtype, loss in itertools.product(STORAGE, ("mse", "bce_with_logits", "focal")):
         for x in (ops.empty((4, 100, 100, 8), dtype), ops.empty(7, dtype), ops.empty((0, 3), dtype)):
