@@ -131,9 +131,9 @@ def test_doors_say_what_does_not_fit():
     with pytest.raises(TypeError, match=r"targets must be float32 like the predictions, got int64; .*astype"):
         m.BCEWithLogitsLoss().forward(x, np.zeros((2, 3), np.int64))
     with pytest.raises(
-        ValueError, match=r"probabilities must have shape \(2, 3\) like the logits, or labels, got \(2,\)"
+        ValueError, match=r"probabilities must have shape \(2, 3\) like the logits, or labels, got \(2, 4\)"
     ):
-        m.SoftmaxCrossEntropy().forward(x, np.zeros(2, f32))
+        m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 4), f32))
     with pytest.raises(TypeError, match="probabilities must be float32, got float64"):
         m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 3)))
     with pytest.raises(ValueError, match="a class for each weight"):

@@ -87,7 +87,8 @@ class SoftmaxCrossEntropy(Loss):
         )
 
     def check(self, x: Any, target: Any) -> int:
-        classes = _check_probabilities(x, target) if _soft(target) else check_labels(x, target)
+        soft = _soft(target) and target.ndim == x.ndim
+        classes = _check_probabilities(x, target) if soft else check_labels(x, target)
         if self.weight is not None and len(self.weight) != classes:
             raise checks.bad_shape("loss", "logits", f"(..., {len(self.weight)}), a class for each weight", x.shape)
         return classes
