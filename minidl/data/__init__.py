@@ -2,6 +2,7 @@
 
 from minidl.data.augment import ColorJitter, Compose, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from minidl.data.cifar10 import cifar10
+from minidl.data.coins import coins
 from minidl.data.dataset import ArrayDataset, Dataset, dataset, datasets, register
 from minidl.data.digits import digits
 from minidl.data.folder import ImageFolder, image_folder
@@ -23,6 +24,7 @@ __all__ = [
     "RandomHorizontalFlip",
     "RandomResizedCrop",
     "cifar10",
+    "coins",
     "dataset",
     "datasets",
     "digits",
