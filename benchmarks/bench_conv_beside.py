@@ -47,7 +47,7 @@ def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, sampl
             mine = traffic.beside(launch, stream, len(ours), samples)
         side = torch.cuda.Stream()
         with captured(peer) as replay, torch.cuda.stream(side):
-            theirs = traffic.beside(replay, cupy.cuda.ExternalStream(side.cuda_stream), len(peer), samples)
+            theirs = traffic.beside(replay, cupy.cuda.Stream.from_external(side), len(peer), samples)
         row = row_of(layer, name, which, error, mine, {"cudnn": theirs})
         rows.append(row | {"alone_ms": alone[0], "peers_alone": {"cudnn": alone[1]}, "message_bytes": traffic.nbytes})
         del ours, peer

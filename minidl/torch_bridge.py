@@ -145,7 +145,17 @@ def _on_torchs_stream(torch: ModuleType, ops: ModuleType) -> AbstractContextMana
         return nullcontext()
     import cupy
 
-    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+    return cupy.cuda.Stream.from_external(_Stream(torch.cuda.current_stream().cuda_stream))
+
+
+class _Stream:
+    """A stream's handle as the CUDA stream protocol hands it over."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 def _require_device(torch: ModuleType, ops: ModuleType, tensor: Any) -> None:

@@ -428,6 +428,17 @@ def test_a_smaller_batch_runs_in_the_same_memory_and_a_larger_is_refused(bench):
         _train(model, memory, 8)
 
 
+@pytest.mark.parametrize("limit", ["30%", "60%", "80%"])
+@pytest.mark.parametrize("samples", [9, 40, 48, 63])
+def test_a_last_batch_of_any_size_fits_where_the_largest_moves_or_rebuilds(limit, samples):
+    """Planned afresh within the limit it might move tensors though the largest moves none, or fill a wider arena."""
+    with dry_run():
+        model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda", precision="bf16")
+        memory = limit_memory(model, 64, limit, engine=DryEngine, least=1 << 14)
+        engine, script = memory.store.engine, memory._script_for(samples)
+        assert script.arena_bytes <= engine.arena_bytes and script.host_bytes <= engine.host_bytes
+
+
 def test_an_error_in_mid_step_leaves_the_store_usable(bench):
     context, make = bench
     with context():

@@ -38,7 +38,8 @@ __all__ = [
 Defines = Mapping[str, int | str]
 
 FOLDER = Path(__file__).parent
-OPTIONS = ("--std=c++17", "--generate-line-info", "--ptxas-options=-v")
+# NVRTC before 13.1 takes a generic lambda inside a kernel for host code unless told otherwise.
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
 NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from minidl.memory.gaps import Problem, blocks, occupied
 from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps, pin
-from minidl.memory.plan import Decision, Infeasible, Plan
+from minidl.memory.plan import Decision, Infeasible, Plan, human
 from minidl.memory.rebuild import Recipe, recipes
 from minidl.memory.simulate import Link, Timeline, measure, timeline
 from minidl.memory.slack import widen
@@ -33,6 +33,7 @@ PAIRED_GROUP = 12
 MOST_OPTIONS = 1500
 RESERVES = (0.0, 0.03, 0.07, 0.15)
 PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
+_DEAR = 1e6  # moves only what can be had in no other way
 
 
 class Joint:
@@ -250,29 +251,41 @@ def _finished(
 
 
 def best(
-    problem: Problem, capacity: int, times_ms: Sequence[float], link: Link | None = None, *, rebuild: bool = True
+    problem: Problem,
+    capacity: int,
+    times_ms: Sequence[float],
+    link: Link | None = None,
+    *,
+    rebuild: bool = True,
+    host_bytes: int | None = None,
 ) -> tuple[Plan, Timeline]:
     """The plan that the simulator finds fastest, and how it runs.
 
     Offload-only plans with several reserves (memory left for prefetches), and with ``rebuild`` joint plans at several
     prices; each gets the memory that it leaves free for wider windows.
 
+    Args:
+        host_bytes: most bytes that may be moved; default: any number.
+
     Raises:
-        Infeasible: when one step alone exceeds ``capacity``.
+        Infeasible: when one step alone exceeds ``capacity``, or every plan found moves more than ``host_bytes``.
     """
     link = link or Link()
+    prices = PRICES if host_bytes is None else (*PRICES, _DEAR)
     problem.require(capacity)
     plans = [pin(problem, int(c)) for r in RESERVES if (c := capacity * (1 - r)) >= problem.floor]
     if rebuild and plans[0].moved_bytes:
         both_ms = (1 / link.out_gb_per_s + 1 / link.in_gb_per_s) / 2e6
         for joint in (Joint(problem, times_ms), Joint(problem, times_ms, largest=PAIRED_GROUP)):
-            plans += [joint.solve(capacity, price * both_ms) for price in PRICES]
+            plans += [joint.solve(capacity, price * both_ms) for price in prices]
     found: tuple[Plan, Timeline] | None = None
     for plan in dict.fromkeys(plans):
+        if host_bytes is not None and plan.moved_bytes > host_bytes:
+            continue
         plan = widen(problem.trace, dataclasses.replace(plan, capacity=capacity))
         run = timeline(problem.trace, plan, times_ms, link)
         if found is None or run.total_ms < found[1].total_ms:
             found = plan, run
     if found is None:
-        raise Infeasible("no plan fits")
+        raise Infeasible(f"every plan found moves more than {human(host_bytes or 0)} to the host")
     return found

@@ -15,10 +15,10 @@ from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
 from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
-from minidl.memory.plan import Plan, human
+from minidl.memory.plan import Infeasible, Plan, human
 from minidl.memory.record import record_step
 from minidl.memory.recording import Recording
-from minidl.memory.script import Script, fitted, write
+from minidl.memory.script import Script, fitted, outside, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.times import CEILINGS, link_of, modelled
 from minidl.memory.trace import Trace
@@ -53,7 +53,9 @@ class LimitedMemory:
         self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
         _release(model)  # another limit's memory
         make = options["engine"] or _gpu
-        self.store = ScriptedStore(make(self.script.arena_bytes, self.script.host_bytes), self._script_for)
+        # The plan of a slightly smaller batch may move slightly more.
+        host_bytes = self.script.host_bytes + self.script.host_bytes // 8
+        self.store = ScriptedStore(make(self.script.arena_bytes, host_bytes), self._script_for)
         self._scripts = {batch: self.script}
         _attach(model, self.store)
 
@@ -94,7 +96,7 @@ class LimitedMemory:
             slots=model.arena.slots, input_grad=model.input_grad,
         )  # fmt: skip
 
-    def _script(self, recording: Recording, limit: int) -> Script:
+    def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
         ready = self._options["plan"]
         if ready is not None and ready.trace == trace.digest:
@@ -104,7 +106,8 @@ class LimitedMemory:
             for window in _WINDOWS:
                 p = problem(trace, window, self._options["least"])
                 if capacity >= p.floor or window == _WINDOWS[-1]:
-                    return best(p, capacity, times, self._link, rebuild=self._options["rebuild"])[0]
+                    rebuild = self._options["rebuild"]
+                    return best(p, capacity, times, self._link, rebuild=rebuild, host_bytes=host_bytes)[0]
             raise AssertionError("the last window is always tried")
 
         script = fitted(recording, limit, plan)
@@ -122,18 +125,14 @@ class LimitedMemory:
         return script
 
     def _smaller(self, samples: int) -> Script:
-        """A script for a smaller batch, which fits into the arenas that are there."""
-        recording = self._recorded(samples)
-        engine = self.store.engine
-        limit = self.limit
-        for _ in range(3):
-            script = self._script(recording, limit)
-            over = script.arena_bytes - engine.arena_bytes
-            if over <= 0 and script.host_bytes <= engine.host_bytes:
-                return script
-            limit -= max(over, 0)
-        remedy = "drop the last batch, or make batches of one size"
-        raise checks.bad_value("memory", "samples", "a batch that fits into the arenas planned", samples, remedy)
+        """A script for a smaller batch, which fits into the arenas that are there: captured steps know their places."""
+        recording, engine = self._recorded(samples), self.store.engine
+        try:
+            return self._script(recording, engine.arena_bytes + outside(recording), engine.host_bytes)
+        except Infeasible as error:
+            remedy = "drop the last batch, or make batches of one size"
+            expected = "a batch that fits into the memory planned for the largest"
+            raise checks.bad_value("memory", "samples", expected, samples, remedy) from error
 
     def _times(self, trace: Trace) -> list[float]:
         times = self._options["times"]

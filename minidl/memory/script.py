@@ -22,7 +22,7 @@ from minidl.memory.recording import Place, Recording, Run
 from minidl.memory.trace import Trace
 from minidl.shapes import round_up
 
-__all__ = ["Request", "Script", "fitted", "rebuild", "write"]
+__all__ = ["Request", "Script", "fitted", "outside", "rebuild", "write"]
 
 _HOST_ALIGN = 4096
 
@@ -47,7 +47,7 @@ class Script:
         here: offset of each tensor when it is made; those that the caller keeps are missing.
         back: offset of each moved or rebuilt tensor when it is there again.
         host: offset of each moved tensor in the host's memory.
-        beside: bytes on the device that are not in the arena: parameters and their company, the batch, results.
+        beside: bytes on the device that are not in the arena, as `outside` counts them.
     """
 
     trace: Trace
@@ -232,8 +232,6 @@ def write(recording: Recording, plan: Plan) -> Script:
             continue
         piece = spaces.get(n, here.get(a.tensor))
         requests.append(Request(a.nbytes, a.step, None if piece is None else offsets[piece]))
-    outside = sum(a.nbytes for a in recording.allocations if a.handed_out)
-    given = sum(t.bytes for t in trace.tensors if t.given and not t.resident)
     return Script(
         trace, plan, tuple(program(trace, plan)), tuple(requests),
         {
@@ -243,8 +241,16 @@ def write(recording: Recording, plan: Plan) -> Script:
             for i, pieces in remade.items()
         },
         {i: offsets[p] for i, p in here.items()}, {i: offsets[p] for i, p in back.items()}, host, total, host_bytes,
-        sum(trace.resident_bytes.values()) + outside + given,
+        outside(recording),
     )  # fmt: skip
+
+
+def outside(recording: Recording) -> int:
+    """Bytes on the device that are in no arena of a script: parameters and their company, the batch, results."""
+    trace = recording.trace
+    handed_out = sum(a.nbytes for a in recording.allocations if a.handed_out)
+    given = sum(t.bytes for t in trace.tensors if t.given and not t.resident)
+    return sum(trace.resident_bytes.values()) + handed_out + given
 
 
 def _on_host(trace: Trace, plan: Plan) -> tuple[dict[int, int], int]:
@@ -256,17 +262,17 @@ def _on_host(trace: Trace, plan: Plan) -> tuple[dict[int, int], int]:
     return offsets, total
 
 
-def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan], attempts: int = 6) -> Script:
+def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan], attempts: int = 8) -> Script:
     """The script of a plan whose arena and all beside it stay within ``capacity`` bytes.
 
     Alignment and holes between pieces take a little more than the plan counts; the limit given to the planner is
-    lowered by as much until everything fits.
+    lowered by as much until everything fits, and each time by a larger part: a little less may be the same plan.
 
     Raises:
         Infeasible: from the planner, when one step alone exceeds what is left.
     """
     target, floor = capacity, None
-    for _ in range(attempts):
+    for attempt in range(attempts):
         try:
             plan = plan_for(target)
         except Infeasible as error:
@@ -280,5 +286,5 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
             return script
         if floor is not None:
             raise too_small(recording.trace, capacity, floor.step, capacity + over) from floor
-        target = min(target, plan.peak) - over
+        target = min(target, plan.peak) - max(over, capacity * 2**attempt // 1024)
     raise Infeasible(f"memory limit {human(capacity)}: no placement of a plan fits; take {capacity + over} bytes")
