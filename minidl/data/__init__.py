@@ -3,6 +3,7 @@
 from minidl.data.augment import ColorJitter, Compose, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
 from minidl.data.cifar10 import cifar10
 from minidl.data.coins import coins
+from minidl.data.dali import DaliLoader
 from minidl.data.dataset import ArrayDataset, Dataset, dataset, datasets, register
 from minidl.data.digits import digits
 from minidl.data.folder import ImageFolder, image_folder
@@ -16,6 +17,7 @@ __all__ = [
     "Batch",
     "ColorJitter",
     "Compose",
+    "DaliLoader",
     "Dataset",
     "ImageFolder",
     "Loader",

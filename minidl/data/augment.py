@@ -197,9 +197,10 @@ class Compose:
 
     def _from(self, first: int, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         for position, step in enumerate(self.steps[first:], first):
-            images, labels = step(images, labels, _shifted(draw, position))
+            images, labels = step(images, labels, shifted(draw, position))
         return images, labels
 
 
-def _shifted(draw: Draw, position: int) -> Draw:
+def shifted(draw: Draw, position: int) -> Draw:
+    """The words of the member at ``position`` of a `Compose`."""
     return lambda stream: draw(position * _STREAMS_EACH + stream)

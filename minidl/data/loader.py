@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks, cpu
-from minidl.data.augment import Augmentation
+from minidl.data.augment import Augmentation, Draw
 from minidl.data.counter import random_words, shuffled
 from minidl.data.dataset import Dataset
 from minidl.data.mixup import MixUp
@@ -252,14 +252,14 @@ class Loader:
         start, stop = shard(count, self.rank, self.size)
         images, labels = self._shard(order, begin + start, begin + stop, epoch)
         if self.normalise is None:
-            images = cpu.normalise(images, self._scale, self._shift, self.dtype)
-        labels = labels if self.mix is not None else np.asarray(labels, np.int32)
-        return Batch(np.ascontiguousarray(images), np.ascontiguousarray(labels), begin + start, count)
+            images = np.ascontiguousarray(cpu.normalise(images, self._scale, self._shift, self.dtype))
+        return Batch(images, labels, begin + start, count)
 
     def _shard(self, order: np.ndarray, start: int, stop: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The samples at positions ``start .. stop`` of an epoch: augmented, mixed."""
         if self.mix is None:
-            return self._augmented(order[start:stop], epoch)
+            images, labels = self._augmented(order[start:stop], epoch)
+            return np.ascontiguousarray(images), np.ascontiguousarray(labels, np.int32)
         first, last = self.mix.span(start, stop, self.samples)
         own = np.arange(start, stop)
         other = np.where(own ^ 1 < self.samples, own ^ 1, own)
@@ -267,14 +267,15 @@ class Loader:
         return self.mix(*self._augmented(order[first:last], epoch), np.stack([own, other]) - first, shares)
 
     def _augmented(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        def draw(stream: int) -> np.ndarray:
-            return random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
-
+        draw = self._draw(indices, epoch)
         if self.augment is None:
             return self._fetch(indices)
         if hasattr(self.augment, "fetch"):
             return self.augment.fetch(self.dataset, indices, draw)
         return self.augment(*self._fetch(indices), draw)
+
+    def _draw(self, indices: np.ndarray, epoch: int) -> Draw:
+        return lambda stream: random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
 
     def _fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The items at ``indices``, stacked."""
