@@ -20,7 +20,7 @@ from minidl.bench import compare_backends, plan, simulate, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.callbacks import Callback, EarlyStop, KeepBest, TensorBoard
-from minidl.config import use_config
+from minidl.config import Help, use_config
 from minidl.dist import abort
 from minidl.dist.doctor import facts
 from minidl.fusion import PLANS, fuse
@@ -42,6 +42,12 @@ _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _MANY_CLASSES = 100  # from here on the first five guesses are usually told
+_EXAMPLES = """examples:
+  minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
+  minidl train --epochs 60 --resume                  the same, longer
+  minidl train --config scripts/unet_coins.toml      a recipe; options given here win over the file's
+  mpirun -n 4 minidl train --model resnet50 --data folder --data-path DIR --precision bf16 --batch 1024 --lr 0.4
+"""
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
@@ -50,8 +56,9 @@ def parser() -> argparse.ArgumentParser:
     about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
     top = argparse.ArgumentParser(prog="minidl", description=about)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    shown = argparse.ArgumentDefaultsHelpFormatter
-    _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
+    shown = Help
+    training = {"usage": "minidl train [options]", "epilog": _EXAMPLES}
+    _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown, **training))
     plan.add_arguments(verbs.add_parser("plan", help="what a limit of GPU memory costs", formatter_class=shown))
     bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
     fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
@@ -98,25 +105,25 @@ def _add_network(p: argparse._ArgumentGroup) -> None:
 
 
 def _add_learning(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--epochs", type=int, default=30)
+    p.add_argument("--epochs", type=int, default=30, help="in all, counting those before --resume")
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
     p.add_argument(
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
     p.add_argument("--warmup", type=float, default=1.0, metavar="EPOCHS", help="of linear warm-up")
-    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS))
+    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS), help="what updates the weights")
     p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
-    p.add_argument("--weight-decay", type=float, default=5e-4)
-    p.add_argument("--label-smoothing", type=float, default=0.0)
+    p.add_argument("--weight-decay", type=float, default=5e-4, help="not of biases and normalisations")
+    p.add_argument("--label-smoothing", type=float, default=0.0, help="share of each label spread over all classes")
     p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of starting weights, order, augmentation and dropout")
     p.add_argument("--patience", type=int, metavar="EPOCHS", help="end when the test loss gets no better for so long")
 
 
 def _add_speed(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
