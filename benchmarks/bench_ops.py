@@ -1,6 +1,6 @@
 """Every memory-bound operation of the CUDA table on large tensors, against a device-to-device copy and against PyTorch.
 
-    python benchmarks/bench_ops.py [--only NAME] [--json PATH]        on a GPU
+    python benchmarks/bench_ops.py [--only NAME ...] [--json PATH]    on a GPU
     python benchmarks/bench_ops.py --dry-run                          anywhere: launchers and least bytes, no times
 
 The floor of a row is its least bytes (each input read once, each output written once) at the copy's bandwidth, measured
@@ -168,9 +168,11 @@ def within_samples(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[C
     gate, small = (n, 1, 1, channels), (n, height // 2, wide // 2, channels)
 
     def case(name: str, direction: str, moved: float, call: Callable[..., Any], shapes: list[tuple[int, ...]],
-             peer: Callable[..., Any]) -> Case:  # fmt: skip
+             peer: Callable[..., Any], planes: bool = False) -> Case:  # fmt: skip
+        """``planes``: PyTorch takes NCHW in memory only."""
         make = lambda: bound(call, [noise(s, kind) for s in shapes])  # noqa: E731
-        theirs = lambda: bound(peer, [torch_noise(s, dtype) for s in shapes])  # noqa: E731
+        drawn = lambda s: torch_noise(s, dtype).contiguous() if planes else torch_noise(s, dtype)  # noqa: E731
+        theirs = lambda: bound(peer, [drawn(s) for s in shapes])  # noqa: E731
         return Case(f"{name}/{label}", direction, dtype, int(moved * width), make, {"torch-eager": theirs})
 
     for function in ("silu", "gelu", "hardswish"):
@@ -216,7 +218,7 @@ def within_samples(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[C
     yield case("group_norm", "backward", 5 * size, group_gradients, [shape] * 2,
                lambda dy, x: aten().native_group_norm_backward(
                    dy, x, *torch_moments((n, groups), dtype), torch_parameters(channels, dtype)[0], n, channels,
-                   height * wide, groups, [True] * 3))  # fmt: skip
+                   height * wide, groups, [True] * 3), planes=True)  # fmt: skip
     yield case("layer_norm", "forward", 2 * size, lambda x: ops.layer_norm(x, *parameters(channels), eps=1e-5), [rows],
                lambda x: torch_norms().layer_norm(x, [channels], *torch_parameters(channels, dtype)))  # fmt: skip
     yield case("layer_norm", "backward", 5 * size, layer_gradients, [rows] * 2,
@@ -365,6 +367,17 @@ def whole_losses(dtype: str) -> Iterator[Case]:
         t = torch.randint(0, classes, (rows,), device="cuda")
         return torch_gradient(partial(torch_norms().cross_entropy, label_smoothing=0.1), torch_rows(), t)
 
+    def soft() -> Call:
+        def call(x: Any, t: Any) -> Any:
+            totals, lse = ops.soft_cross_entropy(x, t)
+            return ops.soft_cross_entropy_backward(x, t, lse, totals)
+
+        return bound(call, [noise((many, 1000), kind), ops.softmax(noise((many, 1000), float32))])
+
+    def torch_soft() -> Call:
+        x, t = torch_noise((many, 1000), dtype), torch_noise((many, 1000), dtype).softmax(1)
+        return torch_gradient(torch_norms().cross_entropy, x, t)
+
     def bce() -> Call:
         def call(x: Any, t: Any) -> Any:
             totals = ops.pointwise_loss(x, t, "bce_with_logits")
@@ -378,7 +391,9 @@ def whole_losses(dtype: str) -> Iterator[Case]:
     def torch_rows() -> Any:
         return torch_noise((rows, classes), dtype)
 
-    label = "32x256x256x21"
+    label, many = "32x256x256x21", 32768
+    yield Case(f"soft_cross_entropy/{many}x1000", "step", dtype, many * 1000 * (3 * width + 8), soft,
+               {"torch-eager": torch_soft})  # fmt: skip
     yield Case(f"smoothed_cross_entropy/{label}", "step", dtype, 3 * size * width + rows * (2 * 8 + 2 * 4), smoothed,
                {"torch-eager": torch_smoothed})  # fmt: skip
     yield Case(f"bce_with_logits/{label}", "step", dtype, 5 * size * width, bce, {"torch-eager": torch_bce})
@@ -508,7 +523,7 @@ def torch_type(dtype: str) -> Any:
     return torch.bfloat16 if dtype == "bf16" else torch.float32
 
 
-def cases(dtypes: list[str], only: str) -> list[Case]:
+def cases(dtypes: list[str], only: list[str]) -> list[Case]:
     found = []
     for dtype in dtypes:
         for label, size in ACTIVATIONS.items():
@@ -517,7 +532,7 @@ def cases(dtypes: list[str], only: str) -> list[Case]:
         for label in ("64@56", "256@56"):
             found += within_samples(label, (BATCH, *ACTIVATIONS[label]), dtype)
         found += [*images(dtype), *pooling(dtype), *loss(dtype), *whole_losses(dtype), *optimizer(dtype)]
-    return [case for case in found if only in case.name]
+    return [case for case in found if not only or any(name in case.name for name in only)]
 
 
 def measure(case: Case, bandwidth: float, peers: bool) -> dict[str, Any]:
@@ -585,7 +600,7 @@ def rehearse(found: list[Case]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="NAME", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases whose name contains one of these")
     parser.add_argument("--dtype", choices=[*DTYPES], action="append", help="default: all")
     parser.add_argument("--no-peers", action="store_true", help="without PyTorch")
     parser.add_argument("--dry-run", action="store_true", help="call every launcher without a GPU")
