@@ -41,6 +41,7 @@ __all__ = ["main", "parser", "train"]
 _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
+_ON_DISK = ("cifar10", "folder", "mnist")
 _MANY_CLASSES = 100  # from here on the first five guesses are usually told
 _EXAMPLES = """examples:
   minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
@@ -170,6 +171,10 @@ def _momentum(a: argparse.Namespace) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     top = parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        top.print_help()
+        return 2
     arguments = top.parse_args(argv)
     try:
         if getattr(arguments, "config", None):
@@ -179,7 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.world().close()
         return status
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
-        abort.tell(f"minidl {arguments.verb}: {error}")  # all ranks of the same: once
+        missing = isinstance(error, FileNotFoundError) and error.filename is not None
+        words = f"there is no file {error.filename}" if missing else error
+        abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
         sys.exit(2)
     except KeyboardInterrupt:
         _interrupted(arguments)
@@ -213,6 +220,8 @@ def _info(a: argparse.Namespace) -> int:
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test set; options only where they apply."""
+    if a.data in _ON_DISK and a.data_path is None:
+        raise ValueError(f"--data {a.data} needs --data-path DIR, the folder of its files")
     given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
     options: dict[str, Any] = {}
     sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})

@@ -300,6 +300,8 @@ ERRORS = {
     ("--model-options", "widht=3"): "resnet20: options must be arguments that this model has, got ['widht']",
     ("--mixup", "0"): "MixUp: alpha must be a number in (0, 1]",
     ("--color-jitter", "0.1"): "ColorJitter: images must have shape (n, H, W, 3)",
+    ("--data", "folder"): "--data folder needs --data-path DIR, the folder of its files",
+    ("--config", "nothere.toml"): "there is no file nothere.toml",
     ("--loader", "dali"): "DaliLoader: dataset must be an ImageFolder",
     ("--keep", "0"): "keep must be an integer of at least 1",
     ("--patience", "0"): "patience must be an integer of at least 1",
@@ -346,6 +348,11 @@ def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     status, _, err = run_cli(capsys, "train", "--device", "cpu", "--output", str(tmp_path), "--resume")
     assert status == 2 and path.name in err and "truncated or damaged" in err
+
+
+def test_without_a_verb_all_are_listed(capsys):
+    status, out, _ = run_cli(capsys)
+    assert status == 2 and "train a network" in out and "compare-backends" in out
 
 
 def test_info_names_what_is_here(capsys):
