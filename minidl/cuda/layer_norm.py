@@ -11,8 +11,8 @@ from minidl.cuda.array import as_rows, empty
 from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.group_norm import ROW_SUMS, sample_sums
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, rows
-from minidl.cuda.softmax import BLOCK, row_variant
+from minidl.cuda.rows import rows
+from minidl.cuda.softmax import BLOCK, held, row_variant
 from minidl.precision import float32
 
 __all__ = ["layer_norm", "layer_norm_backward_data", "layer_norm_backward_weight"]
@@ -21,8 +21,7 @@ __all__ = ["layer_norm", "layer_norm_backward_data", "layer_norm_backward_weight
 def _variant(who: str, channels: int, *arrays: Any) -> tuple[dict[str, int | str], int]:
     """Macros and grid for rows, and values per channel, that are read in vectors."""
     defines, grid = row_variant(who, *(a for a in arrays if a is not None))
-    run = ACCESS // arrays[0].itemsize
-    return defines | {"ONCE": int(channels <= defines["LANES"] * run)}, grid
+    return defines | {"ONCE": held(channels, arrays[0].itemsize)}, grid
 
 
 def layer_norm(x: Any, gamma: Any | None = None, beta: Any | None = None, *, eps: float) -> tuple[Any, Any]:
