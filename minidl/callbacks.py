@@ -141,7 +141,8 @@ class EarlyStop(_Watching):
 
     def _decide(self, trainer: Any) -> None:
         if self.waited >= self.patience:
-            trainer.stop(f"{self.metric} has not become better than {self.best:.4g} for {self.waited} epochs")
+            best = "NaN" if self.best is None else f"{self.best:.4g}"
+            trainer.stop(f"{self.metric} has not become better than {best} for {self.waited} epochs")
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"waited": self.waited}

@@ -113,6 +113,34 @@ def test_other_spellings_of_densenets_and_vggs():
     np.testing.assert_array_equal(model.state_dict()["classifier.0.weight"], expected)
 
 
+def timms_names(depths, gated):
+    """Layers of timm's networks of inverted residuals, in order, convolutions and normalisations."""
+    yield from ("conv_stem", "bn1")
+    for stage, depth in enumerate(depths):
+        for block in range(depth):
+            gate = ["se.conv_reduce", "se.conv_expand"] if gated else []
+            wide = ["conv_pw", "bn1", "conv_dw", "bn2", *gate, "conv_pwl", "bn3"]
+            for layer in ["conv_dw", "bn1", *gate, "conv_pw", "bn2"] if stage == 0 else wide:
+                yield f"blocks.{stage}.{block}.{layer}"
+    yield from ("conv_head", "bn2", "classifier")
+
+
+@pytest.mark.parametrize(
+    ("name", "depths"), [("mobilenet_v2", (1, 2, 3, 4, 3, 3, 1)), ("efficientnet_b0", (1, 2, 2, 3, 3, 4, 1))]
+)
+def test_timms_names_of_inverted_residuals(name, depths):
+    """They stand in the order of torchvision's, so the n-th layer of one is the n-th of the other."""
+    model = m.Model(models.build(name, (32, 32, 3), 7), seed=1)
+    state = torch_state(model)
+    layers = [layer.name for layer in model.layers if layer.specs]
+    renamed = dict(zip(layers, timms_names(depths, gated=name == "efficientnet_b0"), strict=True))
+    other = {f"{renamed[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": values for key, values in state.items()}
+    again = m.Model(models.build(name, (32, 32, 3), 7), seed=2)
+    assert import_weights(again, other).complete
+    for key, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, again.state_dict()[key])
+
+
 def test_what_does_not_fit_is_told_and_left_alone(rng):
     state = drawn(rng)
     state["classifier.weight"], state["classifier.bias"] = np.zeros((7, 84), f32), np.zeros(7, f32)
