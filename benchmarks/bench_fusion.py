@@ -1,204 +1,209 @@
-"""What convolutions do for the batch norms around them, against doing it apart; and training steps by fusion plan.
+"""Batch-norm fusion: every way of every batch norm, neighbours together, and whole training steps by plan.
 
-    python benchmarks/bench_fusion.py --json benchmarks/results/h200/bench_fusion.json      on a GPU
-    python benchmarks/bench_fusion.py --parts steps --plans none gradients --peers
+    python benchmarks/bench_fusion.py --json benchmarks/results/h200/bench_fusion.json                  on a GPU
+    python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph --minutes 2 ...
 
-Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
-for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum). `apart` is
-the same in passes of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, and
-`whole` also adds up what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past
-the cache on both sides. Steps are captured, plans and peers in turn; the losses of the plans are compared.
+`sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
+`steps` times captured training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
+(`adaptive`), with PyTorch beside; the first losses of all plans are compared. `pairs` tries all ways of two batch norms
+that share a convolution, and tells how far the measured plan is from the best (its regret). `map` is the
+best way over sizes of feature maps and channels (`minidl fuse --map` draws it). `convolutions` times single kernels
+(`fusion_convolutions.py`). With --json rows are kept after each case, and a second call goes on where the first one
+ended; --minutes ends it between two cases.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
+import gc
+import itertools
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import bench_conv
 import bench_train
 
 from minidl import cuda as ops
-from minidl import fusion, models
+from minidl import fusion
+from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
-from minidl.cuda import conv2d_hopper
-from minidl.cuda.device import current_device
-from minidl.profile.results import result, write
+from minidl.fusion import chain
+from minidl.fusion.apply import machine_of
+from minidl.fusion.cost import heuristic
+from minidl.fusion.map import measure_map
+from minidl.fusion.piece import cut
+from minidl.fusion.plans import candidates
+from minidl.fusion.tune import PASSES, DeviceClock, Group, compile_ahead, groups, measure
+from minidl.precision import precision
+from minidl.profile.plots.fusion import fastest
+from minidl.profile.results import load, result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
+from minidl.profile.timing import Timing
 
 Row = dict[str, Any]
 LOSSES = 3  # steps whose losses are compared
 TOLERANCE = 2e-2  # of their losses, in 16 bits
+CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen
 
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--parts", nargs="+", default=["convolutions", "steps"], choices=["convolutions", "steps"])
-    p.add_argument("--network", default="resnet50", choices=list(bench_conv.NETWORKS))
-    p.add_argument("--model", default="resnet50")
-    p.add_argument("--image-size", type=int, default=224)
-    p.add_argument("--classes", type=int, default=1000)
-    p.add_argument("--batch", type=int, default=256)
-    p.add_argument("--plans", nargs="+", default=list(fusion.PLANS))
+    p.add_argument("--parts", nargs="+", default=["sites", "steps", "pairs"], choices=[*PARTS, "convolutions"])
+    p.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL/BATCH")
+    p.add_argument("--network", default="resnet50", help="whose convolutions, for the part of that name")
+    p.add_argument("--batch", type=int, default=256, help="of that part, and of the map")
+    p.add_argument("--image-size", type=int)
+    p.add_argument("--classes", type=int)
+    p.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
+    p.add_argument("--arms", nargs="+", default=[*fusion.CHOICES], help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")
     p.add_argument("--samples", type=int, default=7)
-    p.add_argument("--json", metavar="PATH", help="write the result file here")
+    p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
+    p.add_argument("--json", metavar="PATH", help="keep the rows here, and go on from those that are there")
     a = p.parse_args()
-    a.device = "cuda"  # for bench_train
+    a.device = "cuda"
     return a
 
 
-class Arrays(bench_conv._Arrays):
-    """Those of a layer, with what lies around it."""
-
-    def __init__(self, layer: bench_conv.Layer, sets: int) -> None:
-        import torch
-
-        super().__init__(layer, bench_conv.PRECISIONS["bf16"], sets, "cuda")
-        self.joined = layer.kernel == 1 and layer.channels > layer.filters  # a block's input
-        self.inputs = [torch.randn_like(x) for x in self.x]  # of the batch norm below
-        self.outputs = [x.relu() for x in self.x]
-        self.vector = torch.rand(layer.channels, device="cuda") + 0.5
-        self.moments = ops.from_host(np.stack([np.zeros(layer.channels), np.ones(layer.channels)]).astype(np.float32))
-        self.affine = ops.from_host(np.ones(layer.channels, np.float32)), None
-        options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
-        self.options = options
-
-    def forward(self, arm: str) -> list[Callable[[], Any]]:
-        conv, w = ops.conv2d_stats if arm in ("whole", "kernel") else ops.conv2d, self.array(self.w)
-
-        def call(x: Any) -> Any:
-            y = conv(x, w, **self.options)
-            return (y, ops.batch_norm_stats(y)) if arm == "apart" else y
-
-        return [partial(call, self.array(x)) for x in self.x]
-
-    def forward_peer(self) -> list[Callable[[], Any]]:
-        import torch
-
-        convolve = self.peer("forward")
-
-        def call(conv: Callable[[], Any]) -> Any:
-            y = conv()
-            return y, torch.batch_norm_stats(y, 1e-5)
-
-        return [partial(call, conv) for conv in convolve]
-
-    def backward_data(self, arm: str) -> list[Callable[[], Any]]:
-        w = self.array(self.w)
-
-        def call(dy: Any, raw: Any, y: Any, add: Any) -> Any:
-            add = add if self.joined else None
-            if arm in ("whole", "kernel"):
-                out = y if self.joined else None
-                found = ops.conv2d_backward_data_masked(
-                    dy, w, raw, self.moments, *self.affine, y=out, add=add, **self.options
-                )
-                return found if arm == "kernel" else (found, ops.batch_norm_backward_sums(found[1], self.moments))
-            g = ops.conv2d_backward_data(dy, w, raw.shape, add=add, **self.options)
-            if arm == "plain":
-                return g
-            if self.joined:
-                return g, ops.batch_norm_join_backward_stats(g, y, raw, self.moments)
-            return g, ops.batch_norm_relu_backward_stats(g, raw, self.moments, *self.affine)
-
-        groups = zip(self.dy, self.inputs, self.outputs, self.x, strict=True)
-        return [partial(call, *map(self.array, group)) for group in groups]
-
-    def backward_data_peer(self) -> list[Callable[[], Any]]:
-        import torch
-
-        nchw, vector = bench_conv._nchw, self.vector
-
-        def call(conv: Callable[[], Any], raw: Any, y: Any, add: Any) -> Any:
-            g = conv()
-            if self.joined:
-                g = g + add
-            g = torch.ops.aten.threshold_backward(g, y, 0)
-            return g, torch.batch_norm_backward_reduce(g, raw, vector, vector, vector, True, True, True)
-
-        groups = zip(self.peer("backward_data"), self.inputs, self.outputs, self.x, strict=True)
-        return [partial(call, conv, *map(nchw, rest)) for conv, *rest in groups]
+def setup_of(a: argparse.Namespace, case: str) -> Setup:
+    model, batch = case.split("/")
+    return Setup(model, int(batch), a.precision, "cuda", 1, a.image_size, a.classes)
 
 
-def convolutions(a: argparse.Namespace) -> list[Row]:
-    layers = [layer for layer in bench_conv.NETWORKS[a.network](a.batch) if layer.channels > 4]
-    rows = [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf))]
-    rows.sort(key=lambda row: row["count"] * (row["ms"] - row["apart_ms"]), reverse=True)
+# -- batch norms -------------------------------------------------------------------------------------------------------
+
+
+class Tuned:
+    """A network whose batch norms were measured: all ways, or those that the model does not rule out."""
+
+    def __init__(self, setup: Setup, everything: bool):
+        self.setup, self.graph, mode = setup, setup.graph(), precision(setup.precision)
+        machine = machine_of(ops)
+        self.groups = groups(self.graph, setup.batch, mode, machine, everything=everything)
+        compile_ahead(self.graph, setup.batch, mode, self.groups)
+        self.clock = DeviceClock(ops, mode)
+        started = time.perf_counter()
+        self.found = measure(self.graph, setup.batch, self.groups, self.clock)
+        self.seconds = time.perf_counter() - started
+        self.sites = fusion.find_sites(self.graph)
+        self.ways = chain.best({site.name: candidates(site) for site in self.sites}, self.found.terms)
+
+
+def sites(a: argparse.Namespace, case: str) -> list[Row]:
+    """A row for each distinct group of batch norms, pass and way."""
+    tuned = Tuned(setup_of(a, case), everything=True)
+    auto = heuristic(tuned.graph, tuned.sites, precision(a.precision), machine_of(ops)).sites
+    pieces = [cut(tuned.graph, group.sites, tuned.setup.batch) for group in tuned.groups]
+    keys = [piece.key if piece else group.names for piece, group in zip(pieces, tuned.groups, strict=True)]
+    counts, rows = Counter(keys), []
+    for group, key, record in zip(tuned.groups, keys, tuned.found.evidence, strict=True):
+        if not counts[key] or not record["timed"]:
+            continue
+        chosen = [tuned.ways[name] for name in group.names]
+        for row, which in itertools.product(record["rows"], PASSES):
+            rows.append({
+                "case": tuned.setup.title, "site": " and ".join(group.names), "shape": record["shape"], "pass": which,
+                "dtype": a.precision, "arm": " and ".join(row["ways"]), "ms": row[f"{which}_ms"],
+                "spread": row["spread"], "floor_ms": None, "peers": {}, "count": counts[key],
+                "predicted_ms": row["predicted_ms"], "chosen": row["ways"] == chosen,
+                "auto": row["ways"] == [auto[name] for name in group.names], "seconds": tuned.seconds,
+            })  # fmt: skip
+        counts[key] = 0
+    _show_sites(rows)
+    return rows
+
+
+def _show_sites(rows: list[Row]) -> None:
+    whole = {}
+    for row in rows:
+        entry = whole.setdefault((row["site"], row["arm"]), dict(row, passes={}))
+        entry["passes"][row["pass"]] = row["ms"]
     table = [
-        [row["case"], row["pass"], str(row["count"])]
-        + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
-        + [f"{row['cost']:+.1%}", f"{1e3 * row['ms']:.1f}", f"{1e3 * row['apart_ms']:.1f}"]
-        + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
-        for row in rows
+        [site, "x".join(map(str, row["shape"])), str(row["count"]), arm.replace("elementwise", "e")]
+        + [f"{1e3 * row['passes'][which]:.1f}" for which in PASSES]
+        + [f"{1e3 * sum(row['passes'].values()):.1f}", f"{1e3 * row['predicted_ms']:.1f}"]
+        + ["best" * row["chosen"] + " auto" * row["auto"]]
+        for (site, arm), row in whole.items()
     ]
-    columns = ["layer", "pass", "times", "plain", "kernel", "cost", "whole", "apart", "PyTorch"]
-    for which in ("forward", "backward_data"):
-        mine = [row for row in rows if row["pass"] == which]
-        total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
-        mean = statistics.geometric_mean(1 + row["cost"] for row in mine)
-        cost = total("kernel_ms") / total("plain_ms") - 1
-        print(f"{which}: cost {mean - 1:+.1%} in the mean of layers, {cost:+.1%} of their sum")
-        print(f"{which}: whole {total('ms'):.3f} ms, apart {total('apart_ms'):.3f} ms")
-    show(f"batch norms in convolutions of {a.network}, batch {a.batch}, bf16: microseconds", columns, table)
+    columns = ["batch norm", "shape", "times", "way", "forward", "backward", "us", "passes by model", ""]
+    show(f"{rows[0]['case']}: microseconds of batch norms with the layers around them", columns, table)
+
+
+def pairs(a: argparse.Namespace, case: str) -> list[Row]:
+    """A row for each distinct pair of batch norms with a convolution between them: the plan's ways and the best."""
+    tuned = Tuned(setup_of(a, case), everything=False)
+    rows, seen = [], {}
+    for one, other in itertools.permutations(tuned.groups, 2):
+        if {s.taker for s in one.sites} & {s.producer for s in other.sites} - {None}:
+            piece = cut(tuned.graph, (*one.sites, *other.sites), tuned.setup.batch)
+            if piece is not None and piece.key not in seen:
+                seen[piece.key] = True
+                rows.append(_pair(tuned, piece, one, other))
+    rows.sort(key=lambda row: -row["regret"])
+    table = [
+        [
+            r["site"],
+            f"{1e3 * r['ms']:.1f}",
+            f"{1e3 * r['best_ms']:.1f}",
+            f"{r['regret']:.1%}",
+            f"{r['spread']:.1%}",
+            r["best"],
+        ]
+        for r in rows
+    ]
+    columns = ["batch norms", "plan us", "best us", "regret", "spread", "best"]
+    show(f"{tuned.setup.title}: pairs of neighbours, all ways against the plan's", columns, table)
     return rows
 
 
-def _rows(layer: bench_conv.Layer, budget: Budget) -> list[Row]:
-    import cupy
-    import torch
-
-    from minidl.bench.torch_calls import time_calls
-
-    arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
-    for which in ("forward", "backward_data"):
-        times = {}
-        for arm in ("plain", "kernel", "whole", "apart"):
-            with _left_as_they_are(arm == "kernel"):
-                times[arm] = DeviceTimer().replayed(getattr(arrays, which)(arm), budget)
-        peer = time_calls(getattr(arrays, f"{which}_peer")(), budget, "replayed", "cuda")
-        rows.append({
-            "case": layer.name, "pass": which, "dtype": "bf16",
-            "arm": "statistics" if which == "forward" else "gradients, join" if arrays.joined else "gradients, relu",
-            "ms": times["whole"].ms, "spread": times["whole"].spread, "floor_ms": None, "count": layer.count,
-            "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
-            "cost": times["kernel"].ms / times["plain"].ms - 1, "peers": {"torch-eager": peer.ms},
-        })  # fmt: skip
-        cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
-    return rows
+def _pair(tuned: Tuned, piece: Any, one: Group, other: Group) -> Row:
+    both = list(itertools.product(one.timed, other.timed))
+    times = dict.fromkeys(both, 0.0)
+    spread = 0.0
+    for which in PASSES:
+        variants = {(p, q): one.on(p, which) | other.on(q, which) for p, q in both}
+        distinct = list(dict.fromkeys(variants.values()))
+        took = dict(zip(distinct, tuned.clock(piece, which, distinct), strict=True))
+        times = {key: times[key] + took[on].ms for key, on in variants.items()}
+        spread = max(spread, *(timing.spread for timing in took.values()))
+    plan = tuple(tuple(group.same[tuple(tuned.ways[n] for n in group.names)]) for group in (one, other))
+    best = min(times, key=times.__getitem__)
+    return {
+        "case": tuned.setup.title, "site": " and ".join((*one.names, *other.names)), "pass": "step",
+        "dtype": tuned.setup.precision, "arm": "adaptive", "ms": times[plan], "spread": spread, "floor_ms": None,
+        "peers": {}, "best_ms": times[best], "best": "; ".join(" and ".join(ways) for ways in best),
+        "regret": times[plan] / times[best] - 1, "tried": len(both),
+    }  # fmt: skip
 
 
-def _left_as_they_are(wanted: bool) -> Any:
-    """Within, what the patches leave is not added up."""
-    keep = lambda partial, count=0: partial  # noqa: E731
-    names = {"moments_of": keep, "sums_of": keep} if wanted else {}
-    return mock.patch.multiple(conv2d_hopper, **names) if names else nullcontext()
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def steps(a: argparse.Namespace) -> list[Row]:
-    mine = {how: _step(a, how) for how in a.plans}
-    losses = {how: [float(step().loss) for _ in range(LOSSES)] for how, step in mine.items()}
-    state = None
-    for how, step in mine.items():
-        if not np.allclose(losses[how], losses[a.plans[0]], rtol=TOLERANCE):
-            raise AssertionError(f"plan {how}: losses {losses[how]}, of {a.plans[0]} {losses[a.plans[0]]}")
-        state = state or step.model.state_dict()
-    replays = {how: step.capture() for how, step in mine.items()}
-    rivals = {arm: bench_train.theirs(a, "bf16", arm, state) for arm in a.peers}
+def steps(a: argparse.Namespace, case: str) -> list[Row]:
+    """A row for each plan."""
+    setup = setup_of(a, case)
+    step = TrainingStep(setup.graph(), batch=setup.batch, device="cuda", precision=setup.precision)
+    plans, tuning = {}, 0.0
+    for how in a.arms:
+        started = time.perf_counter()
+        plans[how] = fusion.fuse(step.model, how, batch=setup.batch)
+        tuning = time.perf_counter() - started if how == "adaptive" else tuning
+    start = step.model.state_dict(), step.optimizer.state_dict()
+    losses, replays = {}, {}
+    for how, plan in plans.items():
+        fusion.fuse(step.model, plan)
+        step.model.load_state_dict(start[0])
+        step.optimizer.load_state_dict(start[1])
+        losses[how] = [float(step().loss) for _ in range(LOSSES)]
+        replays[how] = step.capture()
+    rivals = {arm: bench_train.theirs(setup, arm, start[0]) for arm in a.peers}
 
     def wait() -> None:
         ops.synchronize()
@@ -207,43 +212,85 @@ def steps(a: argparse.Namespace) -> list[Row]:
         if rivals:
             sys.modules["torch"].cuda.synchronize()
 
-    everyone = replays | rivals
-    for one in everyone.values():
-        bench_train.block_ms(one, 2, wait)
-    samples: dict[str, list[float]] = {arm: [] for arm in everyone}
-    for _ in range(a.samples):
-        for arm, one in everyone.items():
-            samples[arm].append(bench_train.block_ms(one, 3, wait))
-    found = {arm: Timing(tuple(ms)) for arm, ms in samples.items()}
+    found = _in_turns(replays | rivals, wait, a.samples)
     peers = {arm: found[arm].ms for arm in rivals}
     rows = [{
-        "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}", "pass": "step", "dtype": "bf16", "arm": how,
+        "case": setup.title, "pass": "step", "dtype": setup.precision, "arm": how,
         "ms": found[how].ms, "spread": found[how].spread, "floor_ms": None, "peers": peers,
-        "images_per_s": a.batch / found[how].ms * 1e3, "losses": losses[how],
-    } for how in a.plans]  # fmt: skip
-    columns = ["plan", "ms", "spread", "images/s", *peers]
+        "images_per_s": setup.batch / found[how].ms * 1e3, "losses": losses[how],
+        "agrees": bool(np.allclose(losses[how], losses[a.arms[0]], rtol=TOLERANCE)),
+        "ways": dict(Counter(plans[how].sites.values())), "tuning_s": tuning if how == "adaptive" else None,
+    } for how in a.arms]  # fmt: skip
+    columns = ["plan", "ms", "spread", "images/s", *peers, "ways"]
     table = [
         [row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}", f"{row['images_per_s']:.0f}"]
         + [f"{ms:.2f}" for ms in peers.values()]
+        + [", ".join(f"{n} {way}" for way, n in row["ways"].items())]
         for row in rows
     ]
-    show(f"captured training steps, {rows[0]['case']}, bf16", columns, table)
+    show(f"captured training steps, {setup.title}, {setup.precision}", columns, table)
     return rows
 
 
-def _step(a: argparse.Namespace, how: str) -> TrainingStep:
-    graph = models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
-    step = TrainingStep(graph, batch=a.batch, device="cuda", precision="bf16")
-    fusion.fuse(step.model, how)
-    return step
+def _in_turns(everyone: dict[str, Callable[[], Any]], wait: Callable[[], None], samples: int) -> dict[str, Timing]:
+    for one in everyone.values():
+        bench_train.block_ms(one, 2, wait)
+    taken: dict[str, list[float]] = {arm: [] for arm in everyone}
+    for _ in range(samples):
+        for arm, one in everyone.items():
+            taken[arm].append(bench_train.block_ms(one, 3, wait))
+    return {arm: Timing(tuple(ms)) for arm, ms in taken.items()}
+
+
+# -- the map -----------------------------------------------------------------------------------------------------------
+
+
+def map_(a: argparse.Namespace, case: str) -> list[Row]:
+    """A row for each way at each point: the thesis' figure."""
+    mode = precision(a.precision)
+    rows = measure_map(ops, a.batch, mode, machine_of(ops), DeviceClock(ops, mode))
+    table = [
+        [f"{kernel}x{kernel}", str(size), str(channels), row["arm"], f"{1e3 * row['ms']:.1f}"]
+        for (kernel, size, channels), row in fastest(rows).items()
+    ]
+    show(f"the best way by size, batch {a.batch}, {a.precision}", ["filter", "size", "channels", "way", "us"], table)
+    return rows
+
+
+PARTS = {"sites": sites, "steps": steps, "pairs": pairs, "map": map_}
 
 
 def main() -> None:
     a = arguments()
-    parts = {"convolutions": convolutions, "steps": steps}
-    rows = [row for part in a.parts for row in parts[part](a)]
+    started = time.perf_counter()
+    rows = load(a.json)["rows"] if a.json and Path(a.json).exists() else []
+    for part in a.parts:
+        if part == "convolutions":
+            from fusion_convolutions import convolutions
+
+            rows = [row for row in rows if row["part"] != part] + [{**row, "part": part} for row in convolutions(a)]
+            continue
+        for case in a.cases if part != "map" else [""]:
+            title = setup_of(a, case).title if case else f"map/b{a.batch}"
+            if any((row["part"], row["case"], row["dtype"]) == (part, title, a.precision) for row in rows):
+                continue
+            if time.perf_counter() - started > 60 * a.minutes:
+                print(f"not measured: {part} of {title}", flush=True)
+                continue
+            rows += [{**row, "part": part} for row in PARTS[part](a, case)]
+            _clean()
+            if a.json:
+                write(a.json, result("bench_fusion", rows))
     if a.json:
         write(a.json, result("bench_fusion", rows))
+    wrong = [f"{row['case']} {row['arm']}: losses {row['losses']}" for row in rows if row.get("agrees") is False]
+    if wrong:
+        raise AssertionError(f"plans that compute something else: {'; '.join(wrong)}")
+
+
+def _clean() -> None:
+    gc.collect()
+    bench_train.clean("cuda")
 
 
 if __name__ == "__main__":

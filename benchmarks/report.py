@@ -336,6 +336,51 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
+def _fusion(part: str) -> list[tuple[str, Row]]:
+    """(machine, row) of a part of bench_fusion."""
+    return [
+        (_machine(file), row)
+        for machine in sorted(path.name for path in RESULTS.iterdir())
+        for file in load(machine, "bench_fusion")
+        for row in file["rows"]
+        if row["part"] == part
+    ]
+
+
+def fused_steps() -> str:
+    """Steps by fusion plan: the networks first where measuring gains least over the best fixed plan."""
+    cases: dict[tuple[str, ...], dict[str, Row]] = {}
+    for machine, row in _fusion("steps"):
+        cases.setdefault((row["case"], machine, row["dtype"]), {})[row["arm"]] = row
+    arms = list(dict.fromkeys(arm for rows in cases.values() for arm in rows))
+    lines = []
+    for case, rows in cases.items():
+        fixed = min(row["ms"] for arm, row in rows.items() if arm not in ("auto", "adaptive"))
+        peers = rows[next(iter(rows))]["peers"]
+        best = min(peers.items(), key=lambda item: item[1], default=None)
+        gains = [f"{fixed / rows[arm]['ms']:.3f}" if arm in rows else "" for arm in ("auto", "adaptive")]
+        beside = [f"{best[1]:.2f} ({best[0]})" if best else ""]
+        times = [f"{rows[arm]['ms']:.2f}" if arm in rows else "" for arm in arms]
+        lines.append((fixed / rows["adaptive"]["ms"] if "adaptive" in rows else 0.0, [*case, *times, *gains, *beside]))
+    if not lines:
+        return ""
+    head = ["network", "machine", "dtype", *arms, "best fixed / auto", "best fixed / adaptive", "PyTorch"]
+    return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+
+
+def fused_pairs() -> str:
+    """How far the measured plan is from the best of all ways of two neighbours."""
+    cases: dict[tuple[str, ...], list[float]] = {}
+    for machine, row in _fusion("pairs"):
+        cases.setdefault((row["case"], machine, row["dtype"]), []).append(row["regret"])
+    lines = sorted(([max(found), *case], found) for case, found in cases.items())
+    rows = [
+        [*case, str(len(found)), f"{statistics.mean(found):.1%}", f"{worst:.1%}"]
+        for (worst, *case), found in reversed(lines)
+    ]
+    return markdown(["network", "machine", "dtype", "distinct pairs", "regret, mean", "worst"], rows) if rows else ""
+
+
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +402,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": results},
     "docs/benchmarks.md": {"commands": commands, "options": options},
     "docs/distributed.md": {"all-reduces": all_reduces, "shared layers": shared_layers},
+    "docs/fusion.md": {"fused steps": fused_steps, "fused pairs": fused_pairs},
     "docs/memory.md": {"pinning": pinning, "predicted": predicted_steps, "limited-steps": limited_steps},
     "docs/sparse.md": {"products": sparse, "GPU products": lambda: sparse("h200")},
     "docs/tuning.md": {"choices": choices},

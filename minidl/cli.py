@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from minidl.callbacks import Callback, EarlyStop, KeepBest, TensorBoard
 from minidl.config import Help, use_config
 from minidl.dist import abort
 from minidl.dist.doctor import facts
-from minidl.fusion import PLANS, fuse
+from minidl.fusion import CHOICES, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
@@ -127,7 +128,8 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
     p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
-    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
+    p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument(
         "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
@@ -257,6 +259,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     comm = join(a.device)
     device = device_of(a.device, comm)
     ops = get_ops(device)
+    a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
     mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
     image_shape = tuple(train_set[0][0].shape)
@@ -265,7 +268,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
-    fuse(model, a.fusion)
+    part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+    fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
     optimizer = _optimizer(model, a)
 
     if a.gradients == "ring":
@@ -275,7 +279,6 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         if a.optimizer != "sgd" or a.mixup is not None:
             other = a.optimizer if a.optimizer != "sgd" else "mixed images"
             raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
-        part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
         memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
 
     train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)

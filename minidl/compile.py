@@ -16,6 +16,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda import capture as engine
+from minidl.fusion import fuse_by_default
 from minidl.loss import Loss, Totals
 from minidl.memory.arena import Lender, most_live, place
 from minidl.model import Model
@@ -52,7 +53,7 @@ class CompiledStep:
 
     Called with batches of the size of the first one it compiles them, in the second and third call; another size runs
     eagerly, in the same memory. A change of mode (``model.eval()``, a layer's ``training``, a fusion plan) is noticed
-    and compiled anew; going back takes up the graph from before.
+    and compiled anew; going back takes up the graph from before. Where no fusion plan was set, it is ``"auto"``.
 
     Args:
         model, optimizer, loss, accumulate: as for `EagerStep`; with ``accumulate`` each micro-batch is one graph.
@@ -73,6 +74,7 @@ class CompiledStep:
         reason = obstacle(model, optimizer)
         if reason is not None:
             raise checks.impossible("CompiledStep", reason, "use EagerStep")
+        fuse_by_default(model)
         self.eager = EagerStep(model, optimizer, loss, accumulate=accumulate)
         self.model = model
         self.batch: int | None = None

@@ -107,6 +107,7 @@ class Model:
         self._modes = [(attrgetter(*layer.modes), layer) for layer in graph.layers]
         self._shapes: tuple[int, ...] | None = None
         self.training = True
+        self.fusion: Any = None  # the plan that `minidl.fusion.fuse` set last
         self._agree()
         self.arena.settle()
 

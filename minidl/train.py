@@ -18,10 +18,12 @@ from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
 from minidl.dist.agree import require_same, require_same_arrays
+from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.progress import MetricsLog, Progress, progress
+from minidl.shapes import ceil_div
 from minidl.step import EagerStep
 from minidl.stopping import StopRequest
 
@@ -105,6 +107,8 @@ class Trainer:
         compile: run steps as a CUDA graph (`minidl.compile.CompiledStep`), with the same bits. None: on GPUs, unless
             something forbids it, which is then told; False: never; True: or refuse.
         accumulate: micro-batches of a step, see `minidl.step.EagerStep`.
+        fusion: how batch norms run, as `minidl.fusion.fuse` takes it. None: as they were told to; on GPUs ``"auto"``
+            where nobody told them.
 
     Attributes:
         stopped: the signal that ended `fit` before its time.
@@ -136,6 +140,7 @@ class Trainer:
         profile: StepWatch | None = None,
         compile: bool | None = None,
         accumulate: int = 1,
+        fusion: str | Path | Plan | None = None,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
@@ -159,6 +164,10 @@ class Trainer:
         self.log: MetricsLog | None = None
         self._check_parts()
         self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
+        if fusion is None:
+            fuse_by_default(model)
+        else:
+            fuse(model, fusion, batch=ceil_div(train_loader.batch, self.comm.size * self.accumulate))
         self._step = self._choose_step()
         require_same(self.comm, "training plan", self._plan())
         self._on_rank_0(self._check_output)

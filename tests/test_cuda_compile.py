@@ -471,7 +471,10 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
-            for launch in conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1)):
+            launches = conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
+            if not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
+                launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=True)
+            for launch in launches:
                 variants.add((launch.stem, tuple(launch.defines.items())))
                 assert launch.shared <= device.shared_per_block and launch.block == tile.threads
     assert len(variants) >= 4

@@ -48,6 +48,8 @@ def run_page(shell, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def run(page: str) -> tuple[str, list[subprocess.CompletedProcess]]:
+        if not (ROOT / "docs" / page).exists():
+            pytest.skip("the pages are not here")
         names: dict = {"__name__": page}
         commands = []
         for language, text in blocks(ROOT / "docs" / page):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,20 @@ def test_short_calls_are_repeated_within_a_sample_and_long_ones_are_not(clock):
     calls.clear()
     found = host.hot(lambda: lasting(0.01), budget)
     assert found.samples_ms == pytest.approx([10.0] * 5) and len(calls) == 2 + 5
+
+
+def test_rivals_are_timed_in_turns_each_long_enough(clock):
+    calls = []
+
+    def lasting(name, seconds):
+        calls.append(name)
+        clock.now += seconds
+
+    short, long = (partial(lasting, name, seconds) for name, seconds in (("s", 1e-3), ("l", 1e-2)))
+    found = HostTimer().in_turns([[short], [long, long]], Budget(samples=3, seconds=1e9, sample_ms=2.0))
+    assert [timing.samples_ms for timing in found] == [pytest.approx((1.0,) * 3), pytest.approx((10.0,) * 3)]
+    assert "".join(calls) == "s" + "ll" + "ss" + "ll" + "ss" + "ll" + "ll" + "ss" + "ss" + "ll"
+    assert len(HostTimer().in_turns([[long]], Budget(samples=9, seconds=0.0, least=4))[0].samples_ms) == 4
 
 
 def test_overwriting_the_cache_is_not_in_the_time():

@@ -29,7 +29,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(
         warm.nvrtc, "compile_all", lambda kernels, arch, threads: calls.append((kernels, arch, threads))
     )
-    first = kernels(BUILT_IN["H100"])[0]
+    first = kernels(BUILT_IN["H100"], fusion="auto")[0]
     monkeypatch.setattr(warm.nvrtc, "is_built", lambda stem, arch, defines: (stem, tuple(defines.items())) == first)
     return calls
 
@@ -47,7 +47,7 @@ def test_the_command_tells_what_it_compiled(compiled, capsys):
     words = ["warm", "--model", "resnet20", "--batch", "4", "--gpu", "H100", "--threads", "3"]
     assert cli.main(words) == 0
     ((missing, arch, threads),) = compiled
-    assert missing == kernels(BUILT_IN["H100"])[1:] and arch == "sm_90a" and threads == 3
+    assert missing == kernels(BUILT_IN["H100"], fusion="auto")[1:] and arch == "sm_90a" and threads == 3
     out = capsys.readouterr().out
     assert f"{len(missing) + 1} kernels" in out and f"{len(missing)} compiled by 3 threads" in out
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.bench.inputs import noise
 from minidl.cuda.array import copy_into, empty
 from minidl.dist.communicator import Communicator
 from minidl.precision import float32
+from minidl.profile.inputs import noise
 from minidl.profile.timing import Timing
 
 __all__ = ["Traffic", "outlasted"]

@@ -16,7 +16,7 @@ from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.config import Help
 from minidl.dist.communicator import Communicator
-from minidl.fusion import PLANS
+from minidl.fusion import CHOICES
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Meter
 from minidl.profile.nvtx import NvtxRanges
@@ -90,7 +90,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")

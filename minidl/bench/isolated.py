@@ -9,10 +9,10 @@ from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from minidl.bench.inputs import noise
 from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.profile.cost import PassCost, gradient_sum
+from minidl.profile.inputs import noise
 from minidl.profile.timing import Timer, input_sets
 
 __all__ = ["PASSES", "Case", "Passes", "cases"]

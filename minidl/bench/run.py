@@ -74,7 +74,7 @@ def bench_network(
         setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm, store=store,
         group_bytes=group_bytes,
     )  # fmt: skip
-    plan = fuse(step.model, setup.fusion)
+    plan = fuse(step.model, setup.fusion, batch=setup.batch)
     prepare(step)
     times = network.measure(step, seconds=seconds, capture=capture, progress=progress)
     saved = dict(store.by_layer)

@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import Any
 
 from minidl import checks
-from minidl.bench.inputs import labels, noise
 from minidl.cuda.capture import capture
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy, Totals
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.profile.inputs import labels, noise
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.profile.steps import StepProfiler
 from minidl.step import EagerStep

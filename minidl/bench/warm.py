@@ -13,7 +13,7 @@ from minidl.bench.step import TrainingStep
 from minidl.cuda import conv2d_tuned, nvrtc
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
 from minidl.cuda.launch import dry_run
-from minidl.fusion import PLANS, fuse
+from minidl.fusion import CHOICES, PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
 
@@ -29,7 +29,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
-    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(PLANS)}, or a file of minidl fuse")
+    p.add_argument("--fusion", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument(
         "--gpu", default="auto", choices=["auto", *BUILT_IN], help="auto: this machine's; others need no GPU"
     )
@@ -96,8 +96,9 @@ def kernels_of(graph: Graph, batch: int, precision: str, fusion: str, device: De
     """
     with dry_run(device) as log:
         step = TrainingStep(blank(graph), batch=batch, device="cuda", precision=precision)
-        fuse(step.model, fusion)
-        step()
+        for how in PLANS if fusion == "adaptive" else (fusion,):  # one of these, or between them
+            fuse(step.model, how)
+            step()
         step.model.eval()
         step.model.forward(step.x)
     return log.variants
@@ -123,7 +124,7 @@ def _time_steps(setup: Setup) -> None:
     """What a program waits for before it trains, all kernels being in the cache."""
     started = time.perf_counter()
     step = TrainingStep(blank(setup.graph()), batch=setup.batch, device="cuda", precision=setup.precision)
-    fuse(step.model, setup.fusion)
+    fuse(step.model, setup.fusion, batch=setup.batch)
     step.ops.synchronize()
     marks = [time.perf_counter()]
     for _ in range(2):

@@ -25,6 +25,7 @@ __all__ = [
     "conv2d_stats",
 ]
 
+Norm = tuple[Array, Array, Array]  # moments, gamma, beta
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
 
@@ -73,7 +74,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
 @_QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    tf32: bool = False,
+    norm: Norm | None = None, tf32: bool = False,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
@@ -83,6 +84,8 @@ def conv2d(
         bias: (K,) float32, added before the one rounding to the storage dtype.
         stride, padding, dilation: (height, width) pairs; the padding holds zeros.
         groups: channels are cut into so many groups that do not mix; ``groups == C == K`` is a depthwise convolution.
+        norm: (moments, gamma, beta) of (2, C), (C,), (C,) float32, or None: the input is
+            ``batch_norm_apply(x, *norm, relu=True)``.
 
     Returns:
         y: (N, P, Q, K), dense, dtype of ``x``.
@@ -91,6 +94,8 @@ def conv2d(
         ValueError: ``tf32=True``, which only a GPU has.
     """
     _refuse_tf32("conv2d", tf32)
+    if norm is not None:
+        x = batch_norm_apply(x, *norm, relu=True)
     if _is_linear(x.shape, w.shape, padding, groups):
         return _linear(x, w, bias)
     x, stride = _skip_pixels(x, w.shape, stride, padding)
@@ -100,10 +105,10 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    tf32: bool = False,
+    norm: Norm | None = None, tf32: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d`, and ``batch_norm_stats`` of its result."""
-    y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, tf32=tf32)
+    y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, norm=norm, tf32=tf32)
     return y, batch_norm_stats(y)
 
 
@@ -158,7 +163,7 @@ def conv2d_backward_data_masked(
 @_QUIET
 def conv2d_backward_weight(
     dy: Array, x: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array,
-    accumulate: bool = False, tf32: bool = False,
+    accumulate: bool = False, norm: Norm | None = None, tf32: bool = False,
 ) -> None:  # fmt: skip
     """The gradient of `conv2d` with respect to its filters.
 
@@ -169,12 +174,15 @@ def conv2d_backward_weight(
         x: (N, H, W, C), dtype of ``dy``.
         stride, padding, dilation, groups: those of the forward pass.
         out: (K, R, S, C/groups) float32, dense: overwritten, or added to with ``accumulate``.
+        norm: as in `conv2d`.
 
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
     _refuse_tf32("conv2d_backward_weight", tf32)
     assert out.dtype == float32 and out.flags.c_contiguous
+    if norm is not None:
+        x = batch_norm_apply(x, *norm, relu=True)
     if _is_linear(x.shape, out.shape, padding, groups):
         _add_product(out.reshape(out.shape[0], out.shape[-1]), _float32(dy).T, _float32(x), accumulate)
         return

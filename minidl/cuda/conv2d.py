@@ -26,7 +26,7 @@ from minidl.cuda import (
     depthwise,
 )
 from minidl.cuda.array import as_rows, contiguous, empty
-from minidl.cuda.batch_norm import batch_norm_stats
+from minidl.cuda.batch_norm import batch_norm_apply, batch_norm_stats
 from minidl.cuda.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.conv2d_family import Choice, Question, choose_family, textbook
 from minidl.cuda.conv2d_plan import Convolution, convolution
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 STORAGE = {code: dtype for dtype, code in DTYPE.items()}
+Norm = tuple[Any, Any, Any]  # moments, gamma, beta
 
 
 def conv2d(
@@ -59,6 +60,7 @@ def conv2d(
     padding: Pair,
     dilation: Pair,
     groups: int,
+    norm: Norm | None = None,
     tf32: bool = False,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
@@ -67,10 +69,13 @@ def conv2d(
         bias: (K,) float32 or None, added before the one rounding.
         stride, padding, dilation: (height, width).
         groups: output channel k sees the input channels of its own group, k // (K / groups), only.
+        norm: (moments, gamma, beta) (2, C), (C,), (C,) float32, or None: the input is
+            ``batch_norm_apply(x, *norm, relu=True)``, which a kernel that can do so makes as it reads ``x``; the same
+            bits either way.
         tf32: round float32 operands to TF32.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return _forward("conv2d", x, w, bias, geometry, tf32, False)[0]
+    return _forward("conv2d", x, w, bias, geometry, norm, tf32, False)[0]
 
 
 def conv2d_stats(
@@ -82,6 +87,7 @@ def conv2d_stats(
     padding: Pair,
     dilation: Pair,
     groups: int,
+    norm: Norm | None = None,
     tf32: bool = False,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
@@ -89,21 +95,25 @@ def conv2d_stats(
     The order of their sums is a function of the sizes and of the kernel's tile.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    y, stats = _forward("conv2d_stats", x, w, bias, geometry, tf32, True)
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, True)
     return y, batch_norm_stats(y) if stats is None else stats
 
 
-def _forward(who: str, x: Any, w: Any, bias: Any, geometry: dict, tf32: bool, statistics: bool) -> tuple[Any, Any]:
+def _forward(
+    who: str, x: Any, w: Any, bias: Any, geometry: dict, norm: Norm | None, tf32: bool, statistics: bool
+) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
     y = empty(conv.y_shape, x.dtype)
     code = _check_operands(who, x, w, bias, None, y, tf32)
     if y.size == 0:
         return y, None
+    question = Question("forward", conv, code, tf32)
+    if norm is not None and not _normalizes(question):
+        x, norm = batch_norm_apply(x, *norm, relu=True), None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
         return y, None
-    question = Question("forward", conv, code, tf32)
     choice = _choose(who, question)
     if choice.family == "stem":
         conv2d_stem.forward(conv, x, w, bias, y)
@@ -111,7 +121,20 @@ def _forward(who: str, x: Any, w: Any, bias: Any, geometry: dict, tf32: bool, st
     wide = _widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)
-    return y, _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics)
+    if norm is None:
+        return y, _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics)
+    x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
+    known = statistics and conv2d_hopper.takes_statistics(conv, code)
+    below = conv2d_hopper.Below(x, *norm)
+    return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below)
+
+
+def _normalizes(question: Question) -> bool:
+    """Whether the kernel that is chosen for a forward pass can normalise its input."""
+    conv, code = question.conv, question.code
+    if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
+        return False
+    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code)
 
 
 def conv2d_backward_data(
@@ -204,11 +227,13 @@ def conv2d_backward_weight(
     groups: int,
     out: Any,
     accumulate: bool = False,
+    norm: Norm | None = None,
     tf32: bool = False,
 ) -> None:
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
     The pixels are summed in chunks that depend on the sizes, and on a tuned table if there is one; the chunks in order.
+    ``norm``: as in `conv2d`.
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
@@ -221,6 +246,8 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice, wide = _choose(who, question), _widened(conv, code)
+    if norm is not None and (choice.family != "hopper" or wide is not conv or conv.depthwise):
+        x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
     elif wide is not conv:
@@ -228,7 +255,7 @@ def conv2d_backward_weight(
         _weight(question._replace(conv=wide), choice, dy, widen(x, wide.channels), gradient, False)
         narrow(gradient, out, accumulate)
     else:
-        _weight(question, choice, dy, x, out, accumulate)
+        _weight(question, choice, dy, x, out, accumulate, norm)
 
 
 def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> int:
@@ -323,7 +350,7 @@ def _gather(
     if choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
     elif statistics and conv2d_hopper.takes_statistics(conv, code):
-        return conv2d_hopper.forward_with_statistics(conv, code, source, w, bias, output, choice)
+        return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
     else:
         conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice)
     return None
@@ -333,11 +360,13 @@ def _given(kind: Callable[[Any], Any], array: Any) -> Any:
     return None if array is None else kind(array)
 
 
-def _weight(question: Question, choice: Choice, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+def _weight(
+    question: Question, choice: Choice, dy: Any, x: Any, out: Any, accumulate: bool, norm: Norm | None = None
+) -> None:
     _, conv, code, tf32 = question
     if conv.depthwise:
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "hopper":
-        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice)
+        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm)
     else:
         conv2d_generic.backward_weight(conv, code, tf32, dy, x, out, accumulate, choice.tile)

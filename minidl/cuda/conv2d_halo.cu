@@ -19,9 +19,11 @@
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
 //   below        (channels, W, H, N), tiled: 64 channels x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
-// from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows.
+// from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
+// pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
+// all taps, by three warps that are otherwise idle.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
 // output buffers per warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
@@ -30,6 +32,9 @@
 // FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
+#if NORMALIZED
+#include "conv2d_input.cuh"
+#endif
 
 constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
 constexpr int WARPGROUPS = 2;
@@ -57,6 +62,7 @@ struct Problem {
     int height, width;          // of an image
     int columns, depth;
     int taps_h, taps_w;
+    int source_h, source_w;  // pixels of an image of the source
     int first_h, first_w;
     int offset_h, offset_w;
     int delta_h, delta_w;
@@ -102,6 +108,10 @@ struct Layout {
     __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (2 * PATCHES + STAGES + i); }
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * (PATCHES + STAGES) + warpgroup * SLABS + i);
+    }
+    // When a patch is what a product wants.
+    __device__ __forceinline__ u32 patch_ready(int i) const {
+        return NORMALIZED ? added(WARPGROUPS, 0) + 8 * i : patch_filled(i);
     }
 };
 
@@ -151,6 +161,39 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
     }
 }
 
+#if NORMALIZED
+constexpr int WARPS = 3;  // that normalise
+
+// A warp: normalises its part of patch after patch, the pixels that lie in the image; around it are zeros.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last) {
+    constexpr int STEP = WARPS * 4;
+    const int thread = threadIdx.x - 128 * WARPGROUPS - 32;
+    const int pixels = (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * p.line;
+    Ring<PATCHES> patches;
+    Chunk chunk;
+    int loaded = -1;
+    for (int i = first; i < last; i += p.group) {
+        const Tile tile(p, i);
+        for (int channel = 0; channel < p.depth; channel += DEPTH) {
+            if (channel != loaded) chunk.load(norm, channel), loaded = channel;
+            for (int j = 0; j < WINDOWS; ++j) {
+                const Window window(p, tile.window + j);
+                int y = window.y + p.first_h, x = thread / 8;
+                barrier_wait(at.patch_filled(patches.index), patches.parity);
+                normalize_rows<STEP>(chunk, at.patch(patches.index), thread / 8, pixels, [&](int) {
+                    for (; x >= p.line; x -= p.line) ++y;
+                    const int column = window.x + p.first_w + x;
+                    x += STEP;
+                    return u32(y) < u32(p.source_h) && u32(column) < u32(p.source_w);
+                });
+                if (thread % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
+                patches.advance();
+            }
+        }
+    }
+}
+#endif
+
 using Sum = float[PIXELS / 2];
 
 // What a warpgroup reads, and where it stands.
@@ -181,7 +224,7 @@ struct Input {
         const bool speaks = threadIdx.x % 32 == 0;
         u32 stage_before = 0, patch_before = 0;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
-            barrier_wait(at.patch_filled(patches.index), patches.parity);
+            barrier_wait(at.patch_ready(patches.index), patches.parity);
             for (int a = 0; a < p.taps_h; ++a)
                 for (int b = 0; b < p.taps_w; ++b) {
                     const int pixel = (p.offset_h + a * p.delta_h) * p.line + p.offset_w + b * p.delta_w;
@@ -307,6 +350,9 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
             barrier_init(at.patch_filled(i), 1), barrier_init(at.patch_emptied(i), 4);
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+#if NORMALIZED
+        for (int i = 0; i < PATCHES; ++i) barrier_init(at.patch_ready(i), WARPS);
+#endif
         barrier_init_done();
     }
     __syncthreads();
@@ -316,10 +362,13 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        give_registers<40>();
+        give_registers<NORMALIZED ? 88 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+#if NORMALIZED
+        if (threadIdx.x >= 128 * WARPGROUPS + 32) normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last);
+#endif
     } else {
-        take_registers<232>();
+        take_registers<NORMALIZED ? 208 : 232>();
         Input input(at, p, warpgroup);
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         for (int i = first; i < last; i += p.group) {

@@ -26,8 +26,8 @@ ATOM = 1024  # bytes: alignment of a patch
 # The structure Problem of conv2d_halo.cu.
 _PROBLEM = struct(
     "",
-    "tiles share group tiles_n windows down across height width columns depth taps_h taps_w first_h first_w "
-    "offset_h offset_w delta_h delta_w line patch added",
+    "tiles share group tiles_n windows down across height width columns depth taps_h taps_w source_h source_w "
+    "first_h first_w offset_h offset_w delta_h delta_w line patch added",
 )
 
 
@@ -103,6 +103,7 @@ def plan_halo(
     share: int,
     statistics: bool = False,
     masked: int = 0,
+    normalized: bool = False,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -125,6 +126,8 @@ def plan_halo(
         depth=depth_of(conv, backward),
         taps_h=h.taps,
         taps_w=w.taps,
+        source_h=h.source,
+        source_w=w.source,
         first_h=h.first,
         first_w=w.first,
         offset_h=h.offset,
@@ -152,5 +155,6 @@ def plan_halo(
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics), "MASKED": masked}
+    defines["NORMALIZED"] = int(normalized)
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

@@ -27,7 +27,11 @@
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
 // (patches, 2, columns).
 //
-// Macros: DTYPE (0 without STATISTICS and MASKED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED; TILE_M x TILE_N, the tile
+// NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
+// in between: rows reach the units through registers.
+//
+// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED;
+// TILE_M x TILE_N, the tile
 // of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
@@ -38,6 +42,9 @@
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
+#if NORMALIZED
+#include "conv2d_input.cuh"
+#endif
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
@@ -77,6 +84,7 @@ struct Class {
 struct Problem {
     int tiles, share, group, tiles_n;
     int columns, depth;
+    int source_h, source_w;  // pixels of an image of the source
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
@@ -102,6 +110,7 @@ struct Tile {
 struct Pixel {
     int image, y, x;
 
+    __device__ __forceinline__ Pixel() {}
     __device__ __forceinline__ Pixel(const Class& c, int row) {
         const int line = row / c.width;
         x = row - line * c.width;
@@ -230,6 +239,92 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
+#if NORMALIZED
+// Source pixels under the rows that a thread has of each product, g and g + 8 of its warp's 16, and whether a tap of
+// them lies in the image.
+struct Border {
+    Pixel pixel[2 * BLOCKS];
+
+    __device__ __forceinline__ Border(const Problem& p, int row) {
+        const Class& c = p.classes[0];
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
+            pixel[i] = Pixel(c, row + i / 2 * 64 + i % 2 * 8);
+            pixel[i].y = c.first_h + c.offset_h + pixel[i].y * p.step_h;
+            pixel[i].x = c.first_w + c.offset_w + pixel[i].x * p.step_w;
+        }
+    }
+
+    // All ones where tap (a, b) of a row is in the image, else zeros.
+    __device__ __forceinline__ void find(const Problem& p, int a, int b, u32 (&inside)[2 * BLOCKS]) const {
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i)
+            inside[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
+                                u32(pixel[i].x + b * p.delta_w) < u32(p.source_w)
+                            ? ~0u
+                            : 0u;
+    }
+};
+
+// Parameters of the channels of a chunk stay in registers over its taps, where there is room.
+constexpr bool HELD = !FLAT && BLOCKS == 1 && RESIDENT == 1;
+constexpr int AHEAD = 3;  // products of 16 channels that run while the next one's operand is made
+
+// A warpgroup: sums up its rows of one tile, normalised.
+DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
+                       const Norm& norm, int warpgroup) {
+    const Class& c = p.classes[0];
+    const u32 thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+    const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8, column = lane % 4 * 2;
+    const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
+    u32 before = 0;
+    for (int channel = 0; channel < p.depth; channel += DEPTH) {
+        Affine held[HELD ? 8 : 1];
+        if constexpr (HELD)
+#pragma unroll
+            for (int k = 0; k < 8; ++k) held[k] = Affine(norm, channel + k * 8, channel + k * 8 + column);
+        for (int a = 0; a < c.taps_h; ++a)
+            for (int b = 0; b < c.taps_w; ++b) {
+                const u32 stage = at.stage(ring.index);
+                const u64 filters = operand(stage + A_BYTES);
+                u32 inside[2 * BLOCKS];
+                if constexpr (!FLAT) border.find(p, a, b, inside);
+                barrier_wait(at.filled(ring.index), ring.parity);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    u32 words[BLOCKS][4];
+#pragma unroll
+                    for (int i = 0; i < BLOCKS; ++i)
+                        load_matrices(words[i], stage + from + i * 64 * 128 + ((2 * k + lane / 16) ^ swizzle) * 16);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const int of = channel + k * 16 + j * 8;
+                        const Affine affine = HELD ? held[2 * k + j] : Affine(norm, of, of + column);
+#pragma unroll
+                        for (int i = 0; i < 2 * BLOCKS; ++i) {
+                            u32& word = words[i / 2][2 * j + i % 2];
+                            word = affine(word);
+                            if constexpr (!FLAT) word &= inside[i];
+                        }
+                    }
+                    await_products<AHEAD>();
+                    if (k == AHEAD && lane == 0 && channel + a + b > 0) barrier_arrive(before);
+                    product_fence();
+#pragma unroll
+                    for (int i = 0; i < BLOCKS; ++i)
+                        multiply(sum[i], words[i], filters + operand_step(k * 32), channel + a + b + k);
+                    commit_products();
+                }
+                before = at.emptied(ring.index);
+                ring.advance();
+            }
+    }
+    await_products<0>();
+    if (threadIdx.x % 32 == 0) barrier_arrive(before);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
+}
+#else
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
     constexpr int B_STEP = ACROSS ? 16 * 128 : 32;
@@ -257,6 +352,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
+#endif
 
 // Adds the bias to accumulators of two blocks of 8 columns from `column` on.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
@@ -375,7 +471,11 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             const Class& c = p.classes[tile.index];
             Sum sum;
             output.prepare(tile);
+#if NORMALIZED
+            accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
+#else
             accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
+#endif
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();

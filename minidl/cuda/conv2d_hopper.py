@@ -42,10 +42,11 @@ __all__ = [
     "Below",
     "aligned",
     "applies",
-    "forward_with_statistics",
+    "forward_fused",
     "gather",
     "images_at_once",
     "masked_gradient",
+    "normalizes",
     "pays",
     "plan",
     "start",
@@ -64,7 +65,8 @@ REACH = 2**40  # bytes of an image, as far as the engine counts
 _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
 _PROBLEM = struct(
     "",
-    "tiles share group tiles_n columns depth step_h step_w delta_h delta_w tap_step_h tap_step_w added",
+    "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
+    "added",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -144,6 +146,7 @@ def plan(
     chosen: tuple[HopperTile | HaloTile, int] | None = None,
     statistics: bool = False,
     masked: int = 0,
+    normalized: bool = False,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -153,10 +156,11 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, arrays that are read for the ReLU and the batch norm below: 0, 1 or 2.
+        normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it.
     """
-    tile, share = chosen or choose(conv, backward, device, code)
+    tile, share = chosen or choose(conv, backward, device, code, normalized)
     if isinstance(tile, HaloTile):
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)
@@ -167,7 +171,7 @@ def plan(
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
-        defines |= {"STATISTICS": int(statistics), "MASKED": masked, **tile.defines}
+        defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), **tile.defines}
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches
@@ -212,22 +216,41 @@ def _turned(w: Any, conv: Convolution) -> Any:
 
 
 def takes_statistics(conv: Convolution, code: int) -> bool:
-    """Whether `forward_with_statistics` does a convolution that the family takes: in bfloat16, whose squares float32
+    """Whether `forward_fused` takes them of a convolution that the family takes: in bfloat16, whose squares float32
     adds up without loss, and in one launch."""
     return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
 
 
-def forward_with_statistics(
-    conv: Convolution, code: int, x: Any, w: Any, bias: Any, output: Any, choice: Choice | None = None
+def normalizes(conv: Convolution, code: int) -> bool:
+    """Whether `forward_fused` can normalise the input of a convolution that the family takes: of a 16-bit type, and in
+    one launch."""
+    return code > 0 and conv.images <= images_at_once(conv)
+
+
+def forward_fused(
+    conv: Convolution,
+    code: int,
+    x: Any,
+    w: Any,
+    bias: Any,
+    output: Any,
+    choice: Choice | None = None,
+    statistics: bool = False,
+    below: Below | None = None,
 ) -> Any:
-    """Forward pass into ``output``, and its statistics as of ``batch_norm_stats``; where `takes_statistics`."""
+    """Forward pass into ``output`` together with what lies around it.
+
+    Args:
+        statistics: return those of the output, as of ``batch_norm_stats``; where `takes_statistics`.
+        below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
+    """
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
-    device = current_device()
-    chosen = taken(choice, conv, False, device, code)
-    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics=True)
-    partial = empty((one.patches, 2, conv.out_channels), float32)
-    start(one, w, x, output, None, bias, partial)
-    return moments_of(partial, math.prod(conv.y_shape[:3]))
+    device, normalized = current_device(), below is not None
+    chosen = taken(choice, conv, False, device, code, normalized)
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, normalized=normalized)
+    partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
+    start(one, w, x, output, None, bias, partial, below or NOTHING)
+    return moments_of(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
 def masked_gradient(
@@ -264,7 +287,7 @@ def start(
 
     Args:
         partial: for what patches leave, (R, 2, C) float32.
-        below, arrays: what a masked gradient knows of the batch norm below, and the arrays it reads of it.
+        below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
     """
     maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
     launch(
@@ -308,6 +331,8 @@ def _problem(
         tiles_n=tiles_n,
         columns=columns,
         depth=depth_of(conv, backward),
+        source_h=h.source,
+        source_w=w.source,
         step_h=h.step,
         step_w=w.step,
         delta_h=h.delta,

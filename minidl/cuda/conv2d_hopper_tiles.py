@@ -9,13 +9,14 @@ from typing import NamedTuple
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
 from minidl.cuda.conv2d_plan import Convolution
-from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, itemsize_of, reads, walks_of
+from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
+FEW_COLUMNS = 64
 
 
 class HopperTile(NamedTuple):
@@ -81,9 +82,15 @@ ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
-def candidates(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[HopperTile | HaloTile]:
-    """Every tile that can do a convolution that the family takes."""
-    return [*TILES, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
+def candidates(
+    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+) -> list[HopperTile | HaloTile]:
+    """Every tile that can do a convolution that the family takes.
+
+    One that normalises its input needs registers: those of a multiprocessor for itself, or few columns and no padding.
+    """
+    tiles = [t for t in TILES if not normalized or t.resident == 1 or (is_flat(conv) and t.columns == FEW_COLUMNS)]
+    return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
 def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
@@ -119,9 +126,11 @@ def microseconds(
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> tuple[HopperTile | HaloTile, int]:
+def choose(
+    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
-    among = candidates(conv, backward, device, code)
+    among = candidates(conv, backward, device, code, normalized)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
@@ -147,10 +156,15 @@ def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int =
 
 @functools.lru_cache(maxsize=1024)
 def taken(
-    choice: Choice | None, conv: Convolution, backward: bool, device: DeviceRecord, code: int
+    choice: Choice | None,
+    conv: Convolution,
+    backward: bool,
+    device: DeviceRecord,
+    code: int,
+    normalized: bool = False,
 ) -> tuple[HopperTile | HaloTile, int] | None:
     """Tile and share of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 1:
         return None
-    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code)}
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code, normalized)}
     return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None

@@ -19,7 +19,10 @@
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
 //   output  (partials, K, 3, 3, C) dense; with one partial the gradient itself, set or added to           float32
 //
-// Macros: DTYPE (1, 2); STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
+// all taps, by three warps that are otherwise idle.
+//
+// Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
 // VEC_Y (1, 2), values per access to the output.
 // Grid: one block per chunk of a partial, 64 channels, 64 filters and partial, the first fastest, so that blocks which
 // share pixels run together.
@@ -29,6 +32,9 @@
 // FLOP: 2 * K * 9 * C * points; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
 // filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
+#if NORMALIZED
+#include "conv2d_input.cuh"
+#endif
 
 constexpr int WARPGROUPS = 3, THREADS = 128 * (WARPGROUPS + 1);
 constexpr int POINTS = 64, STAGE_BYTES = POINTS * 128;
@@ -40,6 +46,7 @@ struct Maps {
 struct Problem {
     int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
     int rows, channels;
+    int images, height, width;  // of x
     int grid_h, grid_w;
     int padding_h, padding_w;
     int tap_h, tap_w;                     // points from tap to tap
@@ -73,6 +80,10 @@ struct Layout {
 
     __device__ __forceinline__ u32 filled(int i) const { return dy + STAGES * STAGE_BYTES + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
+    // When a stage is what a product wants.
+    __device__ __forceinline__ u32 ready(int i) const { return NORMALIZED ? filled(2 * STAGES + i) : filled(i); }
+    // When the stages of x that the first step reaches beyond its own are.
+    __device__ __forceinline__ u32 begun() const { return filled(3 * STAGES); }
 };
 
 // Points, a stage at a time.
@@ -128,6 +139,41 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
+#if NORMALIZED
+constexpr int WARPS = 3;  // that normalise
+static_assert(STAGES >= WARPS, "a stage for each");
+
+// Normalises a thread's rows of one stage of x that lie in an image; around it are zeros. place: of the first of them.
+DEVICE void normalize(const Problem& p, const Chunk& chunk, u32 stage, Place place, int row) {
+    normalize_rows<4>(chunk, stage, row, POINTS, [&](int) {
+        const bool inside = place.image < p.images && u32(place.y - p.padding_h) < u32(p.height) &&
+                            u32(place.x - p.padding_w) < u32(p.width);
+        for (place.x += 4; place.x >= p.grid_w; place.x -= p.grid_w)
+            if (++place.y == p.grid_h) place.y = 0, ++place.image;
+        return inside;
+    });
+}
+
+// A warp: normalises every third stage of x.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
+    const int row = threadIdx.x % 32 / 8, steps = work.last - work.first;
+    Place place(p, (work.first + warp) * POINTS + row);
+    Chunk chunk;
+    chunk.load(norm, work.channel);
+    int slot = warp;
+    for (int stage = warp; stage < steps + p.ahead; stage += WARPS) {
+        const int step = max(stage - p.ahead, 0);
+        barrier_wait(at.filled(step % STAGES), step / STAGES % 2);
+        normalize(p, chunk, at.x + slot * STAGE_BYTES, place, row);
+        if (slot == 0) normalize(p, chunk, at.x + p.held * STAGE_BYTES, place, row);
+        if (threadIdx.x % 32 == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(step % STAGES));
+        slot += WARPS;
+        if (slot >= p.held) slot -= p.held;
+        for (int i = 0; i < WARPS; ++i) place.advance(p);
+    }
+}
+#endif
+
 using Sum = float[1][96];  // 64 filters x three taps of 64 channels
 
 // A warpgroup: sums up its filter row.
@@ -138,8 +184,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
     int point = filter_row * p.tap_h;  // in the ring
     Ring<STAGES> ring;
     u32 before = 0;
+    if constexpr (NORMALIZED) barrier_wait(at.begun(), 0);
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.filled(ring.index), ring.parity);
+        barrier_wait(at.ready(ring.index), ring.parity);
         const u64 a = operand(at.dy + ring.index * STAGE_BYTES, STAGE_BYTES);
         product_fence();
 #pragma unroll
@@ -160,12 +207,17 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                          const __grid_constant__ Problem p) {
+                          const float* __restrict__ moments, const float* __restrict__ gamma,
+                          const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
     const Layout at{base, base + (p.held + 1) * STAGE_BYTES};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 2), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+#if NORMALIZED
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
+        barrier_init(at.begun(), p.ahead);
+#endif
         barrier_init_done();
     }
     __syncthreads();
@@ -174,10 +226,14 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        give_registers<32>();
+        give_registers<NORMALIZED ? 80 : 32>();
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
+#if NORMALIZED
+        if (warp > 4 * WARPGROUPS)
+            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
+#endif
     } else {
-        take_registers<160>();
+        take_registers<NORMALIZED ? 144 : 160>();
         const int filter_row = warp / 4;
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);

@@ -15,7 +15,10 @@
 // A stage is blocks of 64 rows, then of 64 columns, each 64 pixels of 128 bytes: both operands are MN-major, and pixels
 // behind the last one are zeros.
 //
-// Macros: DTYPE (1, 2), FLAT; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it;
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, and stages are normalised where they lie, by three
+// warps that are otherwise idle.
+//
+// Macros: DTYPE (1, 2), FLAT, NORMALIZED; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it;
 // STAGES of 64 pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that add up their chunks before they
 // write a partial; VEC_Y (1, 2), values per access to the output.
 // Grid: one block per chunk of a partial, column tile, row tile and partial, the first fastest, so that blocks which
@@ -25,6 +28,9 @@
 // FLOP: 2 * K * R*S*C * pixels. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
 // 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
+#if NORMALIZED
+#include "conv2d_input.cuh"
+#endif
 
 constexpr int PIXELS = 64;  // of a stage
 constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
@@ -37,6 +43,7 @@ constexpr int BLOCKS = ROWS / 64;                                            // 
 constexpr int ROW_BLOCKS = TILE_M / 64, COLUMN_BLOCKS = TILE_N / 64;
 constexpr int BLOCK_BYTES = PIXELS * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
 static_assert(ROW_BLOCKS + COLUMN_BLOCKS <= 32, "a lane per block");
+static_assert(!NORMALIZED || (SHIFT && WARPGROUPS == 2), "warps to spare, and registers for them");
 
 struct Maps {
     TensorMap dy, x;
@@ -47,6 +54,8 @@ struct Problem {
     int rows, channels, columns;
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
+    int pixels;  // of dy
+    int height, width;
     int out_height, out_width;
     int stride_h, stride_w;
     int padding_h, padding_w;
@@ -94,6 +103,8 @@ struct Layout {
     __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return base + STAGES * STAGE_BYTES + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
+    // When a stage is what a product wants.
+    __device__ __forceinline__ u32 ready(int i) const { return NORMALIZED ? filled(2 * STAGES + i) : filled(i); }
 };
 
 // Output pixels, PIXELS at a time.
@@ -144,6 +155,63 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
+#if NORMALIZED
+constexpr int WARPS = 3;  // that normalise
+static_assert(STAGES >= WARPS, "a stage for each");
+
+// Where a tap reads x, for a thread's pixels one after the other.
+struct Taps {
+    const Problem& p;
+    Pixels at;
+    int first;  // pixel of the stage's first row
+    int offset_h, offset_w;
+
+    __device__ __forceinline__ Taps(const Problem& p, const Pixels& at, const Columns& columns, int first)
+        : p(p), at(at), first(first), offset_h(columns.tap_h * p.dilation_h - p.padding_h),
+          offset_w(columns.tap_w * p.dilation_w - p.padding_w) {}
+
+    // Whether that is in an image, for row `row`; the next will be four further.
+    __device__ __forceinline__ bool operator()(int row) {
+        if constexpr (FLAT) return first + row < p.pixels;
+        const bool inside = u32(at.y * p.stride_h + offset_h) < u32(p.height) &&
+                            u32(at.x * p.stride_w + offset_w) < u32(p.width) && first + row < p.pixels;
+        for (at.x += 4; at.x >= p.out_width; at.x -= p.out_width)
+            if (++at.y == p.out_height) at.y = 0;
+        return inside;
+    }
+};
+
+// A warp: normalises every third stage of x, what lies in an image; around it are zeros.
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
+    const int row = threadIdx.x % 32 / 8;
+    Pixels pixels(p, (work.first + warp) * PIXELS + row);
+    const Columns begin(p, work.block);
+    Chunk chunk;
+    int loaded = -1;
+    Ring<STAGES> ring;
+    ring.index = warp;
+    for (int step = work.first + warp; step < work.last; step += WARPS) {
+        Columns columns = begin;
+        barrier_wait(at.filled(ring.index), ring.parity);
+#pragma unroll 1
+        for (int j = 0; j < COLUMN_BLOCKS; ++j) {
+            if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
+            const u32 block = at.stage(ring.index) + (ROW_BLOCKS + j) * BLOCK_BYTES;
+            normalize_rows<4>(chunk, block, row, PIXELS, Taps(p, pixels, columns, step * PIXELS));
+            columns.channel += 64;
+            if (columns.channel >= p.channels) {
+                columns.channel = 0;
+                if (++columns.tap_w == p.kernel_w) columns.tap_w = 0, ++columns.tap_h;
+            }
+        }
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
+        if constexpr (!FLAT)
+            for (int i = 0; i < WARPS; ++i) pixels.advance(p);
+        ring.advance(WARPS);
+    }
+}
+#endif
+
 using Sum = float[BLOCKS][COLUMNS / 2];
 
 // A warpgroup: sums up its part of the tile.
@@ -152,7 +220,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int
     Ring<STAGES> ring;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.filled(ring.index), ring.parity);
+        barrier_wait(at.ready(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + row_block * BLOCK_BYTES, BLOCK_BYTES);
         const u64 b = operand(at.stage(ring.index) + (ROW_BLOCKS + column_block) * BLOCK_BYTES, BLOCK_BYTES);
         product_fence();
@@ -175,11 +243,15 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                            const __grid_constant__ Problem p) {
+                            const float* __restrict__ moments, const float* __restrict__ gamma,
+                            const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+#if NORMALIZED
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
+#endif
         barrier_init_done();
     }
     __syncthreads();
@@ -188,10 +260,14 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<WARPGROUPS == 2 ? 40 : 32>();
+        if constexpr (SHIFT) give_registers<NORMALIZED ? 72 : WARPGROUPS == 2 ? 40 : 32>();
         if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
+#if NORMALIZED
+        if (warp > 4 * WARPGROUPS)
+            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
+#endif
     } else {
-        if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
+        if constexpr (SHIFT) take_registers<NORMALIZED ? 216 : WARPGROUPS == 2 ? 232 : 160>();
         const int row_block = warp / 4 % WARPGROUPS_M * BLOCKS, column_block = warp / 4 / WARPGROUPS_M * (COLUMNS / 64);
         Sum sum;
         accumulate(sum, at, work.last - work.first, row_block, column_block);

@@ -6,6 +6,7 @@ Everything here is worked out from sizes and the device record; `plan` says in o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -58,8 +59,8 @@ ARCH = (9, 0)
 # The structure Problem of conv2d_weight_hopper.cu.
 _PROBLEM = struct(
     "",
-    "steps chunks rows channels columns spans blocks kernel_w out_height out_width stride_h stride_w padding_h "
-    "padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
+    "steps chunks rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
+    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
 
@@ -77,16 +78,25 @@ class Planned(NamedTuple):
 
 
 def backward_weight(
-    conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool, choice: Choice | None = None
+    conv: Convolution,
+    code: int,
+    dy: Any,
+    x: Any,
+    out: Any,
+    accumulate: bool,
+    choice: Choice | None = None,
+    norm: Sequence[Any] | None = None,
 ) -> None:
-    """Weight gradient into ``out``."""
+    """Weight gradient into ``out``; ``norm``: moments, gamma and beta where ``x`` is a batch norm's input."""
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
     vec_y = gcd(address(out) // out.itemsize, 2)
-    planned = plan(conv, code, (rows(x)[2], rows(dy)[2]), vec_y, accumulate, taken(choice, conv))
+    pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
+    planned = plan(conv, code, pitches, vec_y, accumulate, taken(choice, conv, normalized), normalized)
     partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        TensorMaps(planned.views, (dy, x)), partials, planned.problem, defines=planned.defines, shared=planned.shared,
+        TensorMaps(planned.views, (dy, x)), partials, *(norm or (None,) * 3), planned.problem,
+        defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
     if planned.parts > 1:
         sum_partials(partials, planned.parts, out, accumulate)
@@ -124,6 +134,7 @@ def plan(
     vec_y: int,
     accumulate: bool,
     forced: tuple[WeightTile | HaloTile, Division] | None = None,
+    normalized: bool = False,
 ) -> Planned:
     """The launch, where the kernel `applies`, over arrays whose rows start at multiples of 16 bytes.
 
@@ -132,10 +143,11 @@ def plan(
         vec_y: values of the gradient that may be written at a time, as far as its address goes.
         accumulate: whether a single partial sum is added to the gradient.
         forced: tile and division, instead of those chosen.
+        normalized: whether x is the input of a batch norm with a ReLU over it.
     """
-    tile, division = forced or choose(conv)
+    tile, division = forced or choose(conv, normalized)
     if isinstance(tile, HaloTile):
-        return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, division)
+        return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, division, normalized)
     views = _views(conv, code, pitches)
     assert views.legal, (conv, pitches)
     taps, spans = conv.kernel[0] * conv.kernel[1], ceil_div(conv.channels, SPAN)
@@ -161,7 +173,7 @@ def plan(
         accumulate=accumulate and division.parts == 1,
     )
     defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if division.parts == 1 else 2} | tile.defines
-    defines["CLUSTER"] = division.cluster
+    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)}
     stem = "conv2d_weight_hopper"
     return Planned(
         stem,
@@ -177,8 +189,8 @@ def plan(
 
 _HALO_PROBLEM = struct(
     "",
-    "steps chunks rows channels grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n further_h further_w "
-    "tiles_m tiles_n accumulate",
+    "steps chunks rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n "
+    "further_h further_w tiles_m tiles_n accumulate",
 )
 
 
@@ -190,6 +202,7 @@ def _plan_halo(
     accumulate: bool,
     tile: HaloTile,
     division: Division,
+    normalized: bool,
 ) -> Planned:
     grid = halo(conv)
     height, width = grid.size
@@ -220,7 +233,7 @@ def _plan_halo(
         accumulate=accumulate and division.parts == 1,
     )
     defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if division.parts == 1 else 2}
-    defines["CLUSTER"] = division.cluster
+    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)}
     shared = grid.shared_bytes(tile.stages)
     blocks = tiles_m * tiles_n * division.chunks
     return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, division.parts)

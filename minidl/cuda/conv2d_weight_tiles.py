@@ -203,15 +203,16 @@ _EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer do
 _ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
 _START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
+_NORMALIZED = 0.2  # microseconds for a block of 64 pixels x 64 channels
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
 
 
-def choose(conv: Convolution) -> tuple[WeightTile | HaloTile, Division]:
+def choose(conv: Convolution, normalized: bool = False) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    best = min(_candidates(conv), key=lambda candidate: _microseconds(conv, candidate))
+    best = min(_candidates(conv, normalized), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
 
 
@@ -223,15 +224,22 @@ def options(conv: Convolution) -> list[Choice]:
 
 
 @functools.lru_cache(maxsize=1024)
-def taken(choice: Choice | None, conv: Convolution) -> tuple[WeightTile | HaloTile, Division] | None:
+def taken(
+    choice: Choice | None, conv: Convolution, normalized: bool = False
+) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
         return None
-    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else []))}
+    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else [])) if not normalized or _spare(tile)}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
-def _candidates(conv: Convolution) -> Iterator[_Candidate]:
+def _spare(tile: WeightTile | HaloTile) -> bool:
+    """Whether a block has warps to spare that can normalise x, and registers for them."""
+    return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
+
+
+def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candidate]:
     """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
     or not at all.
     """
@@ -243,13 +251,15 @@ def _candidates(conv: Convolution) -> Iterator[_Candidate]:
     for tile in TILES:
         tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
         area = tile.rows * tile.columns
-        if tiles[0] * tiles[1] * area > 1.3 * least:
+        if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
+            continue
+        if normalized and not _spare(tile):
             continue
         for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns)
-                step = max(SPAN * area / _PRODUCTS, copy * slower)
+                step = max(SPAN * area / _PRODUCTS, copy * slower, normalized * tile.columns // SPAN * _NORMALIZED)
                 yield _Candidate(tile, division, steps, tiles[0] * tiles[1], copied, step)
     grid = halo(conv)
     if grid is not None:

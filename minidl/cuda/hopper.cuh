@@ -263,6 +263,45 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
                  : WGMMA_INPUTS);
 }
 
+#if DTYPE
+// The same with a in registers, 64 x 16: of each warp the words (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8) of its
+// 16 rows. They too are the unit's until the wait; b is K-major.
+#define WGMMA_WORDS(N, REGISTERS, A0, A1, A2, A3, B, KEEP)                                                    \
+    "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
+    " wgmma.mma_async.sync.aligned." WGMMA_SHAPE(N) " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B \
+    ", keep, 1, 1, 0;\n}"
+#define WGMMA_WORD_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)
+
+DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("64", WGMMA_0_31, "32", "33", "34", "35", "36", "37")
+                 : WGMMA_16(0), WGMMA_16(16)
+                 : WGMMA_WORD_INPUTS);
+}
+
+DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68", "69")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
+                 : WGMMA_WORD_INPUTS);
+}
+
+DEVICE void multiply(float (&d)[96], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(
+        WGMMA_WORDS("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100", "101")
+        : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80)
+        : WGMMA_WORD_INPUTS);
+}
+
+DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127,
+                             "128", "129", "130", "131", "132", "133")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
+                   WGMMA_16(112)
+                 : WGMMA_WORD_INPUTS);
+}
+#undef WGMMA_WORDS
+#undef WGMMA_WORD_INPUTS
+#endif
+
 #undef WGMMA
 #undef WGMMA_SHAPE
 #undef WGMMA_ACROSS
@@ -308,6 +347,23 @@ DEVICE float4 load_from_block(u32 address, int rank) {
         : "r"(address), "r"(rank)
         : "memory");
     return value;
+}
+
+DEVICE uint4 load_shared(u32 address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+// A predicated store is no branch: what makes the value may be mixed with other work.
+DEVICE void store_shared(u32 address, uint4 value, bool wanted) {
+    asm volatile("{\n .reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n @wanted st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"r"(
+                     address),
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(int(wanted))
+                 : "memory");
 }
 
 DEVICE void store_shared(u32 address, float4 value) {

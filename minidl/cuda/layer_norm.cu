@@ -85,7 +85,7 @@ layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, co
         load_values(gamma, i, channels, 1.0f, scale);
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
-            g[e] *= scale[e];
+            g[e] = __fmul_rn(g[e], scale[e]);  // never half of a fused sum: all variants round alike
             v[e] = (v[e] - mean) * rstd;
         }
     };
@@ -105,7 +105,7 @@ layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, co
         float more[RUN] = {};
         if (ADD) load_run(add + at.row * add_pitch, i, channels, 0.0f, more);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) g[e] = fmaf(g[e] - first - v[e] * second, rstd, more[e]);
+        for (int e = 0; e < RUN; ++e) g[e] = fmaf(fmaf(-v[e], second, g[e] - first), rstd, more[e]);
         store_run(dx + at.row * channels, i, channels, g);
     }
 }

@@ -1,7 +1,7 @@
-"""Batch-norm fusion: which batch norms a network has, what each could share a pass with, and what a plan saves.
+"""Batch-norm fusion: which batch norms a network has, what each could share a pass with, and which plan is fastest.
 
     from minidl import fusion
-    plan = fusion.fuse(model, "elementwise")      # or a Plan, or the path of one that was saved
+    plan = fusion.fuse(model, "adaptive", batch=256)      # or "auto", "elementwise", ..., a Plan, or a file's path
 
 Plans set modes of layers, nothing else: every layer keeps its name, parameters, messages and rows in a profile, and any
 plan computes the same network (values are finished where a layer cannot take them unfinished, see `minidl.value`).
@@ -11,10 +11,24 @@ up, and Hwang, "Adaptive Kernel Fusion" (Seoul National University, 2023), who f
 size of the feature maps.
 """
 
-from minidl.fusion.apply import fuse
+from minidl.fusion.apply import CHOICES, fuse, fuse_by_default
 from minidl.fusion.cost import SiteCost, site_cost
 from minidl.fusion.fold import fold
-from minidl.fusion.plans import PLANS, Plan, choose
+from minidl.fusion.plans import MODES, PLANS, Plan, candidates, choose
 from minidl.fusion.sites import Site, find_sites
 
-__all__ = ["PLANS", "Plan", "Site", "SiteCost", "choose", "find_sites", "fold", "fuse", "site_cost"]
+__all__ = [
+    "CHOICES",
+    "MODES",
+    "PLANS",
+    "Plan",
+    "Site",
+    "SiteCost",
+    "candidates",
+    "choose",
+    "find_sites",
+    "fold",
+    "fuse",
+    "fuse_by_default",
+    "site_cost",
+]

@@ -1,45 +1,139 @@
-"""Sets the modes that a plan asks for."""
+"""Finds the plan that is asked for, and sets the modes that it asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
-from minidl.dist.agree import require_same
-from minidl.fusion.plans import PLANS, Plan, choose
+from minidl import checks
+from minidl.cuda.device import current_device
+from minidl.dist.communicator import Communicator
+from minidl.fusion import kept
+from minidl.fusion.cost import Machine, heuristic
+from minidl.fusion.plans import MODES, PLANS, Plan, choose, fingerprint, switches
 from minidl.fusion.sites import find_sites
+from minidl.fusion.tune import Clock, DeviceClock, tune
+from minidl.graph import Graph
 from minidl.model import Model
+from minidl.precision import Precision
+from minidl.store import TensorStore
 
-__all__ = ["fuse"]
+__all__ = ["CHOICES", "fuse", "fuse_by_default", "machine_of", "plan_for"]
+
+# What `fuse` takes beside plans and their files.
+CHOICES = (*PLANS, "auto", "adaptive")
 
 
-def fuse(model: Model, how: str | Path | Plan = "elementwise") -> Plan:
-    """Run ``model`` by a fusion plan from now on; a collective between its ranks.
+def fuse(
+    model: Model,
+    how: str | Path | Plan = "auto",
+    *,
+    batch: int | None = None,
+    clock: Clock | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Run ``model`` by a fusion plan from now on; a collective between its ranks, which all follow rank 0.
 
     Args:
-        how: one of `PLANS`, a plan, or the path of a saved one.
+        how: one of `PLANS`; ``"auto"``, the fastest by a model that reads no clock; ``"adaptive"``, the fastest as
+            measured on this machine, now or earlier; a plan, or the path of a saved one.
+        batch: samples of a step on this rank, for which ``"adaptive"`` measures and a measured plan must hold.
+        clock: for ``"adaptive"``, who measures; default: this machine.
+        progress: told what was measured.
 
     Returns:
         The plan; `fuse(model, "none")` undoes it.
 
     Raises:
-        ValueError: an unknown name, or a plan for another network.
+        ValueError: an unknown name, a plan for another network, device, precision or batch, or no batch to measure for.
         OSError: a file that cannot be read.
     """
     sites = find_sites(model.graph)
-    plan = how if isinstance(how, Plan) else choose(sites, str(how)) if str(how) in PLANS else _load(how)
-    plan.check(sites)
-    require_same(model.comm, "fusion plan", [f"{name} {way}" for name, way in plan.sites.items()])
-    for site in sites:
-        way = plan.sites[site.name]
-        model.graph[site.name].layer.deferred = way != "none" and site.kind != "alone"
-        if site.producer is not None:
-            model.graph[site.producer].layer.statistics = way in ("statistics", "gradients")
-        if site.taker is not None:
-            model.graph[site.taker].layer.masks = way == "gradients"
+    plan = _of_rank_0(
+        model.comm,
+        lambda: plan_for(model.graph, model.ops, model.precision, how, batch=batch, clock=clock, progress=progress),
+    )
+    plan.check(sites, kept.setting(model.ops, model.precision, batch) if plan.setting else None)
+    on = {pair for site in sites for pair in switches(site, plan.sites[site.name])}
+    for layer in model.layers:
+        for mode in MODES.values():
+            if hasattr(layer, mode.attribute):
+                setattr(layer, mode.attribute, (layer.name, mode.attribute) in on)
+    model.fusion = plan
     return plan
+
+
+def fuse_by_default(model: Model) -> None:
+    """On a GPU, run a model by ``"auto"`` where nobody has chosen; memory planned for other modes stays as planned."""
+    if model.fusion is None and model.ops.name == "cuda" and type(model.store) is TensorStore:
+        fuse(model, "auto")
+
+
+def machine_of(ops: ModuleType) -> Machine:
+    """The device of an operation table, as the model of time knows it."""
+    return Machine.of(current_device() if ops.name == "cuda" else None)
+
+
+def plan_for(
+    graph: Graph,
+    ops: ModuleType,
+    precision: Precision,
+    how: str | Path | Plan,
+    *,
+    batch: int | None = None,
+    clock: Clock | None = None,
+    anew: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The plan that `fuse` would follow for a network on the device of ``ops``; nothing is set.
+
+    Args:
+        anew: measure also what was measured and kept before.
+
+    Raises:
+        ValueError, OSError: as `fuse`.
+    """
+    sites = find_sites(graph)
+    if isinstance(how, Plan):
+        return how
+    if how in PLANS:
+        return choose(sites, str(how))
+    if how == "auto":
+        return heuristic(graph, sites, precision, machine_of(ops))
+    if how != "adaptive":
+        return _load(how)
+    if batch is None:
+        raise checks.bad_value("fuse", "batch", "the samples of a step on each rank, to measure for", None)
+    setting = kept.setting(ops, precision, batch)
+    path = kept.path_of(ops, setting, fingerprint(sites))
+    plan = kept.load(path) if clock is None and not anew else None
+    if plan is None:
+        if clock is None and ops.name == "cpu":
+            clock = DeviceClock(ops, precision)
+        plan = tune(graph, batch, precision, machine_of(ops), clock, setting=setting, progress=progress)
+        kept.keep(plan, path)
+    return plan
+
+
+def _of_rank_0(comm: Communicator, find: Callable[[], Plan]) -> Plan:
+    """Rank 0's plan; where it finds none, its error on every rank."""
+    if comm.size == 1:
+        return find()
+    plan, problem = None, None
+    if comm.rank == 0:
+        try:
+            plan = find().record()
+        except Exception as error:  # whatever a kernel raises: the others are waiting
+            problem = OSError if isinstance(error, OSError) else ValueError, str(error)
+    plan, problem = comm.share((plan, problem))[0]
+    if problem is not None:
+        kind, words = problem
+        raise kind(words)
+    return Plan.of(plan)
 
 
 def _load(how: str | Path) -> Plan:
     if not Path(how).exists() and Path(how).suffix != ".json":
-        choose([], str(how))  # a misspelt name, rather than a missing file
+        raise checks.unknown("fusion", str(how), CHOICES)  # a misspelt name, rather than a missing file
     return Plan.load(how)

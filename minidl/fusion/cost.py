@@ -1,17 +1,27 @@
-"""What a site's passes cost in bytes: the model that ranks plans before any is measured.
+"""What a site's passes cost in bytes, and in time by a model: what ranks ways before any is measured.
 
 A pass reads or writes every element of the site's tensor once. Counted is what comes on top of the convolutions: they
-read their inputs and write their outputs in every plan. Parameters and statistics, vectors of C, are left out.
+read their inputs and write their outputs in every plan. Parameters and statistics, vectors of C, are left out. In time,
+passes run at the memory's rate, and what convolutions do on the way costs them a part of a pass, as measured once. So
+the model's choice is the same for every batch and on every day.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from minidl.cuda.device import DeviceRecord
+from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
 from minidl.fusion.sites import Site
+from minidl.graph import Graph
+from minidl.layers import Conv2d
+from minidl.precision import Precision, bfloat16
 
-__all__ = ["SiteCost", "site_cost"]
+__all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
+
+HOPPER = (9, 0)
 
 
 class SiteCost(NamedTuple):
@@ -30,25 +40,84 @@ class SiteCost(NamedTuple):
 # (forward, backward) passes. Unfused: statistics 1, normalising 2, ReLU 2, sum 3; backward ReLU 3, sums 2, gradient 3.
 # A join's sum and ReLU are counted at the site whose gradient comes first; its partner has none.
 _PASSES = {
-    ("alone", "none"): (3, 5),
-    ("relu", "none"): (5, 8),
-    ("relu", "elementwise"): (3, 5),  # mask recomputed from the input, which both backward passes read anyway
-    ("join", "none"): (8, 8),
-    ("join", "elementwise"): (4, 7),  # the first backward pass reads the output too, and writes the masked gradient
-    ("sum", "none"): (6, 5),
-    ("sum", "elementwise"): (4, 5),
-    ("partner", "none"): (3, 5),
-    ("partner", "elementwise"): (1, 5),  # normalised inside the join
+    ("alone", False): (3, 5),
+    ("relu", False): (5, 8),
+    ("relu", True): (3, 5),  # mask recomputed from the input, which both backward passes read anyway
+    ("join", False): (8, 8),
+    ("join", True): (4, 7),  # the first backward pass reads the output too, and writes the masked gradient
+    ("sum", False): (6, 5),
+    ("sum", True): (4, 5),
+    ("partner", False): (3, 5),
+    ("partner", True): (1, 5),  # normalised inside the join
 }
 
 
 def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     """What ``way`` of running ``site`` costs for ``batch`` samples of ``itemsize`` bytes per element."""
     kind = site.kind if site.first_back or site.kind == "alone" else "partner"
-    reaches = way in ("statistics", "gradients")  # into the convolutions around it
-    forward, backward = _PASSES[kind, "none" if kind == "alone" else "elementwise" if reaches else way]
-    forward -= reaches and site.producer is not None  # the statistics take no pass of their own
+    modes = modes_of(way)
+    forward, backward = _PASSES[kind, "elementwise" in modes]
+    forward -= "statistics" in modes  # which take no pass of their own
+    forward -= 2 * ("prologue" in modes)  # normalised where it is read
     # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output).
-    backward -= (1 if site.kind == "relu" else 2) * (way == "gradients")
+    backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)
+
+
+class Machine(NamedTuple):
+    """What the model of time knows of a device: how fast its memory is, and what its convolutions can do on the way."""
+
+    bytes_per_ms: float
+    arch: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, device: DeviceRecord | None) -> Machine:
+        """Of a GPU, or None for the CPU: usual rates of its kind."""
+        if device is None:
+            return cls(5e7, None)
+        return cls(4.2e9 if device.arch >= HOPPER else 1.7e9, device.arch)
+
+    def does(self, layer: Conv2d, mode: str, precision: Precision) -> bool:
+        """Whether a convolution has kernels for a mode; else the work is done in passes of its own."""
+        aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
+        narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
+        return self.arch == HOPPER and aligned and narrow
+
+
+class Predicted(NamedTuple):
+    """Milliseconds of a site's passes, with what its modes cost the convolutions around it."""
+
+    forward_ms: float
+    backward_ms: float
+
+    @property
+    def ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+
+def runs_as(graph: Graph, site: Site, way: str, precision: Precision, machine: Machine) -> str:
+    """The way whose kernels ``way`` comes to here: modes that a convolution has no kernel for fall away."""
+    layer = lambda mode: graph[getattr(site, MODES[mode].by)].layer  # noqa: E731
+    return way_of(
+        mode for mode in modes_of(way) if MODES[mode].by is None or machine.does(layer(mode), mode, precision)
+    )
+
+
+def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision, machine: Machine) -> Predicted:
+    """The model's time of a way."""
+    way = runs_as(graph, site, way, precision, machine)
+    cost = site_cost(site, way, batch, precision.storage.itemsize)
+    of_pass = batch * prod(site.shape) * precision.storage.itemsize / machine.bytes_per_ms
+    forward = cost.forward + sum(MODES[mode].costs[0] for mode in modes_of(way))
+    backward = cost.backward + sum(MODES[mode].costs[1] for mode in modes_of(way))
+    return Predicted(of_pass * forward, of_pass * backward)
+
+
+def heuristic(graph: Graph, sites: Sequence[Site], precision: Precision, machine: Machine) -> Plan:
+    """The plan that the model thinks fastest; no clock is read. Of equals the way with fewest modes."""
+    ways = {}
+    for site in sites:
+        times = {way: predict(graph, site, way, 1, precision, machine).ms for way in candidates(site)}
+        ways[site.name] = min(times, key=times.__getitem__)
+    return Plan(ways, fingerprint(sites))

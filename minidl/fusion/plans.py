@@ -1,42 +1,150 @@
-"""Plans: how each batch norm of a network is run. Records of names only; they can be saved, compared and forced."""
+"""Plans: how each batch norm of a network is run. Records of names only; they can be saved, compared and forced.
+
+A *mode* is one thing that some layer at a batch norm does on the way; a *way* of running a batch norm is a set of
+modes, and a plan gives every batch norm its way.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.fusion.sites import Site
 
-__all__ = ["PLANS", "Plan", "choose"]
+__all__ = ["MODES", "PLANS", "Mode", "Plan", "candidates", "choose", "modes_of", "obstacle", "switches", "way_of"]
 
-SCHEMA = 1
+SCHEMA = 2
+UNFUSED = "none"
 
-# What a site can be, with the names of the literature's passes (F, J: forward, B: backward). Each includes those before
-# as far as the site can.
+
+class Mode(NamedTuple):
+    """One thing that a plan switches on.
+
+    Attributes:
+        attribute: of the layer that does it, True or False.
+        where: the field of `Site` that names this layer; None there: the site cannot have the mode.
+        by: the field that names the convolution whose kernels do it; None: kernels of their own.
+        passes: those that run other kernels for it.
+        needs: modes without which it does nothing.
+        costs: how much longer the convolution takes, forward and backward, in passes over the batch norm's tensor: the
+            median over ResNet-50 (batch 256, bf16) on an H200.
+        lacking: what a site is told that cannot have it.
+        text: what it does.
+    """
+
+    attribute: str
+    where: str
+    by: str | None
+    passes: tuple[str, ...]
+    needs: tuple[str, ...]
+    costs: tuple[float, float]
+    lacking: str
+    text: str
+
+
+# With the names of the literature's passes (F, J: forward, B: backward).
+MODES = {
+    "elementwise": Mode(
+        "deferred", "shared", None, ("forward", "backward"), (), (0.0, 0.0), "it is {site.why}",
+        "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
+    ),
+    "statistics": Mode(
+        "statistics", "producer", "producer", ("forward",), (), (0.3, 0.0),
+        "no convolution writes for it alone",
+        "the convolution below takes the statistics of what it writes (F3, J3)",
+    ),
+    "gradients": Mode(
+        "masks", "taker", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
+        "no convolution has the last gradient of the ReLU above it",
+        "the data gradient of the convolution above masks and sums what it writes (B3)",
+    ),
+    "prologue": Mode(
+        "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
+        (2.1, 2.0), "no convolution alone reads a ReLU over it",
+        "the convolution above normalises what it reads: the ReLU's output is never written (F4)",
+    ),
+}  # fmt: skip
+
+# The same modes at every batch norm, as far as it can: each plan includes those before.
 PLANS = {
-    "none": "each layer in its own kernels (F0, J0, B0)",
-    "elementwise": "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
-    "statistics": "that, and the convolution below takes the statistics of what it writes (F3, J3)",
-    "gradients": "that, and the data gradient of the convolution above masks and sums what it writes (B3)",
+    UNFUSED: (),
+    "elementwise": ("elementwise",),
+    "statistics": ("elementwise", "statistics"),
+    "gradients": ("elementwise", "statistics", "gradients"),
+    "bnff": ("elementwise", "statistics", "gradients", "prologue"),
 }
+
+
+def way_of(modes: Iterable[str]) -> str:
+    """Modes as one word: ``elementwise+statistics``, or ``none``."""
+    chosen = set(modes)
+    return "+".join(name for name in MODES if name in chosen) or UNFUSED
+
+
+def modes_of(way: str) -> tuple[str, ...]:
+    """The modes of a way.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    names = () if way == UNFUSED else tuple(way.split("+"))
+    for name in names:
+        if name not in MODES:
+            raise checks.unknown("mode of a batch norm", name, (UNFUSED, *MODES))
+    return names
+
+
+def obstacle(site: Site, mode: str) -> str | None:
+    """Why a site cannot have a mode."""
+    facts = MODES[mode]
+    return facts.lacking.format(site=site) if getattr(site, facts.where) is None else None
+
+
+def switches(site: Site, way: str, which: str | None = None) -> frozenset[tuple[str, str]]:
+    """(name of a layer, its attribute) for each mode of a way; of those only that a pass notices, if one is named."""
+    modes = (MODES[name] for name in modes_of(way))
+    return frozenset((getattr(site, m.where), m.attribute) for m in modes if which is None or which in m.passes)
+
+
+def candidates(site: Site) -> list[str]:
+    """Every way of running a site: unfused first, then by the number of modes."""
+    possible = [name for name in MODES if obstacle(site, name) is None]
+    sets = itertools.chain.from_iterable(itertools.combinations(possible, n) for n in range(len(possible) + 1))
+    return [way_of(modes) for modes in sets if all(set(MODES[name].needs) <= set(modes) for name in modes)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way of running for each site, of the network whose sites have this fingerprint."""
+    """A way of running for each site, of the network whose sites have this fingerprint.
+
+    Attributes:
+        sites: the way of each batch norm.
+        fingerprint: of the sites (`fingerprint`).
+        setting: what the measurements hold for that chose it (`minidl.fusion.kept.setting`); None: any.
+        evidence: what was measured, one record for each group of batch norms that share a kernel.
+    """
 
     sites: dict[str, str]
     fingerprint: str
+    setting: dict[str, Any] | None = None
+    evidence: list[dict[str, Any]] = field(default_factory=list, compare=False)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        content = {"schema": SCHEMA, "fingerprint": self.fingerprint, "sites": self.sites}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        Path(path).write_text(json.dumps(self.record(), indent=1) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        """The plan as JSON has it."""
+        return {
+            "schema": SCHEMA, "fingerprint": self.fingerprint, "setting": self.setting, "sites": self.sites,
+            "evidence": self.evidence,
+        }  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -47,19 +155,26 @@ class Plan:
             ValueError: when it is no plan.
         """
         try:
-            content: Any = json.loads(Path(path).read_text())
-            if content["schema"] != SCHEMA:
-                raise ValueError(f"{path}: a plan of schema {content['schema']!r}; this minidl reads {SCHEMA}")
-            sites, fingerprint = dict(content["sites"]), str(content["fingerprint"])
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            return cls.of(json.loads(Path(path).read_text()))
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a fusion plan ({type(error).__name__}: {error})") from error
-        return cls(sites, fingerprint)
 
-    def check(self, sites: Sequence[Site]) -> None:
-        """That this is a plan for these sites.
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Plan:
+        """The plan of a `record`; KeyError, TypeError or ValueError when it is none."""
+        if record["schema"] != SCHEMA:
+            raise ValueError(f"a plan of schema {record['schema']!r}; this minidl reads {SCHEMA}")
+        setting = dict(record["setting"]) if record["setting"] is not None else None
+        return cls(dict(record["sites"]), str(record["fingerprint"]), setting, list(record["evidence"]))
+
+    def check(self, sites: Sequence[Site], setting: Mapping[str, Any] | None = None) -> None:
+        """That this is a plan for these sites, and here.
+
+        Args:
+            setting: of this machine and run; what is None or missing there is not compared.
 
         Raises:
-            ValueError: naming the first that is missing, unknown or cannot run so.
+            ValueError: naming the first site that is missing, unknown or cannot run so, or what it was measured for.
         """
         names = [site.name for site in sites]
         unknown = [name for name in self.sites if name not in names]
@@ -68,41 +183,38 @@ class Plan:
             what = f"the plan has {unknown[0]!r}" if unknown else f"the plan lacks {missing[0]!r}"
             raise ValueError(f"fusion: a plan for another network: {what}")
         for site in sites:
-            way = self.sites[site.name]
-            if way not in PLANS:
-                raise checks.unknown("fusion of a batch norm", way, PLANS)
-            if _obstacle(site, way):
-                raise ValueError(f"fusion: {site.name} cannot be {way}: {_obstacle(site, way)}")
+            for mode in modes_of(self.sites[site.name]):
+                if (reason := obstacle(site, mode)) is not None:
+                    raise ValueError(f"fusion: {site.name} cannot be {self.sites[site.name]}: {reason}")
         if self.fingerprint != fingerprint(sites):
             raise ValueError("fusion: a plan for another network: same names, other shapes or readers")
+        for key, value in (self.setting or {}).items():
+            own = (setting or {}).get(key)
+            if own is not None and own != value:
+                raise ValueError(
+                    f"fusion: a plan measured for {key} {value!r}, this is {own!r}; measure anew: minidl fuse --tune"
+                )
 
 
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker) for s in sites])
+    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _obstacle(site: Site, way: str) -> str | None:
-    """Why a site cannot be run so."""
-    if way == "elementwise" and site.kind == "alone":
-        return f"it is {site.why}"
-    if way == "statistics" and site.producer is None:
-        return "no convolution writes for it alone"
-    if way == "gradients" and site.taker is None:
-        return "no convolution has the last gradient of the ReLU above it"
-    return None
-
-
 def choose(sites: Sequence[Site], how: str) -> Plan:
-    """One of `PLANS` wherever it applies, elsewhere the one before it that does.
+    """One of `PLANS`, as far as each site can.
 
     Raises:
         ValueError: unknown ``how``, listing the known ones.
     """
     if how not in PLANS:
         raise checks.unknown("fusion", how, PLANS)
-    known = list(PLANS)
-    best_first = known[known.index(how) :: -1]
-    ways = {site.name: next(way for way in best_first if not _obstacle(site, way)) for site in sites}
+    ways = {site.name: fixed_way(site, how) for site in sites}
     return Plan(ways, fingerprint(sites))
+
+
+def fixed_way(site: Site, how: str) -> str:
+    """The way of one of `PLANS` at this site."""
+    possible = {mode for mode in PLANS[how] if obstacle(site, mode) is None}
+    return way_of(mode for mode in possible if set(MODES[mode].needs) <= possible)

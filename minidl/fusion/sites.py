@@ -25,6 +25,7 @@ class Site:
         producer: name of the convolution below it, if it alone reads that.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only.
+        sole: whether nobody else reads that ReLU.
         why: of one that stands alone, the reason.
     """
 
@@ -37,6 +38,17 @@ class Site:
     why: str | None = None
     producer: str | None = None
     taker: str | None = None
+    sole: bool = False
+
+    @property
+    def shared(self) -> str | None:
+        """The batch norm's name if its normalisation can be part of another layer's pass."""
+        return None if self.kind == "alone" else self.name
+
+    @property
+    def passed_on(self) -> str | None:
+        """The name of the ReLU above it if a convolution alone reads that, and can do its work too."""
+        return self.readers[0] if self.kind == "relu" and self.sole else None
 
 
 def find_sites(graph: Graph) -> list[Site]:
@@ -46,7 +58,8 @@ def find_sites(graph: Graph) -> list[Site]:
     for node in graph.nodes:
         if isinstance(node.layer, BatchNorm2d):
             site = _site(graph, node, readers)
-            sites.append(replace(site, producer=_producer(graph, node, readers), taker=_taker(graph, site, readers)))
+            taker, sole = _taker(graph, site, readers)
+            sites.append(replace(site, producer=_producer(graph, node, readers), taker=taker, sole=sole))
     return sites
 
 
@@ -56,14 +69,17 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
     return source.name if alone else None
 
 
-def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
+def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | None, bool]:
+    """(taker, whether it is alone)"""
     if site.kind not in ("relu", "join"):
-        return None
+        return None, False
     under, relu = graph[site.readers[0]], graph[site.readers[-1]]
     if site.partner is not None and graph.nodes[under.inputs[0]].name != site.name:
-        return None
+        return None, False
     first = graph.nodes[min(readers[relu.index], default=relu.index)]
-    return first.name if isinstance(first.layer, Conv2d) else None
+    if not isinstance(first.layer, Conv2d):
+        return None, False
+    return first.name, len(readers[relu.index]) == 1 and relu is not graph.output_node
 
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:

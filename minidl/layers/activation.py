@@ -18,12 +18,15 @@ class ReLU(Layer):
     """``max(x, 0)``, any shape. Keeps its output, which the next layer usually keeps too: one buffer, counted once.
 
     Under it a batch norm, or a join of some, may be unfinished: it is then finished here, in one pass with the ReLU,
-    and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm the output is not kept.
+    and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm the output is not kept,
+    and by the mode ``deferred`` of a fusion plan not made either: who reads it does both.
     """
 
     accepts_add = True
     accepts_masked = True
     accepts_unfinished = True
+    modes = ("training", "deferred")
+    deferred = False
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -37,16 +40,19 @@ class ReLU(Layer):
             y = self.ops.relu(x.array if isinstance(x, Value) else x)
             self.save(y=y, finished=False)
             return y
-        done = materialize(self.ops, Value(origin=replace(x.origin, relu=True, owner=self.name)))
-        y = done.array
+        done = Value(origin=replace(x.origin, relu=True, owner=self.name))
         first, *others = x.origin.terms
         if not others and isinstance(first, Normalized):
             # The parameters are no activations: as a tuple they stay where they are.
             affine = (first.gamma, first.beta)
             self.save(raw=first.raw, moments=first.moments, affine=affine, finished=True)
+            if self.deferred:
+                return done
+            done = materialize(self.ops, done)
         else:
-            self.save(y=y, finished=True)
-        return done if self._grad_enabled else y
+            done = materialize(self.ops, done)
+            self.save(y=done.array, finished=True)
+        return done if self._grad_enabled else done.array
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()

@@ -85,7 +85,7 @@ class Conv2d(_Convolution):
         ValueError: bad sizes; an input that is not NHWC with C channels, or smaller than the kernel.
     """
 
-    accepts_unfinished = True  # for what a finished one was made of
+    accepts_unfinished = True  # a ReLU over a batch norm; and for what a finished one was made of
     # Modes of a fusion plan: in training, take the batch norm's statistics of the output on the way; mask the input's
     # gradient for the ReLU below, and sum it for a batch norm under that.
     statistics = False
@@ -133,16 +133,31 @@ class Conv2d(_Convolution):
         )
 
     def compute(self, x: Any) -> Any:
-        below = {}
-        if isinstance(x, Value):
+        options = {**self.geometry, "tf32": self.tf32}
+        if not isinstance(x, Value):
+            self.save(x=x)
+        elif (term := self._owed(x)) is not None:
+            options["norm"] = norm = term.moments, term.gamma, term.beta
+            facts = x.origin.owner, term.owner, True, norm[1:]
+            self.save(raw=term.raw, moments=term.moments, below=facts)
+            x = term.raw
+        else:
             x = materialize(self.ops, x)
-            below, x = self._below(x.origin), x.array
-        self.save(x=x, **below)
+            self.save(x=x.array, **self._below(x.origin))
+            x = x.array
         weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
         if self.statistics and self.training:
-            y, stats = self.ops.conv2d_stats(x, weight, bias, **self.geometry, tf32=self.tf32)
+            y, stats = self.ops.conv2d_stats(x, weight, bias, **options)
             return Value(y, stats=stats)
-        return self.ops.conv2d(x, weight, bias, **self.geometry, tf32=self.tf32)
+        return self.ops.conv2d(x, weight, bias, **options)
+
+    @staticmethod
+    def _owed(x: Value) -> Normalized | None:
+        """The batch norm whose output under a ReLU is still owed, if the operations can make it as they read ``x``."""
+        if x.array is not None or not x.origin.relu or len(x.origin.terms) > 1:
+            return None
+        term = x.origin.terms[0]
+        return term if isinstance(term, Normalized) and term.gamma is not None and term.beta is not None else None
 
     def _below(self, origin: Origin | None) -> dict[str, Any]:
         """What the gradient of an input needs to be masked: of a ReLU over a batch norm, or over a sum with some."""
@@ -155,18 +170,21 @@ class Conv2d(_Convolution):
         return {"raw": norm.raw, "moments": norm.moments, "below": facts}
 
     def backward_weight(self, dy: Any) -> None:
-        x = self.saved().x
+        kept = self.saved()
         if (weight := self.grad("weight")) is not None:
+            # An input that was never written is made again.
+            x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
             self.ops.conv2d_backward_weight(
-                dy, x, **self.geometry, out=weight.view, accumulate=not weight.first, tf32=self.tf32
+                dy, x, **self.geometry, out=weight.view, accumulate=not weight.first, norm=norm, tf32=self.tf32
             )
         if (bias := self.grad("bias")) is not None:
             self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}
-        if not hasattr(kept, "below"):
-            return self.ops.conv2d_backward_data(dy, weight, kept.x.shape, **options)
+        if not self.masks or not hasattr(kept, "below"):
+            shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
+            return self.ops.conv2d_backward_data(dy, weight, shape, **options)
         relu, norm, sole, affine = kept.below
         y = None if sole else kept.x
         dx, parts = self.ops.conv2d_backward_data_masked(dy, weight, kept.raw, kept.moments, *affine, y=y, **options)

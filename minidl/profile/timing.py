@@ -17,9 +17,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,6 +123,30 @@ class Timer:
         """One call at a time, the cache overwritten before each."""
         raise NotImplementedError
 
+    def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
+        """Per call of each contestant, sample by sample in turns: clocks drift by more than rivals differ.
+
+        On a GPU as `replayed`, on the CPU as `hot`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def _turns(runs: Sequence[tuple[Callable[[int], float], int]], budget: Budget) -> list[Timing]:
+        """Of (milliseconds of so many repeats, calls of a repeat) for each; every other turn goes backwards."""
+        repeats = [max(1, math.ceil(budget.sample_ms / max(elapsed(1), 1e-3))) for elapsed, _ in runs]
+        order = list(range(len(runs)))
+        for i in order:
+            runs[i][0](repeats[i])
+        samples: list[list[float]] = [[] for _ in runs]
+        end = time.perf_counter() + budget.seconds
+        for turn in range(budget.samples):
+            if turn >= max(budget.least, 2) and time.perf_counter() >= end:
+                break
+            for i in order if turn % 2 == 0 else reversed(order):
+                elapsed, calls = runs[i]
+                samples[i].append(elapsed(repeats[i]) / (repeats[i] * calls))
+        return [Timing(tuple(taken)) for taken in samples]
+
 
 class DeviceTimer(Timer):
     """By CUDA events on a stream of its own, on CuPy's current device."""
@@ -156,6 +180,17 @@ class DeviceTimer(Timer):
         with self.captured(calls) as (launch, stream):
             launch()
             return self._repeated(stream, launch, len(calls), budget)
+
+    def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
+        with ExitStack() as graphs:
+            runs = []
+            for calls in contestants:
+                launch, stream = graphs.enter_context(self.captured(calls))
+                runs.append((partial(self._launched, launch, stream), len(calls)))
+            return self._turns(runs, budget)
+
+    def _launched(self, launch: Call, stream: Any, repeats: int) -> float:
+        return self._elapsed(stream, lambda: [launch() for _ in range(repeats)])
 
     @contextmanager
     def captured(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Any]]:
@@ -230,22 +265,35 @@ class HostTimer(Timer):
         call()
         return self._quietly(budget, sample)
 
+    def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
+        def elapsed(calls: Sequence[Call], repeats: int) -> float:
+            return self._elapsed(lambda: [call() for _ in range(repeats) for call in calls])
+
+        with _no_collection():
+            return self._turns([(partial(elapsed, calls), len(calls)) for calls in contestants], budget)
+
     @staticmethod
     def _quietly(budget: Budget, sample: Callable[[], float]) -> Timing:
         """Samples without a collection of garbage in them."""
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with _no_collection():
             return budget.take(sample)
-        finally:
-            if collecting:
-                gc.enable()
 
     @staticmethod
     def _elapsed(call: Call) -> float:
         started = time.perf_counter()
         call()
         return (time.perf_counter() - started) * 1e3
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def timer(ops: ModuleType) -> Timer:

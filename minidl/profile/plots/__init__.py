@@ -3,6 +3,7 @@
 from minidl.profile.plots.bars import bars
 from minidl.profile.plots.command import KINDS, add_arguments, make, run
 from minidl.profile.plots.communication import communication
+from minidl.profile.plots.fusion import fusion
 from minidl.profile.plots.layers import layers, series
 from minidl.profile.plots.memory import memory
 from minidl.profile.plots.roofline import roofline
@@ -19,6 +20,7 @@ __all__ = [
     "add_arguments",
     "bars",
     "communication",
+    "fusion",
     "layers",
     "make",
     "memory",

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import minidl as m
-from minidl import dist
+from minidl import dist, fusion
 from minidl.compile import CompiledStep
 from minidl.step import EagerStep
 
@@ -29,6 +29,7 @@ def network():
 def run(comm, kind, precision: str, accumulate: int) -> dict[str, object]:
     """Losses and a digest of all that training changes."""
     model = m.Model(network(), device="cuda", precision=precision, comm=comm, seed=3, group_bytes=3000)
+    fusion.fuse_by_default(model)
     optimizer = m.SGD(model, 0.05, 0.9, 1e-3)
     step = kind(model, optimizer, m.SoftmaxCrossEntropy(ignore_index=3, comm=comm), accumulate=accumulate)
     samples, rng, losses = SAMPLES - (comm.rank > 0), np.random.default_rng(comm.rank), []

@@ -1,0 +1,161 @@
+"""The part of bench_fusion that times what convolutions do for the batch norms around them, against doing it apart.
+
+Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
+for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum). `apart` is
+the same in passes of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, and
+`whole` also adds up what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past
+the cache on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import bench_conv
+import numpy as np
+
+from minidl import cuda as ops
+from minidl.cuda import conv2d_hopper
+from minidl.cuda.device import current_device
+from minidl.profile.tables import show
+from minidl.profile.timing import Budget, DeviceTimer, input_sets
+
+__all__ = ["convolutions"]
+
+Row = dict[str, Any]
+
+
+class Arrays(bench_conv._Arrays):
+    """Those of a layer, with what lies around it."""
+
+    def __init__(self, layer: bench_conv.Layer, sets: int) -> None:
+        import torch
+
+        super().__init__(layer, bench_conv.PRECISIONS["bf16"], sets, "cuda")
+        self.joined = layer.kernel == 1 and layer.channels > layer.filters  # a block's input
+        self.inputs = [torch.randn_like(x) for x in self.x]  # of the batch norm below
+        self.outputs = [x.relu() for x in self.x]
+        self.vector = torch.rand(layer.channels, device="cuda") + 0.5
+        self.moments = ops.from_host(np.stack([np.zeros(layer.channels), np.ones(layer.channels)]).astype(np.float32))
+        self.affine = ops.from_host(np.ones(layer.channels, np.float32)), None
+        options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
+        self.options = options
+
+    def forward(self, arm: str) -> list[Callable[[], Any]]:
+        conv, w = ops.conv2d_stats if arm in ("whole", "kernel") else ops.conv2d, self.array(self.w)
+
+        def call(x: Any) -> Any:
+            y = conv(x, w, **self.options)
+            return (y, ops.batch_norm_stats(y)) if arm == "apart" else y
+
+        return [partial(call, self.array(x)) for x in self.x]
+
+    def forward_peer(self) -> list[Callable[[], Any]]:
+        import torch
+
+        convolve = self.peer("forward")
+
+        def call(conv: Callable[[], Any]) -> Any:
+            y = conv()
+            return y, torch.batch_norm_stats(y, 1e-5)
+
+        return [partial(call, conv) for conv in convolve]
+
+    def backward_data(self, arm: str) -> list[Callable[[], Any]]:
+        w = self.array(self.w)
+
+        def call(dy: Any, raw: Any, y: Any, add: Any) -> Any:
+            add = add if self.joined else None
+            if arm in ("whole", "kernel"):
+                out = y if self.joined else None
+                found = ops.conv2d_backward_data_masked(
+                    dy, w, raw, self.moments, *self.affine, y=out, add=add, **self.options
+                )
+                return found if arm == "kernel" else (found, ops.batch_norm_backward_sums(found[1], self.moments))
+            g = ops.conv2d_backward_data(dy, w, raw.shape, add=add, **self.options)
+            if arm == "plain":
+                return g
+            if self.joined:
+                return g, ops.batch_norm_join_backward_stats(g, y, raw, self.moments)
+            return g, ops.batch_norm_relu_backward_stats(g, raw, self.moments, *self.affine)
+
+        groups = zip(self.dy, self.inputs, self.outputs, self.x, strict=True)
+        return [partial(call, *map(self.array, group)) for group in groups]
+
+    def backward_data_peer(self) -> list[Callable[[], Any]]:
+        import torch
+
+        nchw, vector = bench_conv._nchw, self.vector
+
+        def call(conv: Callable[[], Any], raw: Any, y: Any, add: Any) -> Any:
+            g = conv()
+            if self.joined:
+                g = g + add
+            g = torch.ops.aten.threshold_backward(g, y, 0)
+            return g, torch.batch_norm_backward_reduce(g, raw, vector, vector, vector, True, True, True)
+
+        groups = zip(self.peer("backward_data"), self.inputs, self.outputs, self.x, strict=True)
+        return [partial(call, conv, *map(nchw, rest)) for conv, *rest in groups]
+
+
+def convolutions(a: argparse.Namespace) -> list[Row]:
+    """A row for each pass of each convolution of ``a.network``."""
+    layers = [layer for layer in bench_conv.NETWORKS[a.network](a.batch) if layer.channels > 4]
+    rows = [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf))]
+    rows.sort(key=lambda row: row["count"] * (row["ms"] - row["apart_ms"]), reverse=True)
+    table = [
+        [row["case"], row["pass"], str(row["count"])]
+        + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
+        + [f"{row['cost']:+.1%}", f"{1e3 * row['ms']:.1f}", f"{1e3 * row['apart_ms']:.1f}"]
+        + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
+        for row in rows
+    ]
+    columns = ["layer", "pass", "times", "plain", "kernel", "cost", "whole", "apart", "PyTorch"]
+    for which in ("forward", "backward_data"):
+        mine = [row for row in rows if row["pass"] == which]
+        total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
+        mean = statistics.geometric_mean(1 + row["cost"] for row in mine)
+        cost = total("kernel_ms") / total("plain_ms") - 1
+        print(f"{which}: cost {mean - 1:+.1%} in the mean of layers, {cost:+.1%} of their sum")
+        print(f"{which}: whole {total('ms'):.3f} ms, apart {total('apart_ms'):.3f} ms")
+    show(f"batch norms in convolutions of {a.network}, batch {a.batch}, bf16: microseconds", columns, table)
+    return rows
+
+
+def _rows(layer: bench_conv.Layer, budget: Budget) -> list[Row]:
+    import cupy
+    import torch
+
+    from minidl.bench.torch_calls import time_calls
+
+    arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
+    for which in ("forward", "backward_data"):
+        times = {}
+        for arm in ("plain", "kernel", "whole", "apart"):
+            with _left_as_they_are(arm == "kernel"):
+                times[arm] = DeviceTimer().replayed(getattr(arrays, which)(arm), budget)
+        peer = time_calls(getattr(arrays, f"{which}_peer")(), budget, "replayed", "cuda")
+        rows.append({
+            "case": layer.name, "pass": which, "dtype": "bf16",
+            "arm": "statistics" if which == "forward" else "gradients, join" if arrays.joined else "gradients, relu",
+            "ms": times["whole"].ms, "spread": times["whole"].spread, "floor_ms": None, "count": layer.count,
+            "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
+            "cost": times["kernel"].ms / times["plain"].ms - 1, "peers": {"torch-eager": peer.ms},
+        })  # fmt: skip
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _left_as_they_are(wanted: bool) -> Any:
+    """Within, what the patches leave is not added up."""
+    keep = lambda partial, count=0: partial  # noqa: E731
+    names = {"moments_of": keep, "sums_of": keep} if wanted else {}
+    return mock.patch.multiple(conv2d_hopper, **names) if names else nullcontext()

@@ -1,0 +1,82 @@
+// How the kernels of Hopper normalise their input as they read it: x is the input of a batch norm with a ReLU over it,
+// and what a product sees are relu((x - mean)*rstd*gamma + beta), rounded as batch_norm.cu rounds them, to the bit. They
+// are never in memory. Padding lies behind the ReLU: its zeros stay zeros.
+#pragma once
+#include "hopper.cuh"
+
+// The batch norm: moments (2, channels), mean and rstd; gamma, beta (channels,).
+struct Norm {
+    const float *moments, *gamma, *beta;
+    int channels;
+};
+
+// What two neighbouring channels need; behind the last one zeros, which make zeros of zeros.
+struct Affine {
+    float2 mean = {0, 0}, scale = {0, 0}, shift = {0, 0};
+
+    __device__ __forceinline__ Affine() {}
+    // of: the block of eight channels that they are of, which exists or does not.
+    __device__ __forceinline__ Affine(const Norm& norm, int of, int channel) {
+        if (of >= norm.channels) return;
+        mean = *reinterpret_cast<const float2*>(norm.moments + channel);
+        scale = *reinterpret_cast<const float2*>(norm.moments + norm.channels + channel);
+        const float2 gamma = *reinterpret_cast<const float2*>(norm.gamma + channel);
+        shift = *reinterpret_cast<const float2*>(norm.beta + channel);
+        scale.x *= gamma.x, scale.y *= gamma.y;
+    }
+
+    // Of a pair of values as they lie in memory. The rounding keeps NaN.
+    __device__ __forceinline__ u32 operator()(u32 pair) const {
+        Raw<T, 2> raw;
+        raw.pairs[0] = pair;
+        float v[2];
+        unpack(raw, v);
+        v[0] = fmaf(v[0] - mean.x, scale.x, shift.x);
+        v[1] = fmaf(v[1] - mean.y, scale.y, shift.y);
+        u32 y;
+#if DTYPE == 1
+        asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(v[1]), "f"(v[0]));
+#else
+        asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(v[1]), "f"(v[0]));
+#endif
+        return y;
+    }
+};
+
+// For warps that normalise in shared memory what the engine has brought there, rows of 128 bytes with 64 channels of a
+// pixel each: eight neighbours take a row, and each thread the same chunk of eight channels of all of its rows.
+struct Chunk {
+    Affine pairs[4];
+    u32 place = threadIdx.x % 8;  // of the chunk in a row but for the swizzle
+
+    __device__ __forceinline__ void load(const Norm& norm, int channel) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + place * 8, channel + place * 8 + 2 * i);
+    }
+
+    // Its part of a row from the address `rows` on, which is that of an atom.
+    __device__ __forceinline__ u32 in(u32 rows, u32 row) const { return rows + row * 128 + (place ^ row) % 8 * 16; }
+
+    __device__ __forceinline__ uint4 operator()(uint4 x) const {
+        return make_uint4(pairs[0](x.x), pairs[1](x.y), pairs[2](x.z), pairs[3](x.w));
+    }
+};
+
+// Normalises a thread's rows, first, first + STEP, ... below `count`, where inside() says so, which is asked for one after
+// the other.
+template <int STEP, class Inside>
+DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int count, Inside inside) {
+    constexpr int AT_ONCE = 4;
+    for (int row = first; row < count; row += AT_ONCE * STEP) {
+        uint4 values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) values[i] = load_shared(chunk.in(rows, row + i * STEP));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const bool wanted = inside(row + i * STEP) && row + i * STEP < count;
+            store_shared(chunk.in(rows, row + i * STEP), chunk(values[i]), wanted);
+        }
+    }
+    fence_for_engine();
+    __syncwarp();
+}

@@ -1,0 +1,215 @@
+"""A piece of a network, cut out to be timed: batch norms with the layers around them, on operands of their own.
+
+A piece of some batch norms holds the convolutions that write for them, the sums and ReLUs that read them, and the
+convolutions that take their gradient. It runs as `minidl.model.Model` would run these layers, whatever modes they are
+in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end,
+which no mode changes, are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from minidl.fusion.plans import MODES
+from minidl.fusion.sites import Site
+from minidl.graph import Graph, Node
+from minidl.layer import Layer
+from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
+from minidl.precision import Precision
+from minidl.profile.inputs import noise
+from minidl.profile.timing import input_sets
+from minidl.store import slot_key
+from minidl.value import Value, finished, materialize
+
+__all__ = ["Cut", "Member", "Piece", "cut"]
+
+_MEASURED = (Conv2d, BatchNorm2d, ReLU, Add)  # and no kinds of these, which may talk to other ranks
+_MOST_SETS = 8
+
+
+@dataclass(frozen=True)
+class Member:
+    """One layer of a piece.
+
+    Attributes:
+        layer: of the network; never run itself.
+        inputs: for each the place of the member that gives it, or -1 - i for the piece's i-th operand.
+        shape: of its output, batch first.
+        outside: whether its output is read outside the piece too, so that a gradient comes from there.
+        back: whether its gradients are part of the piece.
+    """
+
+    layer: Layer
+    inputs: tuple[int, ...]
+    shape: tuple[int, ...]
+    outside: bool
+    back: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a piece consists of: layers in order, and the shapes of the operands they read from outside."""
+
+    members: tuple[Member, ...]
+    operands: tuple[tuple[int, ...], ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for pieces that do the same work."""
+        facts = (
+            (type(m.layer).__name__, m.layer.describe(), m.inputs, m.shape, m.outside, m.back) for m in self.members
+        )
+        return (*facts, self.operands)
+
+
+def cut(graph: Graph, sites: Sequence[Site], batch: int) -> Cut | None:
+    """The piece of a network around some batch norms; None where a layer is of a kind that is not timed alone."""
+    names: set[str | None] = set()
+    for site in sites:
+        names |= {site.name, site.producer, *site.readers, site.taker}
+    nodes = [node for node in graph.nodes if node.name in names]
+    if any(type(node.layer) not in _MEASURED for node in nodes):
+        return None
+    below = {site.producer for site in sites} - {site.taker for site in sites}
+    readers, place = graph.consumers(), {node.index: i for i, node in enumerate(nodes)}
+    members, operands = [], []
+    for node in nodes:
+        inputs = []
+        for i in node.inputs:
+            if i not in place:
+                operands.append((batch, *graph.nodes[i].shape))
+            inputs.append(place.get(i, -len(operands)))
+        outside = _read_outside(graph, node, readers, place)
+        members.append(Member(node.layer, tuple(inputs), (batch, *node.shape), outside, node.name not in below))
+    return Cut(tuple(members), tuple(operands))
+
+
+def _read_outside(graph: Graph, node: Node, readers: list[list[int]], place: Mapping[int, int]) -> bool:
+    return node is graph.output_node or any(i not in place for i in readers[node.index])
+
+
+class _Frames:
+    """A store of one forward pass: what each layer saved last, which may be taken again and again."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, dict[str, Any]] = {}
+
+    def save(self, owner: str, items: Mapping[str, Any]) -> None:
+        self.saved[owner] = dict(items)
+
+    def take(self, owner: str) -> SimpleNamespace:
+        return SimpleNamespace(**self.saved[owner])
+
+    def run(self, layer: Layer, inputs: tuple[Any, ...]) -> Any:
+        return layer.compute(*inputs)
+
+    def forget(self, owner: str) -> None:
+        pass
+
+
+class Piece:
+    """A cut on a device, with as many sets of operands as exceed the cache.
+
+    Attributes:
+        sets: how many.
+    """
+
+    def __init__(self, cut: Cut, ops: ModuleType, precision: Precision, cache_bytes: int):
+        self.cut, self.ops = cut, ops
+        self._frames = _Frames()
+        self.layers = [_twin(member.layer, self._frames) for member in cut.members]
+        for layer in self.layers:
+            layer.to(ops.name, precision.name)
+        storage = precision.storage
+        moved = storage.itemsize * sum(map(prod, (*cut.operands, *(m.shape for m in cut.members))))
+        self.sets = min(input_sets(moved, cache_bytes), _MOST_SETS) if ops.name == "cuda" else 1
+        self._operands = [
+            [noise(ops, shape, storage, seed=i + k) for k, shape in enumerate(cut.operands)] for i in range(self.sets)
+        ]
+        self._gradients = [
+            [noise(ops, m.shape, storage, seed=100 + i) if m.outside else None for m in cut.members]
+            for i in range(self.sets)
+        ]
+
+    def calls(self, which: str, on: Set[tuple[str, str]]) -> list[Callable[[], Any]]:
+        """Calls of a pass, "forward" or "backward", one for each set of operands.
+
+        Args:
+            on: (name of a layer, its attribute) for each mode that is on (`minidl.fusion.plans.switches`).
+        """
+        if which == "forward":
+            return [partial(self._in, on, partial(self.forward, i)) for i in range(self.sets)]
+        calls = []
+        for i in range(self.sets):
+            self._frames.saved = {}
+            self._in(on, partial(self.forward, i))
+            calls.append(partial(self._in, on, partial(self.backward, i, self._frames.saved)))
+        return calls
+
+    def saved_bytes(self, on: Set[tuple[str, str]]) -> int:
+        """Bytes of the distinct tensors that the layers keep for the backward pass."""
+        self._frames.saved = {}
+        self._in(on, partial(self.forward, 0))
+        kept = [item for frame in self._frames.saved.values() for item in frame.values() if hasattr(item, "strides")]
+        return sum({slot_key(array): array.nbytes for array in kept}.values())
+
+    def _in(self, on: Set[tuple[str, str]], work: Callable[[], Any]) -> Any:
+        """``work`` with exactly these modes."""
+        for layer in self.layers:
+            for mode in MODES.values():
+                if hasattr(layer, mode.attribute):
+                    setattr(layer, mode.attribute, (layer.name, mode.attribute) in on)
+        return work()
+
+    def forward(self, i: int) -> list[Any]:
+        """Run the layers on the i-th operands; what is read outside."""
+        values: list[Value] = []
+        for member, layer in zip(self.cut.members, self.layers, strict=True):
+            inputs = [values[k] if k >= 0 else Value(self._operands[i][-1 - k]) for k in member.inputs]
+            if not layer.accepts_unfinished:
+                inputs = [materialize(self.ops, value).array for value in inputs]
+            y = layer.forward(*inputs)
+            values.append(y if isinstance(y, Value) else Value(y))
+        return [
+            materialize(self.ops, value).array
+            for value, member in zip(values, self.cut.members, strict=True)
+            if member.outside
+        ]
+
+    def backward(self, i: int, frames: dict[str, dict[str, Any]]) -> list[Any]:
+        """Back through a forward pass on the i-th operands; what the convolutions at the lower end are given."""
+        self._frames.saved = frames
+        grads = list(self._gradients[i])
+        for at in reversed(range(len(self.layers))):
+            member, layer = self.cut.members[at], self.layers[at]
+            if not member.back:
+                continue
+            dy, grads[at] = grads[at], None
+            if not layer.accepts_masked:
+                dy = finished(self.ops, dy)
+            single = member.inputs[0] if len(member.inputs) == 1 and member.inputs[0] >= 0 else None
+            dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
+            for k, part in zip(member.inputs, dx if isinstance(dx, tuple) else (dx,), strict=True):
+                if k >= 0:
+                    together = k == single or grads[k] is None
+                    grads[k] = (
+                        part if together else self.ops.add(finished(self.ops, grads[k]), finished(self.ops, part))
+                    )
+        return [finished(self.ops, gradient) for gradient in grads if gradient is not None]
+
+
+def _twin(layer: Layer, store: Any) -> Layer:
+    """A layer of the same kind and sizes that belongs to no model and talks to nobody."""
+    twin = copy.copy(layer)
+    specs, buffers = layer.specs, layer.buffer_specs
+    Layer.__init__(twin, layer.name)
+    twin.specs, twin.buffer_specs, twin.folded, twin.store = specs, buffers, None, store
+    if isinstance(twin, BatchNorm2d):
+        twin.sync = False
+    return twin

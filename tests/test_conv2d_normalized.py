@@ -1,0 +1,186 @@
+"""Convolutions that normalise their input as they read it: the bits of a pass of its own, and the float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
+from minidl.cuda.conv2d_family import Choice, family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float32
+from tests.reference import conv2d as reference
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_ops import CASES as ALL
+from tests.test_conv2d_ops import cases, put
+from tests.tolerance import draw, draw_integers
+
+FORWARD = ("stride", "padding", "dilation", "groups")
+
+
+def operands(rng, case, storage, ratio=0.0):
+    """x whose channels lie so many deviations from zero, its batch norm with gammas of both signs and zero, and w."""
+    channels = case.x[3]
+    x = draw(rng, case.x, storage, offset=ratio)
+    gamma, beta = rng.standard_normal((2, channels)).astype(np.float32)
+    gamma[:: max(1, channels // 3)] = 0
+    beta += 2  # padding that is normalised too would show
+    pixels = x.astype(np.float64).reshape(-1, channels) if x.size else np.zeros((1, channels))
+    moments = np.stack([pixels.mean(0), 1 / np.sqrt(pixels.var(0) + 1e-5)]).astype(np.float32)
+    return x, draw(rng, case.w, storage, scale=case.terms[0] ** -0.5), (moments, gamma, beta)
+
+
+def normalised(x, norm, storage):
+    """relu((x - mean)*rstd*gamma + beta) in float64, rounded to the storage type."""
+    moments, gamma, beta = (part.astype(np.float64) for part in norm)
+    y = (x.astype(np.float64) - moments[0]) * moments[1] * gamma + beta
+    return np.maximum(y, 0).astype(storage)
+
+
+def check(ops, case, x, w, norm):
+    """Output and weight gradient, as host arrays, with the batch norm on the way and before."""
+    x, w, norm = *put(ops, x, w), put(ops, *norm)
+    z = ops.batch_norm_apply(x, *norm, relu=True)
+    found, expected = (ops.conv2d(a, w, norm=n, **case.options) for a, n in ((x, norm), (z, None)))
+    assert ops.to_host(found).tobytes() == ops.to_host(expected).tobytes()
+    sides = [ops.conv2d_stats(a, w, norm=n, **case.options) for a, n in ((x, norm), (z, None))]
+    (y, stats), (_, apart) = ([ops.to_host(array) for array in side] for side in sides)
+    assert y.tobytes() == ops.to_host(expected).tobytes()
+    same_tile = stats.tobytes() == apart.tobytes()
+    scale = np.abs(apart).max(initial=1.0)
+    assert same_tile or np.abs(stats - apart).max() <= 2.0**-20 * scale
+    return y
+
+
+@cases(ALL)
+def test_normalising_on_the_way_is_normalising_before(ops, case, dtype, rng):
+    check(ops, case, *operands(rng, case, dtype))
+
+
+@SIXTEEN
+@pytest.mark.parametrize("ratio", [0.0, 1e3])
+@cases(CASES)
+def test_in_each_family(forced_ops, case, storage, ratio, rng):  # noqa: F811
+    """Also against the definition, far from zero; the padding is of the normalised input."""
+    x, w, norm = operands(rng, case, storage, ratio)
+    y = check(forced_ops, case, x, w, norm)
+    z = normalised(x, norm, storage)
+    expected = reference.conv2d(z, w, None, **case.options)
+    # Where float32 and float64 round a value to different neighbours the outputs differ by a share of that.
+    size = np.abs(reference.conv2d(np.abs(z), np.abs(w), None, **case.options)).max(initial=1e-3)
+    unit = 2.0**-8 if storage == bfloat16 else 2.0**-11
+    assert np.abs(y.astype(np.float64) - expected).max(initial=0.0) <= 2 * unit * size
+
+
+@pytest.mark.parametrize("share", [1, 3])
+@cases(CASES)
+def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
+    """Every tile gives the same bits, in outputs that were poisoned before, whichever block computes what."""
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    hosts = operands(rng, case, bfloat16, 3.0)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    few = dataclasses.replace(current_device(), multiprocessors=2)
+    launcher = sys.modules["minidl.cuda.conv2d"]
+    own = launcher.empty
+
+    def poisoned(shape, dtype):
+        array = own(shape, dtype)
+        array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(launcher, "empty", poisoned)
+    found = set()
+    try:
+        for tile in conv2d_hopper_tiles.candidates(conv, False, current_device(), normalized=True):
+            for device in (current_device(), few):
+                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
+                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+                conv2d_hopper.plan.cache_clear()
+                x, w, norm = hosts
+                with family("hopper"):
+                    args = *put(cuda_ops, x, w), put(cuda_ops, *norm)
+                    y = cuda_ops.conv2d(args[0], args[1], norm=args[2], **case.options)
+                found.add(cuda_ops.to_host(y).tobytes())
+    finally:
+        conv2d_hopper.plan.cache_clear()
+    assert len(found) == 1
+    z = cuda_ops.batch_norm_apply(args[0], *args[2], relu=True)
+    with family("hopper"):
+        assert cuda_ops.to_host(cuda_ops.conv2d(z, args[1], **case.options)).tobytes() in found
+
+
+@cases(FEW)
+def test_nan_and_infinity_pass_the_relu(forced_ops, case, rng):  # noqa: F811
+    """A NaN anywhere under a filter is seen in the output; minus infinity is cut off."""
+    x, w, norm = operands(rng, case, bfloat16)
+    norm[1][...] = np.abs(norm[1]) + 0.5
+    x[0, ..., 1], x[-1, ..., 2] = np.nan, -np.inf
+    y = check(forced_ops, case, x, np.abs(w) + 1, norm)
+    assert np.isnan(y).any() and not np.isnan(y[1:]).any()
+
+
+def whole(rng, case, storage):
+    """x, its batch norm and dy in whole numbers, whose products' sums are exact in any order."""
+    channels = case.x[3]
+    x, dy = (draw_integers(rng, shape, storage, limit=2) for shape in (case.x, case.y))
+    moments = np.stack([rng.integers(-1, 2, channels), np.ones(channels)]).astype(np.float32)
+    gamma, beta = rng.integers(-1, 2, (2, channels)).astype(np.float32)
+    return x, (moments, gamma, beta + 1), dy
+
+
+def check_weight(ops, case, x, norm, dy, accumulate):
+    """The weight gradient, to the bit; what lies before it is overwritten or added to."""
+    z = normalised(x, norm, np.float64)
+    expected = reference.conv2d_backward_weight(dy, z, case.w, **case.options) + 3.0 * accumulate
+    start = np.full(case.w, 3.0 if accumulate else np.nan, np.float32)
+    x, dy, norm, out = *put(ops, x, dy), put(ops, *norm), ops.from_host(start)
+    ops.conv2d_backward_weight(dy, x, norm=norm, out=out, accumulate=accumulate, **case.options)
+    np.testing.assert_array_equal(ops.to_host(out), expected.astype(np.float32))
+
+
+@SIXTEEN
+@pytest.mark.parametrize("accumulate", [False, True])
+@cases(CASES)
+def test_weight_gradients_see_the_normalised_input(forced_ops, case, storage, accumulate, rng):  # noqa: F811
+    check_weight(forced_ops, case, *whole(rng, case, storage), accumulate)
+
+
+@cases(ALL)
+def test_weight_gradients_of_any_shape_and_type(ops, case, dtype, rng):
+    check_weight(ops, case, *whole(rng, case, dtype), True)
+
+
+@pytest.mark.parametrize("division", [(1, 1), (3, 1), (2, 2)], ids=str)
+@cases(CASES)
+def test_weight_gradients_with_every_tile(cuda_ops, case, division, rng, monkeypatch):
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    hosts = whole(rng, case, bfloat16)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    for tile in (*conv2d_weight_hopper.TILES, conv2d_weight_hopper.HALO):
+        choice = Choice("hopper", tile.name, division)
+        forced = conv2d_weight_hopper.taken(choice, conv, True)
+        if forced is not None:
+            monkeypatch.setattr(conv2d_weight_hopper, "taken", lambda *_, forced=forced: forced)
+            with family("hopper"):
+                check_weight(cuda_ops, case, *hosts, division[1] > 1)
+            monkeypatch.undo()
+
+
+@pytest.mark.parametrize("device", ["A100", "H200"])
+def test_only_where_the_kernel_cannot_is_the_input_normalised_before(device):
+    from minidl import cuda as ops
+
+    options = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    with dry_run(BUILT_IN[device]) as log:
+        x, w = ops.empty((2, 14, 14, 64), bfloat16), ops.empty((72, 3, 3, 64), bfloat16)
+        norm = ops.empty((2, 64), float32), ops.empty(64, float32), ops.empty(64, float32)
+        ops.conv2d(x, w, norm=norm, **options)
+    names = [launch.name for launch in log.launches]
+    assert ("batch_norm_apply_kernel" in names) == (device == "A100")

@@ -1,0 +1,422 @@
+"""Choosing a fusion plan by measuring: the pieces that are timed, the choice, and the plan that is kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import cli, data, fusion, models
+from minidl.fusion import chain, cost, kept
+from minidl.fusion.apply import machine_of
+from minidl.fusion.map import between, measure_map, points
+from minidl.fusion.piece import Piece, cut
+from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way_of
+from minidl.fusion.tune import DeviceClock, groups, measure, tune
+from minidl.precision import precision
+from minidl.profile.timing import Budget, Timing
+from minidl.train import Trainer
+from tests.test_fusion import BOUND, preactivation, residual, stack, wide
+
+H200 = cost.Machine(4.2e9, cost.HOPPER)
+BF16, FP32 = precision("bf16"), precision("fp32")
+
+
+class Fake:
+    """A clock whose times are random numbers of what is timed: equal work, equal time."""
+
+    def __init__(self, seed=0):
+        self.seed, self.asked = seed, []
+
+    def __call__(self, cut, which, variants):
+        self.asked += [(cut.key, which, on) for on in variants]
+        return [self._time(cut, which, on) for on in variants]
+
+    def _time(self, cut, which, on):
+        place = {member.layer.name: i for i, member in enumerate(cut.members)}
+        words = [repr(cut.key), which, *sorted(f"{place[name]} {word}" for name, word in on)]
+        ms = 1 + np.random.default_rng([self.seed, *"".join(words).encode()]).random()
+        return Timing((ms, ms))
+
+
+# -- the dynamic programme ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_elimination_equals_trying_everything(seed):
+    """Chains, and graphs with cycles as residual blocks make them."""
+    rng = np.random.default_rng(seed)
+    options = {f"s{i}": [f"w{k}" for k in range(rng.integers(1, 4))] for i in range(rng.integers(1, 7))}
+    names = list(options)
+    scopes = [(name,) for name in names] + list(itertools.pairwise(names))
+    scopes += [tuple(rng.choice(names, size=min(3, len(names)), replace=False)) for _ in range(seed % 3)]
+    terms = [
+        chain.Term(scope, {ways: rng.random() for ways in itertools.product(*(options[name] for name in scope))})
+        for scope in scopes
+    ]
+    everything = [dict(zip(names, ways, strict=True)) for ways in itertools.product(*options.values())]
+    least = min(chain.total(ways, terms) for ways in everything)
+    assert chain.total(chain.best(options, terms), terms) == pytest.approx(least, rel=1e-12)
+
+
+def test_of_equals_the_first_is_taken_and_lone_sites_are_chosen_alone():
+    assert chain.best({"a": ["x", "y"], "b": ["x", "y"]}, [chain.Term(("b",), {("x",): 2.0, ("y",): 1.0})]) == {
+        "a": "x",
+        "b": "y",
+    }
+    assert chain.best({}, []) == {}
+
+
+# -- pieces -------------------------------------------------------------------------------------------------------
+
+
+def piece_groups(graph, precision):
+    return [group for group in groups(graph, 2, precision, H200, everything=True)]
+
+
+@pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
+def test_a_piece_computes_the_same_in_every_way(ops, build):
+    """In 16 bits against the same piece in float32: what is fused errs no more."""
+    graph = build()
+    for group in groups(graph, 2, BF16, H200, everything=True):
+        exact, narrow = (
+            {ways: outcome(Piece(cut(graph, group.sites, 2), ops, mode, 0), group, ways) for ways in group.ways}
+            for mode in (FP32, BF16)
+        )
+        plain = group.ways[0]
+        for ways in group.ways[1:]:
+            for a, b in zip(exact[plain], exact[ways], strict=True):
+                assert np.abs(a - b).max() <= 4 * BOUND * np.abs(a).max(), (group.names, ways)
+            errors = [distance(exact[plain], narrow[which]) for which in (plain, ways)]
+            assert 0 < errors[1] <= 1.25 * errors[0], (group.names, ways)
+
+
+def outcome(piece, group, ways):
+    """What a piece gives outwards, forward and backward, as float64 arrays."""
+    arrays = []
+    for which in ("forward", "backward"):
+        arrays += piece.calls(which, group.on(ways, "forward") | group.on(ways, "backward"))[0]()
+    return [np.asarray(piece.ops.to_host(array), np.float64) for array in arrays]
+
+
+def distance(exact, found):
+    errors = [np.linalg.norm(a - b) / np.linalg.norm(a) for a, b in zip(exact, found, strict=True)]
+    return np.sqrt(np.mean(np.square(errors)))
+
+
+def test_a_piece_holds_what_the_modes_reach_and_belongs_to_nobody(cpu_ops):
+    model = m.Model(residual())
+    before = model.modes()
+    sites = {site.name: site for site in fusion.find_sites(model.graph)}
+    found = cut(model.graph, (sites["main1.bn"], sites["side1.bn"]), 3)
+    names = [member.layer.name for member in found.members]
+    assert names == ["main1.conv", "main1.bn", "side1.conv", "side1.bn", "add1", "relu1", "main2.conv"]
+    assert found.operands == ((3, 6, 6, 8), (3, 6, 6, 8))
+    assert [member.back for member in found.members] == [False, True, False, True, True, True, True]
+    assert [member.layer.name for member in found.members if member.outside] == ["relu1", "main2.conv"]
+    piece = Piece(found, cpu_ops, FP32, 0)
+    piece.calls("backward", switches(sites["main1.bn"], "elementwise"))[0]()
+    assert model.modes() == before
+    assert not any(
+        layer.bound or layer is member.layer for layer, member in zip(piece.layers, found.members, strict=True)
+    )
+    assert not model.state_dict()["main1.bn.running_mean"].any()
+
+
+def test_layers_that_may_talk_to_other_ranks_are_not_timed():
+    class Watched(m.ReLU):
+        pass
+
+    graph = stack()
+    graph.replace("relu1", Watched(name="other"))
+    sites = fusion.find_sites(graph)
+    assert cut(graph, [sites[1]], 2) is None and cut(graph, [sites[2]], 2) is not None
+    clock = Fake()
+    plan = tune(graph, 2, FP32, H200, clock, everything=True)
+    assert [record["timed"] for record in plan.evidence] == [True, False, True]
+    assert plan.sites["bn1"] == "elementwise", "by the model"
+
+
+def test_a_clock_times_every_candidate_of_a_network(cpu_ops):
+    clock = DeviceClock(cpu_ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=0.01))
+    plan = tune(residual(), 2, FP32, cost.Machine.of(None), clock, everything=True)
+    rows = [row for record in plan.evidence for row in record["rows"]]
+    assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows) and len(rows) == 10
+
+
+# -- candidates ---------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_the_sets_of_modes_that_a_site_can_have():
+    sites = {site.name: site for site in fusion.find_sites(preactivation())}
+    assert candidates(sites["bn0"]) == ["none", "statistics"]
+    assert candidates(sites["bn1"]) == [
+        "none", "elementwise", "elementwise+gradients", "elementwise+prologue", "elementwise+gradients+prologue"
+    ]  # fmt: skip
+    assert candidates(sites["post0"]) == ["none", "elementwise", "statistics", "elementwise+statistics"]
+    for site in sites.values():
+        for way in candidates(site):
+            assert way_of(reversed(modes_of(way))) == way
+
+
+def test_the_model_rules_out_what_only_moves_more_bytes():
+    graph = models.build("resnet50", (224, 224, 3), 10)
+    for group in groups(graph, 256, BF16, H200):
+        assert group.timed and not [ways for ways in group.timed if "none" in ways or "statistics" in ways]
+    for group in groups(graph, 256, FP32, H200):  # no kernel does anything on the way
+        assert group.timed == (("elementwise",) * len(group.sites),)
+        assert all(set(same) <= {"none", "elementwise"} for same in group.same.values())
+
+
+def test_equal_pieces_are_timed_once():
+    clock = Fake()
+    plan = tune(models.build("resnet50", (224, 224, 3), 10), 4, BF16, H200, clock)
+    assert len(clock.asked) == len(set(clock.asked)) and len(plan.evidence) == 49
+    pieces = {key for key, _, _ in clock.asked}
+    assert len(pieces) < len(plan.evidence)
+
+
+# -- the choice ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet50", "densenet121", "vgg16_bn"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed):
+    graph = models.build(name, (64, 64, 3), 10)
+    found = groups(graph, 8, BF16, H200)
+    terms = measure(graph, 8, found, Fake(seed)).terms
+    sites = fusion.find_sites(graph)
+    plan = tune(graph, 8, BF16, H200, Fake(seed))
+    for how in fusion.PLANS:
+        assert chain.total(plan.sites, terms) <= chain.total(fusion.choose(sites, how).sites, terms)
+    for site in sites:
+        for way in candidates(site):
+            assert chain.total(plan.sites, terms) <= chain.total(plan.sites | {site.name: way}, terms) + 1e-9
+
+
+def test_modes_that_meet_in_a_kernel_are_timed_together():
+    """What a convolution normalises as it reads, and the statistics of what it writes."""
+
+    def clock(cut, which, variants):
+        both = lambda on: {("relu0", "deferred"), ("conv1", "statistics")} <= on  # noqa: E731
+        return [Timing((10.0 - len(on) + 5.0 * both(on),) * 2) for on in variants]
+
+    graph = m.Graph()
+    x = graph.input((8, 8, 8))
+    for i in range(3):
+        x = m.Conv2d(8, 8, 3, padding=1, bias=False, name=f"conv{i}")(x)
+        x = m.ReLU(name=f"relu{i}")(m.BatchNorm2d(8, name=f"bn{i}")(x))
+    graph.output(x)
+    site, above = fusion.find_sites(graph)[:2]
+    assert site.taker == above.producer
+    found = groups(graph, 2, BF16, H200, everything=True)
+    (term,) = [t for t in measure(graph, 2, found, clock).terms if t.sites == (site.name, above.name)]
+    both = ("elementwise+prologue", "elementwise+statistics")
+    assert term.ms[both] == pytest.approx(5.0) and ("elementwise", "elementwise") not in term.ms
+
+
+def test_the_heuristic_needs_no_clock_and_no_batch():
+    for name in ("resnet50", "unet"):
+        graph = models.build(name, (64, 64, 3), 10)
+        sites = fusion.find_sites(graph)
+        plan = cost.heuristic(graph, sites, BF16, H200)
+        assert plan == cost.heuristic(graph, sites, BF16, H200)
+        for site in sites:
+            times = {w: cost.predict(graph, site, w, 64, BF16, H200).ms for w in candidates(site)}
+            assert times[plan.sites[site.name]] == min(times.values())
+        assert set(cost.heuristic(graph, sites, FP32, H200).sites.values()) == {"elementwise"}
+
+
+# -- the plan that is kept ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_measured_plan_is_kept_and_found_again(cache):
+    clock = Fake(1)
+    plan = fusion.fuse(m.Model(residual()), "adaptive", batch=8, clock=clock)
+    assert clock.asked and plan.setting["batch"] == 8 and plan.setting["precision"] == "fp32"
+    (file,) = cache.glob("fusion/*.json")
+    again = fusion.fuse(m.Model(residual()), "adaptive", batch=8)
+    assert again == plan and again.evidence == fusion.Plan.load(file).evidence
+    file.write_text("{")
+    model = m.Model(residual())
+    assert fusion.fuse(model, "adaptive", batch=8, clock=Fake(1)).sites == plan.sites == model.fusion.sites
+    assert fusion.Plan.load(file) == plan
+
+
+def test_plans_of_another_device_batch_or_precision_are_refused_by_name(cache, tmp_path):
+    plan = fusion.fuse(m.Model(residual()), "adaptive", batch=8, clock=Fake())
+    path = tmp_path / "plan.json"
+    for key, value in (("device", "another GPU"), ("batch", 9), ("precision", "bf16")):
+        dataclasses.replace(plan, setting=plan.setting | {key: value}).save(path)
+        with pytest.raises(ValueError, match=f"measured for {key} {value!r}, this is"):
+            fusion.fuse(m.Model(residual()), path, batch=8)
+    dataclasses.replace(plan, setting=None).save(path)  # freed of what it holds for, it is like one written by hand
+    assert fusion.fuse(m.Model(residual()), path, batch=9).sites == plan.sites
+    with pytest.raises(ValueError, match="another network"):
+        fusion.fuse(m.Model(stack()), plan, batch=8)
+    with pytest.raises(ValueError, match="batch must be the samples of a step"):
+        fusion.fuse(m.Model(residual()), "adaptive")
+
+
+class Second:
+    """Rank 1 of two, whose rank 0 shares what it was given."""
+
+    name, rank, size, local_rank, local_size = "test", 1, 2, 1, 2
+
+    def __init__(self, value):
+        self.value = value
+
+    def share(self, value):
+        return [self.value, value]
+
+
+def test_all_ranks_follow_rank_0(monkeypatch):
+    model = m.Model(residual())
+    sites = fusion.find_sites(model.graph)
+    plan = fusion.Plan(dict.fromkeys((s.name for s in sites), "elementwise"), fingerprint(sites))
+    model.comm = Second((plan.record(), None))
+    assert fusion.fuse(model, "adaptive", batch=4, clock=None) == plan
+    assert model.graph["stem.bn"].layer.deferred
+    model.comm = Second((None, (OSError, "no such plan")))
+    with pytest.raises(OSError, match="no such plan"):
+        fusion.fuse(model, "adaptive", batch=4)
+
+
+def test_a_setting_names_the_device(ops):
+    found = kept.setting(ops, FP32, 4)
+    assert found["device"] and found["precision"] == "fp32" and found["batch"] == 4
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+SMALL = ["fuse", "--model", "resnet20", "--image-size", "8", "--classes", "10", "--batch", "2", "--precision", "fp32"]
+
+
+def test_tuning_keeps_a_plan_that_training_takes(cache, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert cli.main([*SMALL, "--device", "cpu", "--tune", "--explain", "--json", str(path)]) == 0
+    text = capsys.readouterr()
+    assert "regret: the choices are 0.000 ms behind" in text.out and "chosen" in text.out
+    assert text.err.startswith("1 of 19: bn1\n")
+    plan = fusion.Plan.load(path)
+    assert plan.setting["batch"] == 2 and fusion.Plan.load(next(cache.glob("fusion/*.json"))) == plan
+    options = ["train", "--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "20"]
+    options += ["--epochs", "1", "--device", "cpu", "--output", str(tmp_path / "run"), "--fusion", str(path)]
+    cli.train(cli.parser().parse_args([*options, "--batch", "2"]))
+    with pytest.raises(ValueError, match="measured for batch 2, this is 4; measure anew"):
+        cli.train(cli.parser().parse_args([*options, "--batch", "4"]))
+
+
+def test_explaining_needs_no_gpu(capsys):
+    assert cli.main(["fuse", "--explain", "--device", "H200", "--batch", "256"]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("layer1.0.bn1 ")]
+    assert "256x56x56x64" in line and "none" in line
+    assert "elementwise+statistics+gradients" in text and "measured" in text
+    with pytest.raises(SystemExit):
+        cli.main(["fuse", "--tune", "--device", "H200"])
+    assert "there is no GPU to measure on" in capsys.readouterr().err
+
+
+def test_memory_that_ways_free_is_what_layers_no_longer_keep(cpu_ops):
+    """Of each piece, and together of the network, where every ReLU is read by one convolution."""
+    graph = m.Graph()
+    x = graph.input((8, 8, 8))
+    for i in range(3):
+        x = m.Conv2d(8, 8, 3, padding=1, bias=False, name=f"conv{i}")(x)
+        x = m.ReLU(name=f"relu{i}")(m.BatchNorm2d(8, name=f"bn{i}")(x))
+    graph.output(m.Conv2d(8, 8, 1, name="last")(x))
+    found = groups(graph, 4, FP32, H200, everything=True)
+    pieces = [Piece(cut(graph, group.sites, 4), cpu_ops, FP32, 0) for group in found]
+    for how in fusion.PLANS:
+        freed = 0
+        for group, piece in zip(found, pieces, strict=True):
+            ways = tuple(fusion.choose(group.sites, how).sites.values())
+            freed += piece.saved_bytes(frozenset()) - piece.saved_bytes(group.on(ways, "forward"))
+        kept = {}
+        for one in ("none", how):
+            model = m.Model(graph_like(graph))
+            fusion.fuse(model, one)
+            model.forward(np.zeros((4, 8, 8, 8), np.float32))
+            kept[one] = model.store.saved_bytes
+        assert kept["none"] - kept[how] == freed
+    assert freed == 3 * 4 * 8 * 8 * 8 * 4
+
+
+def graph_like(graph):
+    return copy.deepcopy(graph)
+
+
+# -- what runs where nobody chose ---------------------------------------------------------------------------------
+
+
+def test_a_gpu_runs_by_the_model_of_bytes_unless_told_otherwise(ops):
+    model = m.Model(residual(), device=ops.name)
+    fusion.fuse_by_default(model)
+    if ops.name == "cpu":
+        assert model.fusion is None
+        return
+    assert model.fusion == cost.heuristic(model.graph, fusion.find_sites(model.graph), FP32, machine_of(ops))
+    fusion.fuse(model, "none")
+    fusion.fuse_by_default(model)
+    assert set(model.fusion.sites.values()) == {"none"}
+
+
+def test_the_trainer_fuses_for_the_batch_of_its_loader(cache):
+    def trainer(batch, **options):
+        model = m.Model(models.build("resnet20", (8, 8, 3), 10))
+        loader = data.Loader(data.dataset("synthetic", None, "train", shape=(8, 8, 3), num_classes=10, n=12), batch)
+        parts = model, m.SGD(model, 0.1), m.SoftmaxCrossEntropy(), loader
+        return Trainer(*parts, schedule=lambda step: 0.1, epochs=1, **options)
+
+    assert trainer(4).model.fusion is None
+    assert trainer(4, fusion="elementwise").model.graph["bn1"].layer.deferred
+    plan = fusion.fuse(m.Model(models.build("resnet20", (8, 8, 3), 10)), "adaptive", batch=2, clock=Fake())
+    assert trainer(4, fusion=plan, accumulate=2).model.fusion == plan
+    with pytest.raises(ValueError, match="measured for batch 2, this is 4"):
+        trainer(4, fusion=plan)
+
+
+# -- the map --------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_shows_the_fastest_way_at_each_point(tmp_path, cpu_ops):
+    pytest.importorskip("matplotlib", reason="pictures need minidl[plot]")
+    from minidl.profile import plots
+    from minidl.profile.plots.fusion import fastest
+
+    where = [(1, 7, 64), (1, 14, 64), (3, 7, 64), (3, 7, 128)]
+    rows = measure_map(cpu_ops, 2, BF16, H200, Fake(3), where=where)
+    best = fastest(rows)
+    assert list(best) == where and len(rows) == 4 * len(candidates(fusion.find_sites(between(1, 7, 64))[0]))
+    for point, row in best.items():
+        times = {r["arm"]: r["ms"] for r in rows if (r["kernel"], r["size"], r["channels"]) == point}
+        assert row["ms"] == min(times.values()) == times[row["arm"]]
+    figure = plots.fusion(rows, "title", "machine")
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    gains = [
+        next(r["ms"] for r in rows if r["arm"] == "elementwise" and (r["kernel"], r["size"], r["channels"]) == point)
+        / row["ms"]
+        for point, row in best.items()
+    ]
+    assert sorted(texts) == sorted(f"{gain:.2f}" for gain in gains)
+    plots.save(figure, tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").stat().st_size > 1000
+
+
+def test_points_of_the_map_are_no_larger_than_networks_have_them():
+    for batch in (1, 32, 256):
+        found = list(points(batch, 2))
+        assert len(set(found)) == len(found) and (1, 7, 64) in found
+        assert all(batch * size**2 * channels * 2 <= 1 << 30 for _, size, channels in found)
