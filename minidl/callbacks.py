@@ -10,13 +10,14 @@ Trainer(..., callbacks=[KeepBest(), EarlyStop(patience=5), Announce()])
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from minidl import checks
 
-__all__ = ["Callback", "EarlyStop", "KeepBest", "TensorBoard"]
+__all__ = ["Callback", "EarlyStop", "KeepBest", "Metric", "StepWatch", "TensorBoard", "Unwatched"]
 
 
 class Callback:
@@ -73,14 +74,13 @@ class _Watching(Callback):
     def key(self) -> str:
         return f"{type(self).__name__}({self.metric})"
 
-    def improved(self, row: Mapping[str, float]) -> bool:
-        """Whether the figure is the best so far, which is then remembered; NaN never is.
+    def begin(self, trainer: Any) -> None:
+        """Refuses a figure that no epoch will have."""
+        if self.metric not in trainer.figures:
+            raise checks.unknown(f"metric of {type(self).__name__}", self.metric, trainer.figures)
 
-        Raises:
-            ValueError: when the epochs have no such figure.
-        """
-        if self.metric not in row:
-            raise checks.unknown(f"metric of {type(self).__name__}", self.metric, row)
+    def improved(self, row: Mapping[str, float]) -> bool:
+        """Whether the figure is the best so far, which is then remembered; NaN never is."""
         value = float(row[self.metric])
         better = value == value if self.best is None else self._sign * value < self._sign * self.best - self._least
         if better:
@@ -110,6 +110,7 @@ class KeepBest(_Watching):
         self.file = file
 
     def begin(self, trainer: Any) -> None:
+        super().begin(trainer)
         if trainer.output is None:
             raise checks.order("KeepBest", "the trainer has no output folder", "pass output=")
 
@@ -133,6 +134,7 @@ class EarlyStop(_Watching):
         self.waited = 0
 
     def begin(self, trainer: Any) -> None:
+        super().begin(trainer)
         self._decide(trainer)  # a run that ended this way does not begin again
 
     def epoch(self, trainer: Any, row: Mapping[str, float]) -> None:
@@ -196,3 +198,36 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class StepWatch(Protocol):
+    """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
+
+    def step(self, trainer: Any, samples: int) -> AbstractContextManager[None]:
+        """Around each step of ``samples`` samples on this rank."""
+
+    def finish(self, trainer: Any) -> Path | None:
+        """After the last step, on all ranks; a file that was written."""
+
+
+class Metric(Protocol):
+    """What is counted over the test set: those of `minidl.metrics`."""
+
+    def reset(self) -> None: ...
+
+    def update(self, logits: Any, labels: Any) -> None: ...
+
+    def value(self) -> float:
+        """Over all ranks; a collective."""
+
+
+class Unwatched:
+    """Nobody looks at the steps."""
+
+    _nothing = nullcontext()
+
+    def step(self, trainer: Any, samples: int) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def finish(self, trainer: Any) -> None:
+        pass

@@ -7,13 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from minidl import checkpoint, checks
-from minidl.callbacks import Callback
+from minidl.callbacks import Callback, Metric, StepWatch, Unwatched
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
@@ -27,38 +27,7 @@ from minidl.shapes import ceil_div
 from minidl.step import EagerStep
 from minidl.stopping import StopRequest
 
-__all__ = ["Metric", "StepWatch", "Trainer"]
-
-
-class StepWatch(Protocol):
-    """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
-
-    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
-        """Around each step of ``samples`` samples on this rank."""
-
-    def finish(self, trainer: Trainer) -> Path | None:
-        """After the last step, on all ranks; a file that was written."""
-
-
-class Metric(Protocol):
-    """What is counted over the test set: those of `minidl.metrics`."""
-
-    def reset(self) -> None: ...
-
-    def update(self, logits: Any, labels: Any) -> None: ...
-
-    def value(self) -> float:
-        """Over all ranks; a collective."""
-
-
-class _Unwatched:
-    _nothing = nullcontext()
-
-    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def finish(self, trainer: Trainer) -> None:
-        pass
+__all__ = ["Trainer"]
 
 
 @dataclass
@@ -152,7 +121,7 @@ class Trainer:
         self.report_every = checks.at_least("Trainer", "report_every", report_every, 1)
         self.settings = settings or {}
         checkpoint.require_json(self.settings, "settings")
-        self.profile = profile or _Unwatched()
+        self.profile = profile or Unwatched()
         self.step = 0
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None
@@ -242,6 +211,12 @@ class Trainer:
             raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} is a file")
         if not os.access(there, os.W_OK | os.X_OK):
             raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} cannot be written to")
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of what an epoch is told by, as in metrics.csv."""
+        names = [*MetricsLog.COLUMNS, *self.metrics]
+        return [name for name in names if self.test_loader is not None or not name.startswith("test_")]
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Let rank 0 deal with files; a collective.
