@@ -235,7 +235,7 @@ def conv2d_backward_weight(
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
     The pixels are summed in chunks that depend on the sizes, and on a tuned table if there is one; the chunks in order.
-    ``norm``: as in `conv2d`.
+    ``norm``: as in `conv2d`; the input is made on the way where that should be faster than a pass of its own.
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
@@ -248,7 +248,8 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice, wide = _choose(who, question), _widened(conv, code)
-    if norm is not None and (choice.family != "hopper" or wide is not conv or conv.depthwise):
+    able = choice.family == "hopper" and wide is conv and not conv.depthwise
+    if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
