@@ -202,6 +202,10 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
             assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+    norm = moments, input_bias, input_bias
+    ops.conv2d(x, w, bias, norm=norm, **where)
+    ops.conv2d_stats(x, w, norm=norm, **where)
+    ops.conv2d_backward_weight(dy, x, norm=norm, out=ops.empty(w.shape, np.float32), **where)
     ops.channel_sum(dy, out=db)
 
 

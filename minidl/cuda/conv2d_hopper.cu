@@ -320,7 +320,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
-    constexpr int TAKEN = RESIDENT == 1 || Place::COUNT == 1 ? 4 : 1;  // as registers allow
+    constexpr int TAKEN = 2;  // times 16 rows at once
     float found[Place::COUNT / BLOCKS];
     Tally tally;
 #if MASKED
