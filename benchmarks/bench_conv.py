@@ -1,5 +1,5 @@
-"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, every distinct layer in each of its three passes, beside
-PyTorch.
+"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, the depthwise ones of MobileNetV2 and EfficientNet-B0, and
+grouped ones: every distinct layer in each of its three passes, beside PyTorch.
 
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
     python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import backend, cuda
+from minidl import backend, cuda, models
 from minidl.cpu import _conv2d
+from minidl.graph import Graph
+from minidl.layers import Conv2d
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
@@ -45,22 +47,23 @@ class Precision(NamedTuple):
     """``tflops``: dense arithmetic rate of an H200 (data sheet). ``bound``: error against the peer, of the largest."""
 
     dtype: np.dtype
-    tf32: bool
+    tf32: int
     tflops: float
     bound: float
 
 
 PRECISIONS = {
-    "bf16": Precision(bfloat16, False, 989.0, 1e-2),
-    "fp16": Precision(float16, False, 989.0, 2e-3),
-    "tf32": Precision(float32, True, 494.0, 2e-3),
-    "fp32": Precision(float32, False, 67.0, 2e-5),
+    "bf16": Precision(bfloat16, 0, 989.0, 1e-2),
+    "fp16": Precision(float16, 0, 989.0, 2e-3),
+    "tf32": Precision(float32, 1, 494.0, 2e-3),
+    "tf32x3": Precision(float32, 3, 494.0 / 3, 2e-5),
+    "fp32": Precision(float32, 0, 67.0, 2e-5),
 }
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A square convolution: images of size x size, ``count`` times in its network."""
+    """A square convolution: images of size x size, ``count`` times in its network; padded by half of its kernel."""
 
     network: str
     batch: int
@@ -70,11 +73,13 @@ class Layer:
     kernel: int
     stride: int
     count: int
+    groups: int = 1
 
     @property
     def name(self) -> str:
         stride = f"/{self.stride}" if self.stride > 1 else ""
-        return f"{self.network} {self.kernel}x{self.kernel}{stride} {self.channels}-{self.filters} @{self.size}"
+        groups = f" in {self.groups}" if self.groups > 1 else ""
+        return f"{self.network} {self.kernel}x{self.kernel}{stride} {self.channels}-{self.filters}{groups} @{self.size}"
 
     @property
     def padding(self) -> int:
@@ -86,7 +91,7 @@ class Layer:
 
     @property
     def flop(self) -> int:
-        return 2 * self.batch * self.out_size**2 * self.filters * self.channels * self.kernel**2
+        return 2 * self.batch * self.out_size**2 * self.filters * self.channels // self.groups * self.kernel**2
 
     def bytes(self, itemsize: int) -> int:
         """Of the images on both sides."""
@@ -142,16 +147,46 @@ def _unet(batch: int = 32) -> list[Layer]:
     return _merged(layers)
 
 
+def _depthwise(label: str, build: Callable[[], Graph], batch: int = 128) -> list[Layer]:
+    """The depthwise convolutions of a network."""
+    graph, layers = build(), []
+    for node in graph.nodes:
+        if isinstance(node.layer, Conv2d) and node.layer.groups > 1:
+            size, _, channels = graph.nodes[node.inputs[0]].shape
+            kernel, stride = node.layer.kernel_size[0], node.layer.stride[0]
+            layers.append(Layer(label, batch, size, channels, node.shape[-1], kernel, stride, 1, node.layer.groups))
+    return _merged(layers)
+
+
+def _grouped(batch: int = 128) -> list[Layer]:
+    """ResNeXt-50 32x4d and 32x8d's, AlexNet's, ShuffleNet's, and widths of groups that fill no vector."""
+    layers, size = [], 56
+    for width, blocks in ((128, 3), (256, 4), (512, 6), (1024, 3)):
+        if width > 128:
+            layers.append(Layer("ResNeXt", batch, size, width, width, 3, 2, 1, 32))
+            size //= 2
+        layers.append(Layer("ResNeXt", batch, size, width, width, 3, 1, blocks - (width > 128), 32))
+    layers.append(Layer("ResNeXt", batch, 7, 2048, 2048, 3, 1, 2, 32))
+    layers.append(Layer("AlexNet", batch, 27, 96, 256, 5, 1, 1, 2))
+    layers.append(Layer("AlexNet", batch, 13, 384, 384, 3, 1, 1, 2))
+    layers.append(Layer("ShuffleNet", batch, 28, 240, 240, 1, 1, 1, 3))
+    layers += [Layer("odd", batch, 28, channels, channels, 3, 1, 1, 32) for channels in (64, 192, 320, 384)]
+    return layers
+
+
 def _merged(layers: list[Layer]) -> list[Layer]:
-    counts: dict[tuple, int] = {}
+    counts: dict[Layer, int] = {}
     for layer in layers:
-        key = tuple(vars(layer).values())[:-1]
+        key = replace(layer, count=0)
         counts[key] = counts.get(key, 0) + layer.count
-    return [Layer(*key, count) for key, count in counts.items()]
+    return [replace(key, count=count) for key, count in counts.items()]
 
 
 NETWORKS: dict[str, Callable[..., list[Layer]]] = {
-    "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet
+    "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet,
+    "mobilenet_v2": partial(_depthwise, "MobileNetV2", models.mobilenet_v2),
+    "efficientnet_b0": partial(_depthwise, "EfficientNet-B0", models.efficientnet_b0),
+    "grouped": _grouped,
 }  # fmt: skip
 
 
@@ -174,7 +209,7 @@ class Arrays:
 
         n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
         self.x, self.dy = [draw(n, h, h, c) for _ in range(sets)], [draw(n, p, p, k) for _ in range(sets)]
-        self.w = draw(k, r, r, c)
+        self.w = draw(k, r, r, c // layer.groups)
 
     def array(self, tensor: Any) -> Any:
         """Our array of a tensor's memory."""
@@ -189,7 +224,8 @@ class Arrays:
     def ours(self, which: str) -> list[Callable[[], Any]]:
         layer, ops, w = self.layer, self.ops, self.array(self.w)
         stride, padding = (layer.stride,) * 2, (layer.padding,) * 2
-        options = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "tf32": self.precision.tf32}
+        options = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": layer.groups}
+        options["tf32"] = self.precision.tf32
         sets = [(self.array(x), self.array(dy)) for x, dy in zip(self.x, self.dy, strict=True)]
         if which == "forward":
             return [partial(ops.conv2d, x, w, **options) for x, _ in sets]
@@ -212,12 +248,12 @@ class Arrays:
         w, xs, dys = placed(self.w), [placed(x) for x in self.x], [placed(dy) for dy in self.dy]
         stride, padding = [layer.stride] * 2, [layer.padding] * 2
         if which == "forward":
-            return [partial(torch.nn.functional.conv2d, x, w, None, stride, padding) for x in xs]
+            return [partial(torch.nn.functional.conv2d, x, w, None, stride, padding, 1, layer.groups) for x in xs]
         mask = [which == "backward_data", which == "backward_weight", False]
         wanted = mask.index(True)
 
         def backward(dy: Any, x: Any) -> Any:
-            arguments = (stride, padding, [1, 1], False, [0, 0], 1, mask)
+            arguments = (stride, padding, [1, 1], False, [0, 0], layer.groups, mask)
             return torch.ops.aten.convolution_backward(dy, x, w, None, *arguments)[wanted]
 
         return [partial(backward, dy, x) for dy, x in zip(dys, xs, strict=True)]
@@ -383,7 +419,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, help="default: bf16, on the CPU fp32")
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, help="default: all but resnet18, on the CPU resnet18")
+    networks = "default: resnet50 vgg16 unet, on the CPU resnet18"
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, help=networks)
     parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=list(PASSES))
     parser.add_argument("--batch", type=int, help="images (default: of a training step on a GPU; on the CPU 8)")
     parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
@@ -393,7 +430,7 @@ def _arguments() -> argparse.Namespace:
     a.precision = a.precision or (["fp32"] if on_cpu else ["bf16"])
     a.network = a.network or (["resnet18"] if on_cpu else ["resnet50", "vgg16", "unet"])
     a.batch = a.batch or (8 if on_cpu else None)
-    if on_cpu and "tf32" in a.precision:
+    if on_cpu and not {"tf32", "tf32x3"}.isdisjoint(a.precision):
         parser.error("TF32 exists on the GPU only")
     return a
 
@@ -408,7 +445,7 @@ def main() -> None:
         torch.backends.cudnn.benchmark = True
         bandwidth = copy_bandwidth(cuda, DeviceTimer()) * 1e9
     for name in a.precision:
-        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
+        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32 == 1  # the peer of three products is float32
         for network in a.network:
             for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
                 if a.device == "cpu":

@@ -153,9 +153,9 @@ class Layer:
         return type(self).backward_weight is not Layer.backward_weight
 
     @property
-    def tf32(self) -> bool:
-        """Whether float32 products may round their operands to TF32."""
-        return self.precision is not None and self.precision.tf32
+    def tf32(self) -> int:
+        """TF32 products that stand for one of float32 arrays: 0, 1 or 3 (`minidl.precision`)."""
+        return 0 if self.precision is None else self.precision.tf32
 
     @property
     def stream(self) -> int:

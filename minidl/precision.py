@@ -24,21 +24,23 @@ class Precision:
     """How a model stores its activations and computes its products.
 
     Attributes:
-        name: short name, as used in result files: fp32, tf32, bf16 or fp16.
+        name: short name, as used in result files: fp32, tf32, tf32x3, bf16 or fp16.
         storage: dtype of activations and of the weights that enter products.
-        tf32: products of float32 arrays may round their operands to TF32 (10-bit mantissa); GPU only.
+        tf32: TF32 products (operands rounded to 10-bit mantissas; GPU only) that stand for one of float32 arrays: 1, or
+            3 of operands split in two, which comes near to float32's accuracy; 0: exact products.
         loss_scaling: gradients need a scaled loss so that they do not underflow (float16).
     """
 
     name: str
     storage: np.dtype
-    tf32: bool = False
+    tf32: int = 0
     loss_scaling: bool = False
 
 
 _PRECISIONS = {
     "fp32": Precision("fp32", float32),
-    "tf32": Precision("tf32", float32, tf32=True),
+    "tf32": Precision("tf32", float32, tf32=1),
+    "tf32x3": Precision("tf32x3", float32, tf32=3),
     "bf16": Precision("bf16", bfloat16),
     "fp16": Precision("fp16", float16, loss_scaling=True),
 }
@@ -46,7 +48,7 @@ _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def precision(spec: str | np.dtype | type | Precision) -> Precision:
-    """The precision of a name (``"fp32"``, ``"tf32"``, ``"bf16"``, ``"fp16"``, ``"bfloat16"``, ...) or of a dtype.
+    """The precision of a name (``"fp32"``, ``"tf32"``, ``"tf32x3"``, ``"bf16"``, ``"bfloat16"``, ...) or of a dtype.
 
     Raises:
         ValueError: for any other name or dtype.

@@ -47,6 +47,10 @@ def both(ops, case, x, w, dy, forward_bias=None, **backward):
     return y, ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **options, **backward)
 
 
+def conv_of(case):
+    return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+
+
 def draws(rng, case):
     return tuple(draw_integers(rng, shape, float32) for shape in (case.x, case.w, case.y))
 
@@ -182,3 +186,51 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(hopper, case, r
             expected = expected_of(case, hurt, w_ones, pain)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(np.isfinite(hopper.to_host(one)), np.isfinite(other))
+
+
+# -- three products ----------------------------------------------------------------------------------------------------
+
+THREE = [*SOME, *(case for case in CASES if case.name in ("asymmetric", "fours-stride-2", "one-pixel-3x3", "11x11"))]
+
+
+def three_passes(ops, case, x, w, dy, tf32):
+    options = case.options | {"tf32": tf32}
+    y = ops.conv2d(x, w, **options)
+    dx = ops.conv2d_backward_data(dy, w, case.x, **options)
+    out = ops.from_host(np.full(case.w, np.nan, np.float32))
+    ops.conv2d_backward_weight(dy, x, **options, out=out)
+    return [ops.to_host(array) for array in (y, dx, out)]
+
+
+def three_references(case, x, w, dy):
+    return *expected_of(case, x, w, dy), reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+
+
+@cases(THREE)
+def test_three_products_of_whole_numbers_are_exact(cuda_ops, case, rng):
+    hosts = draws(rng, case)
+    found = three_passes(cuda_ops, case, *put(cuda_ops, *hosts), 3)
+    for one, expected in zip(found, three_references(case, *hosts), strict=True):
+        np.testing.assert_array_equal(one, expected)
+
+
+@cases(THREE)
+def test_three_products_come_near_to_float32(cuda_ops, case, rng):
+    """What is left out of a product is 2**-22 of it, twice; what the units cut off a stage's sum is less."""
+    hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
+    placed = put(cuda_ops, *hosts)
+    exact, sizes = three_references(case, *hosts), three_references(case, *map(np.abs, hosts))
+    three, one = (three_passes(cuda_ops, case, *placed, tf32) for tf32 in (3, 1))
+    for found, rough, expected, size in zip(three, one, exact, sizes, strict=True):
+        assert (np.abs(found - expected) <= 2.0**-20 * size).all()
+        assert np.abs(found - expected).mean() <= np.abs(rough - expected).mean() / 100
+    for again, found in zip(three_passes(cuda_ops, case, *placed, 3), three, strict=True):
+        np.testing.assert_array_equal(again, found)
+
+
+def test_other_numbers_of_products_are_refused():
+    from minidl import cuda as ops
+
+    case = Case("plain", (2, 9, 10, 16), (32, 3, 3))
+    with dry_run(), pytest.raises(ValueError, match="tf32 must be 0"):
+        ops.conv2d(ops.empty(case.x, float32), ops.empty(case.w, float32), **case.options, tf32=2)

@@ -192,9 +192,11 @@ def test_the_order_of_every_sum_is_the_same_for_misaligned_slices(dtype, channel
             elif launch.name == "depthwise_weight_kernel":
                 slabs = ceil_div(channels, defines["LANES"] * defines["VEC"])
                 ordering.append((launch.name, defines["LANES"], defines["TAPS"], launch.grid[0] // slabs))
+            elif launch.name == "depthwise_strip_weight_kernel":
+                ordering.append((launch.name, *(defines[key] for key in ("COLUMNS", "LANES", "DEEP")), launch.grid))
             elif launch.name == "conv2d_hopper_kernel":  # one order for all sizes
                 ordering.append(launch.name)
-            elif launch.name != "depthwise_kernel" and launch.stem != "array":  # its pixels sum taps in order; copies
+            elif launch.name not in ("depthwise_kernel", "depthwise_strip_kernel"):  # their pixels sum taps in order
                 ordering.append((launch.name, defines.get("SPLIT"), launch.grid))
         return ordering
 
@@ -404,5 +406,5 @@ def test_textbook_kernels_refuse_what_they_cannot_do():
         with pytest.raises(ValueError, match="tiled family does not apply"):
             run("tiled", kernel=9, stride=(8, 8), dilation=(4, 4))
         run("direct", kernel=9, stride=(8, 8), dilation=(4, 4))
-        with pytest.raises(ValueError, match="generic or hopper or stem"):
+        with pytest.raises(ValueError, match="generic or grouped or hopper or stem"):
             run("textbook")

@@ -56,7 +56,7 @@ def arithmetic(precision: Precision, device: str) -> Iterator[None]:
         return
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark
-    cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = precision.tf32, precision.tf32, True
+    cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = precision.tf32 == 1, precision.tf32 == 1, True
     try:
         yield
     finally:

@@ -267,7 +267,7 @@ constexpr int MANY_ROWS = 9;
 #else
 constexpr int MANY_ROWS = 8;  // whose compiler keeps fewer values in uniform registers
 #endif
-constexpr bool HEAVY = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) || Source::ROWS >= MANY_ROWS;
+constexpr bool HEAVY = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && TF32 != 1) || Source::ROWS >= MANY_ROWS;
 constexpr int RESIDENT = HEAVY ? 2 : 3;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)

@@ -2,7 +2,8 @@
 
 Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
 With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
-without it they are exact float32 multiply-adds.
+with ``tf32=3`` each is three products of operands split in two, near to float32's accuracy (an infinite operand gives
+NaN); without it they are exact float32 multiply-adds.
 
 Several families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py),
 or a table of what was measured (conv2d_tuned.py). Every result has the same bits on every run, and on every device that
@@ -18,6 +19,7 @@ from typing import Any
 from minidl import checks
 from minidl.cuda import (
     conv2d_generic,
+    conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
     conv2d_stem,
@@ -61,7 +63,7 @@ def conv2d(
     dilation: Pair,
     groups: int,
     norm: Norm | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
 
@@ -72,7 +74,7 @@ def conv2d(
         norm: (moments, gamma, beta) (2, C), (C,), (C,) float32, or None: the input is
             ``batch_norm_apply(x, *norm, relu=True)``, which a kernel that can do so makes as it reads ``x``; the same
             bits either way.
-        tf32: round float32 operands to TF32.
+        tf32: 1 or True: round float32 operands to TF32; 3: three TF32 products for each, near to float32's accuracy.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     return _forward("conv2d", x, w, bias, geometry, norm, tf32, False)[0]
@@ -88,7 +90,7 @@ def conv2d_stats(
     dilation: Pair,
     groups: int,
     norm: Norm | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
 
@@ -100,7 +102,7 @@ def conv2d_stats(
 
 
 def _forward(
-    who: str, x: Any, w: Any, bias: Any, geometry: dict, norm: Norm | None, tf32: bool, statistics: bool
+    who: str, x: Any, w: Any, bias: Any, geometry: dict, norm: Norm | None, tf32: int, statistics: bool
 ) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
@@ -148,7 +150,7 @@ def conv2d_backward_data(
     groups: int,
     bias: Any | None = None,
     add: Any | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> Any:
     """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
 
@@ -183,7 +185,7 @@ def conv2d_backward_data_masked(
     dilation: Pair,
     groups: int,
     add: Any | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> tuple[Any, Any]:
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
@@ -228,7 +230,7 @@ def conv2d_backward_weight(
     out: Any,
     accumulate: bool = False,
     norm: Norm | None = None,
-    tf32: bool = False,
+    tf32: int = False,
 ) -> None:
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
@@ -258,16 +260,18 @@ def conv2d_backward_weight(
         _weight(question, choice, dy, x, out, accumulate, norm)
 
 
-def _check_types(who: str, first: Any, second: Any, name: str, tf32: bool) -> int:
+def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int:
     code = dtype_code(first, who)
     if second.dtype != first.dtype:
         raise checks.bad_dtype(who, name, first.dtype, second.dtype)
+    if tf32 not in (0, 1, 3):
+        raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
     if tf32 and first.dtype != float32:
         raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
     return code
 
 
-def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: bool) -> int:
+def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:
     """What the kernels rely on; the macro DTYPE."""
     code = _check_types(who, source, w, "w", tf32)
     channels = output.shape[-1]
@@ -299,15 +303,25 @@ def _choose(who: str, question: Question) -> Choice:
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
     which, conv, code, tf32 = question
-    units = tf32 or code > 0  # matrix units would round float32
+    units = tf32 == 1 or code > 0  # matrix units would round float32
     if which == "backward_data":
-        fits = {"hopper": units and conv2d_hopper.applies(conv, code, True, device), "generic": True}
+        grouped = conv2d_grouped.applies(conv, code, True)
+        fits = {
+            "grouped": grouped,
+            "hopper": units and conv2d_hopper.applies(conv, code, True, device),
+            "generic": True,
+        }
         return fits, () if conv2d_hopper.pays(conv, code, True) else ("hopper",)
     stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
     if which == "forward":
-        fits = {"stem": stem, "hopper": units and conv2d_hopper.applies(wide, code, False, device), "generic": True}
+        hopper, grouped = (
+            units and conv2d_hopper.applies(wide, code, False, device),
+            conv2d_grouped.applies(conv, code, False),
+        )
+        fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
         return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
-    fits = {"stem": stem, "hopper": conv2d_weight_hopper.applies(wide, code, device), "generic": True}
+    hopper, grouped = conv2d_weight_hopper.applies(wide, code, device), conv2d_grouped.applies_to_weight(conv, code)
+    fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
     return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
 
 
@@ -322,8 +336,8 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     wide = conv if backward else _widened(conv, code)
     found: list[Choice] = []
     for name in names:
-        if name == "stem":
-            found.append(Choice("stem"))
+        if name in ("stem", "grouped"):
+            found.append(Choice(name))
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
         elif which == "backward_weight":
@@ -347,7 +361,9 @@ def _gather(
     if conv.depthwise and depthwise.fits(conv, backward):
         depthwise.gather(conv, code, backward, source, w, bias, add, output)
         return None
-    if choice.family != "hopper":
+    if choice.family == "grouped":
+        conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
+    elif choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
     elif statistics and conv2d_hopper.takes_statistics(conv, code):
         return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
@@ -366,6 +382,8 @@ def _weight(
     _, conv, code, tf32 = question
     if conv.depthwise:
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "grouped":
+        conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "hopper":
         conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm)
     else:

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 TEXTBOOK = ("direct", "tiled")
-FAMILIES = ("generic", "hopper", "stem", *TEXTBOOK)
+FAMILIES = ("generic", "grouped", "hopper", "stem", *TEXTBOOK)
 
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
 
@@ -40,13 +40,13 @@ class Question(NamedTuple):
         which: forward, backward_data or backward_weight.
         conv: its sizes, as the operation was asked for them.
         code: the macro DTYPE of its arrays.
-        tf32: whether float32 operands are rounded to TF32.
+        tf32: TF32 products that stand for one of float32: 1, 3, or 0 where it is exact.
     """
 
     which: str
     conv: Convolution
     code: int
-    tf32: bool
+    tf32: int
 
 
 class Choice(NamedTuple):
@@ -116,7 +116,8 @@ def family(name: str) -> Iterator[None]:
     """Inside, every convolution runs on kernels of this family.
 
     Args:
-        name: "generic" (fits everything), "hopper" (wgmma and TMA, sm_90) or "stem" (few input channels); "direct" and
+        name: "generic" (fits everything), "grouped" (groups of few channels), "hopper" (wgmma and TMA, sm_90) or
+            "stem" (few input channels); "direct" and
             "tiled" are the textbook's kernels of a forward pass in float32, baselines that leave other passes alone. A
             convolution that the family cannot do raises ValueError.
     """

@@ -55,7 +55,7 @@ _WEIGHT = struct(
 def gather(
     conv: Convolution,
     code: int,
-    tf32: bool,
+    tf32: int,
     backward: bool,
     source: Any,
     w: Any,
@@ -76,7 +76,7 @@ def gather(
 
 
 def backward_weight(
-    conv: Convolution, code: int, tf32: bool, dy: Any, x: Any, out: Any, accumulate: bool, tile: str = ""
+    conv: Convolution, code: int, tf32: int, dy: Any, x: Any, out: Any, accumulate: bool, tile: str = ""
 ) -> None:
     """Weight gradient into ``out``; ``tile`` as of `gather`. The sums are the same with all tiles."""
     dy, x = as_rows(dy), as_rows(x)
@@ -114,17 +114,17 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     return [Choice("generic", name) for name in dict.fromkeys(names)]
 
 
-def _tiles(itemsize: int, tf32: bool, *vectors: int) -> tuple[Tile, ...]:
+def _tiles(itemsize: int, tf32: int, *vectors: int) -> tuple[Tile, ...]:
     if min(vectors) * itemsize < ACCESS:
         return HALF_TILES if min(vectors) * itemsize == ACCESS // 2 else NARROW_TILES
-    return TENSOR_TILES if itemsize == 2 or tf32 else EXACT_TILES
+    return TENSOR_TILES if itemsize == 2 or tf32 == 1 else EXACT_TILES
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan_gather(
     conv: Convolution,
     code: int,
-    tf32: bool,
+    tf32: int,
     backward: bool,
     pitches: tuple[int, int],
     vectors: tuple[int, int, int],
@@ -224,7 +224,7 @@ def _gather_problem(
 def _plan_weight(
     conv: Convolution,
     code: int,
-    tf32: bool,
+    tf32: int,
     pitches: tuple[int, int],
     vectors: tuple[int, int, int],
     itemsize: int,

@@ -150,7 +150,7 @@ DEVICE void write_tile(const float* staged, float* output, const Problem& p, i64
 
 // Blocks per multiprocessor that the registers must leave room for: the widest tile spends them on its accumulators,
 // exact float32 on two levels of them.
-constexpr int RESIDENT = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && !TF32) ? 2 : 3;
+constexpr int RESIDENT = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && TF32 != 1) ? 2 : 3;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,

@@ -9,6 +9,7 @@ import functools
 from math import prod
 from typing import Any
 
+from minidl.cuda import depthwise_strip
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.channel_sum import sum_partials
 from minidl.cuda.conv2d_plan import Convolution, Launched, argument, lanes_along, pixel_chunk, struct
@@ -42,6 +43,9 @@ def fits(conv: Convolution, backward: bool) -> bool:
 
 def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
     """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense."""
+    if depthwise_strip.fits(conv, "backward_data" if backward else "forward", source.itemsize):
+        depthwise_strip.gather(conv, code, backward, source, w, bias, add, output)
+        return
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     vectors = vector_width(source), vector_width(output) if add is None else vector_width(output, add)
     plan(conv, code, backward, pitches, vectors, source.itemsize).start(source, w, bias, add, output)
@@ -49,6 +53,9 @@ def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bi
 
 def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
     """Weight gradient into ``out``."""
+    if depthwise_strip.fits(conv, "backward_weight", x.itemsize):
+        depthwise_strip.backward_weight(conv, code, dy, x, out, accumulate)
+        return
     dy, x = as_rows(dy), as_rows(x)
     pitches, vectors = (rows(x)[2], rows(dy)[2]), (vector_width(x), vector_width(dy))
     planned, chunks = plan_weight(conv, code, pitches, vectors, x.itemsize)

@@ -10,7 +10,9 @@
 // The accumulators stay in registers; `stage` spreads them out as float32 rows in shared memory,
 // where the epilogue picks them up in the order in which they are written to global memory.
 //
-// Macros: DTYPE, and TF32 (1: float32 operands rounded to TF32 on tensor cores; 0: float32 products are exact FFMA).
+// Macros: DTYPE, and TF32 (1: float32 operands rounded to TF32 on tensor cores; 3: each split into two such, of whose
+// products the smallest is left out, which comes near to float32's accuracy (Ootomo, Yokota, "Recovering single
+// precision accuracy from Tensor Cores", 2022); 0: float32 products are exact FFMA).
 // Every sum runs over the depth in the same order whatever the tile, so results do not depend on the tile chosen.
 #pragma once
 #include "common.cuh"
@@ -130,9 +132,26 @@ struct TileProduct {
         }
     }
 
+    // Words of float32 rounded to TF32, and, in three products, the rest likewise.
+    template <int COUNT>
+    static __device__ __forceinline__ void split(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) {
+            const u32 head = round_to_tf32(words[e]);
+            if (TF32 == 3) rest[e] = round_to_tf32(__float_as_uint(__uint_as_float(words[e]) - __uint_as_float(head)));
+            words[e] = head;
+        }
+    }
+
     // Adds the product of the tiles at offset `stage`. `meanwhile` is called once the first operands are on their way.
     template <class Work>
     __device__ __forceinline__ void accumulate(int stage, Work meanwhile) {
+#if TF32 == 3
+        // A stage is summed apart: the units cut sums off, which adds up over a long one.
+        float total[M][N][4] = {};
+#else
+        float(&total)[M][N][4] = sum;
+#endif
 #pragma unroll
         for (int depth = 0; depth < DEPTH; depth += STEP) {
             u32 a[M][4], b[N][2];
@@ -146,26 +165,42 @@ struct TileProduct {
             }
             if (depth == 0) meanwhile();
 #if DTYPE == 0
+            u32 a_rest[M][4], b_rest[N][2];
+#pragma unroll
+            for (int i = 0; i < M; ++i) split(a[i], a_rest[i]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) split(b[j], b_rest[j]);
+#if TF32 == 3
 #pragma unroll
             for (int i = 0; i < M; ++i)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) a[i][e] = round_to_tf32(a[i][e]);
-#pragma unroll
-            for (int j = 0; j < N; ++j) b[j][0] = round_to_tf32(b[j][0]), b[j][1] = round_to_tf32(b[j][1]);
+                for (int j = 0; j < N; ++j) {
+                    mma_tf32(total[i][j], a_rest[i], b[j]);
+                    mma_tf32(total[i][j], a[i], b_rest[j]);
+                }
+#endif
 #endif
 #pragma unroll
             for (int i = 0; i < M; ++i)
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
 #if DTYPE == 0
-                    mma_tf32(sum[i][j], a[i], b[j]);
+                    mma_tf32(total[i][j], a[i], b[j]);
 #elif DTYPE == 1
-                    mma_bf16(sum[i][j], a[i], b[j]);
+                    mma_bf16(total[i][j], a[i], b[j]);
 #else
-                    mma_f16(sum[i][j], a[i], b[j]);
+                    mma_f16(total[i][j], a[i], b[j]);
 #endif
                 }
         }
+#if TF32 == 3
+#pragma unroll
+        for (int i = 0; i < M; ++i)
+#pragma unroll
+            for (int j = 0; j < N; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[i][j][e] += total[i][j][e];
+#endif
     }
 
     __device__ __forceinline__ void stage(float* rows) const {

@@ -1,0 +1,183 @@
+"""Convolutions in groups of few channels on the matrix units, forced where they apply.
+
+On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from minidl.cuda import conv2d_grouped
+from minidl.cuda.conv2d_family import family
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.tolerance import assert_close, draw, draw_integers
+
+CASES = [
+    Case("4", (1, 5, 9, 16), (16, 3, 3), padding=(1, 1), groups=4),
+    Case("8", (2, 6, 7, 32), (32, 3, 3), padding=(1, 1), groups=4),
+    Case("16", (1, 5, 17, 64), (64, 3, 3), padding=(1, 1), groups=4),
+    Case("24", (1, 4, 5, 72), (72, 3, 3), padding=(1, 1), groups=3),
+    Case("32", (1, 5, 6, 64), (64, 3, 3), padding=(1, 1), groups=2),
+    Case("2", (1, 5, 6, 12), (12, 3, 3), padding=(1, 1), groups=6),
+    Case("3", (1, 5, 6, 12), (12, 3, 3), padding=(1, 1), groups=4),
+    Case("6", (1, 5, 6, 18), (18, 3, 3), padding=(1, 1), groups=3),
+    Case("12", (1, 5, 6, 36), (36, 3, 3), padding=(1, 1), groups=3),
+    Case("4-6", (1, 5, 6, 20), (30, 3, 3), padding=(1, 1), groups=5),
+    Case("stride-2", (2, 7, 9, 16), (16, 3, 3), stride=(2, 2), padding=(1, 1), groups=4),
+    Case("stride-2-even", (1, 8, 10, 32), (32, 3, 3), stride=(2, 2), padding=(1, 1), groups=4),
+    Case("stride-3-1", (1, 9, 8, 16), (16, 3, 3), stride=(3, 1), padding=(1, 0), groups=4),
+    Case("1x1", (1, 5, 6, 240), (240, 1, 1), groups=3),
+    Case("5x5", (1, 6, 7, 8), (8, 5, 5), padding=(2, 2), groups=2),
+    Case("mixed", (1, 6, 7, 16), (64, 3, 2), stride=(1, 2), padding=(0, 1), groups=4),
+    Case("many-images", (40, 4, 4, 128), (128, 3, 3), padding=(1, 1), groups=32),
+    Case("tall", (2, 70, 20, 32), (32, 3, 3), padding=(1, 1), groups=8),
+    Case("wide", (1, 6, 61, 64), (64, 3, 3), padding=(1, 1), groups=16),
+]
+WEIGHTS = [case for case in CASES if case.name != "1x1"]  # whose channels' sums do not fit
+SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+
+
+@pytest.fixture
+def grouped(cuda_ops):
+    with family("grouped"):
+        yield cuda_ops
+
+
+def draws(rng, case, dtype):
+    return tuple(draw_integers(rng, shape, dtype) for shape in (case.x, case.w, case.y))
+
+
+def conv_of(case):
+    return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+
+
+def both(ops, case, x, w, dy, forward_bias=None, **backward):
+    """Output and data gradient, on the host."""
+    y = ops.conv2d(x, w, forward_bias, **case.options)
+    dx = ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
+    return [ops.to_host(array) for array in (y, dx)]
+
+
+def weight_gradient(ops, case, dy, x, start=None):
+    """Set, or added to ``start``; on the host."""
+    out = ops.from_host(np.full(case.w, np.nan, np.float32) if start is None else start)
+    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None)
+    return ops.to_host(out)
+
+
+def expected_of(case, x, w, dy, dtype, bias=None, dbias=None, add=None):
+    y = reference.conv2d(x, w, bias, **case.options).astype(dtype)
+    return y, reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add).astype(dtype)
+
+
+def same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.astype(np.float64), other.astype(np.float64))
+
+
+def test_groups_are_taken_where_they_fit():
+    from minidl import cuda as ops
+
+    def kernels(case, dtype):
+        with dry_run() as log:
+            x, w, dy = (ops.empty(shape, dtype) for shape in (case.x, case.w, case.y))
+            ops.conv2d(x, w, **case.options)
+            ops.conv2d_backward_data(dy, w, case.x, **case.options)
+        return {launch.name for launch in log.launches}
+
+    for case in CASES:
+        assert all(conv2d_grouped.applies(conv_of(case), 1, back) for back in (False, True)), case.name
+        assert kernels(case, bfloat16) == {"conv2d_grouped_kernel"}, case.name
+        assert kernels(case, float32) == {"conv2d_kernel"}
+    for other in (
+        Case("dilated", (2, 9, 9, 16), (16, 3, 3), dilation=(2, 2), groups=4),
+        Case("odd-pitch", (2, 9, 9, 15), (15, 3, 3), groups=3),
+        Case("many-filters", (2, 9, 9, 256), (256, 3, 3), groups=2),
+    ):
+        assert kernels(other, bfloat16) == {"conv2d_kernel"}, other.name
+
+
+@cases(CASES)
+@SIXTEEN
+def test_whole_numbers_give_the_bits_of_the_definition(grouped, case, storage, rng):
+    hosts = draws(rng, case, storage)
+    same(both(grouped, case, *put(grouped, *hosts)), expected_of(case, *hosts, storage))
+    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
+    add = draw_integers(rng, case.x, storage)
+    bias, dbias, added = put(grouped, *some, add)
+    found = both(grouped, case, *put(grouped, *hosts), forward_bias=bias, bias=dbias, add=added)
+    same(found, expected_of(case, *hosts, storage, *some, add))
+
+
+@cases(WEIGHTS)
+@SIXTEEN
+def test_weight_gradients_of_whole_numbers_are_exact(grouped, case, storage, rng):
+    x, _, dy = draws(rng, case, storage)
+    start = draw_integers(rng, case.w, float32)
+    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    placed = put(grouped, dy, x)
+    np.testing.assert_array_equal(weight_gradient(grouped, case, *placed), expected)
+    np.testing.assert_array_equal(weight_gradient(grouped, case, *placed, start), expected + start)
+
+
+@cases(WEIGHTS)
+def test_weight_gradients_of_misaligned_arrays_and_repeats_have_the_same_bits(grouped, case, rng):
+    x, dy = draw(rng, case.x, bfloat16), draw(rng, case.y, bfloat16)
+    expected = weight_gradient(grouped, case, *put(grouped, dy, x))
+    assert_close(expected, reference.conv2d_backward_weight(dy, x, case.w, **case.options), terms=case.terms[2])
+    np.testing.assert_array_equal(weight_gradient(grouped, case, *put(grouped, dy, x)), expected)
+    for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
+        wide = pitched(grouped, dy, before, after), pitched(grouped, x, before, after)
+        np.testing.assert_array_equal(weight_gradient(grouped, case, *wide), expected)
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(grouped, case, rng):
+    hosts, add = [draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)], draw(rng, case.x, bfloat16)
+    x, w, dy = put(grouped, *hosts)
+    expected = both(grouped, case, x, w, dy, add=grouped.from_host(add))
+    for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
+        x, dy, other = (pitched(grouped, host, before, after) for host in (hosts[0], hosts[2], add))
+        same(both(grouped, case, x, w, dy, add=other), expected)
+
+
+@cases(CASES)
+def test_all_of_the_output_and_nothing_else_is_written(grouped, case, rng, monkeypatch):
+    hosts, guard, buffers = draws(rng, case, bfloat16), 2048, []
+
+    def guarded(shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = grouped.empty(size + 2 * guard, np.uint8)
+        buffer.fill(255)  # NaN
+        buffers.append((buffer, size))
+        return buffer[guard : guard + size].view(dtype).reshape(shape)
+
+    placed = put(grouped, *hosts)
+    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+    same(both(grouped, case, *placed), expected_of(case, *hosts, bfloat16))
+    assert len(buffers) == 2
+    for buffer, size in buffers:
+        host = grouped.to_host(buffer)
+        assert (host[:guard] == 255).all() and (host[guard + size :] == 255).all()
+
+
+@cases([case for case in CASES if case.name in ("4", "16", "32", "stride-2", "6")])
+@SIXTEEN
+def test_not_a_number_reaches_its_group_and_nothing_else(grouped, case, storage, rng):
+    """Products with other groups' channels are with zeros, which would turn NaN and infinity into NaN."""
+    x, w, dy = draws(rng, case, storage)
+    w = np.ones_like(w)
+    for bad in (np.nan, np.inf):
+        hurt, pain = x.copy(), dy.copy()
+        hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
+        with np.errstate(invalid="ignore"):
+            expected = expected_of(case, hurt, w, pain, storage)
+        for one, other in zip(both(grouped, case, *put(grouped, hurt, w, pain)), expected, strict=True):
+            np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))

@@ -1,0 +1,207 @@
+"""Depthwise convolutions on the GPU: strips that keep filters and sums in registers, and what else takes the rest.
+
+On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from minidl.cuda import depthwise_strip
+from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from minidl.shapes import ceil_div
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.tolerance import draw, draw_integers
+
+CASES = [
+    Case("3x3", (2, 9, 8, 36), (36, 3, 3), padding=(1, 1), groups=36),
+    Case("3x3-odd-channels", (2, 9, 8, 37), (37, 3, 3), padding=(1, 1), groups=37),
+    Case("3x3-valid", (1, 11, 9, 6), (6, 3, 3), groups=6),
+    Case("3x3-wide", (1, 40, 71, 10), (10, 3, 3), padding=(1, 1), groups=10),
+    Case("3x3-small", (3, 7, 7, 200), (200, 3, 3), padding=(1, 1), groups=200),
+    Case("3x3-stride-2", (1, 29, 30, 34), (34, 3, 3), stride=(2, 2), padding=(1, 1), groups=34),
+    Case("3x3-stride-2-even", (2, 28, 28, 64), (64, 3, 3), stride=(2, 2), padding=(1, 1), groups=64),
+    Case("5x5", (2, 14, 14, 48), (48, 5, 5), padding=(2, 2), groups=48),
+    Case("5x5-stride-2", (2, 12, 9, 6), (6, 5, 5), stride=(2, 2), padding=(2, 2), groups=6),
+    Case("5x3-stride-2", (2, 9, 10, 16), (16, 5, 3), stride=(2, 2), padding=(2, 1), groups=16),
+    Case("7x7", (1, 13, 17, 4), (4, 7, 7), padding=(3, 3), groups=4),
+    Case("stride-3-2", (1, 13, 17, 4), (4, 3, 3), stride=(3, 2), padding=(1, 1), groups=4),
+    Case("stride-over-kernel", (1, 8, 9, 4), (4, 3, 3), stride=(4, 4), groups=4),
+    Case("padded-beyond-kernel", (1, 5, 6, 2), (2, 3, 5), stride=(2, 3), padding=(4, 6), groups=2),
+    Case("1x1-stride-2", (2, 8, 9, 4), (4, 1, 1), stride=(2, 2), groups=4),
+    Case("kernel-over-image", (2, 2, 3, 4), (4, 5, 5), padding=(2, 2), groups=4),
+    Case("many-images", (300, 3, 3, 8), (8, 3, 3), padding=(1, 1), groups=8),
+]
+OTHERS = [
+    Case("dilated", (1, 11, 9, 6), (6, 3, 3), padding=(2, 2), dilation=(2, 2), groups=6),
+    Case("multiplier", (2, 9, 8, 6), (12, 3, 3), padding=(1, 1), groups=6),
+    Case("11x11", (1, 13, 12, 6), (6, 11, 11), padding=(5, 5), groups=6),
+]
+NAMES = ("3x3", "3x3-odd-channels", "3x3-stride-2-even", "5x5", "5x3-stride-2", "stride-over-kernel")
+FEW = [case for case in CASES if case.name in NAMES]
+SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+
+
+def draws(rng, case, dtype):
+    return tuple(draw_integers(rng, shape, dtype) for shape in (case.x, case.w, case.y))
+
+
+def three(ops, case, x, w, dy, forward_bias=None, **backward):
+    """Output, data gradient and weight gradient, on the host."""
+    y = ops.conv2d(x, w, forward_bias, **case.options)
+    dx = ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
+    out = ops.from_host(np.full(case.w, np.nan, np.float32))
+    ops.conv2d_backward_weight(dy, x, **case.options, out=out)
+    return [ops.to_host(array) for array in (y, dx, out)]
+
+
+def expected_of(case, x, w, dy, dtype, bias=None, dbias=None, add=None):
+    y = reference.conv2d(x, w, bias, **case.options).astype(dtype)
+    dx = reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add).astype(dtype)
+    return y, dx, reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+
+
+def same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.astype(np.float64), other.astype(np.float64))
+
+
+# -- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+def kernels(case, dtype):
+    from minidl import cuda as ops
+
+    with dry_run() as log:
+        x, w, dy = (ops.empty(shape, dtype) for shape in (case.x, case.w, case.y))
+        ops.conv2d(x, w, **case.options)
+        ops.conv2d_backward_data(dy, w, case.x, **case.options)
+        ops.conv2d_backward_weight(dy, x, **case.options, out=ops.empty(case.w, np.float32))
+    return {launch.stem for launch in log.launches} - {"channel_sum"}
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16, float16], ids=["fp32", "bf16", "fp16"])
+def test_strips_are_taken_where_they_fit(dtype):
+    for case in CASES:
+        assert kernels(case, dtype) <= {"depthwise_strip"}, case.name
+    for case in OTHERS:
+        assert "depthwise_strip" not in kernels(case, dtype), case.name
+
+
+@cases(CASES)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward_data"])
+def test_strips_meet_every_tap_once(case, backward):
+    """Base positions, steps and spreads: each output finds the sources and taps of the definition along each axis."""
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    if max(conv.dilation) > 1:
+        return
+    bases = depthwise_strip._bases(conv, backward)
+    for axis in (0, 1):
+        base, source, output = (pair[axis] for pair in bases)
+        kernel, stride, padding = conv.kernel[axis], conv.stride[axis], conv.padding[axis]
+        inner, outer = (conv.height, conv.width)[axis], (conv.out_height, conv.out_width)[axis]
+        step, spread = (1, stride) if backward else (stride, 1)
+        sight = ceil_div(kernel, stride) if backward else kernel
+        found = []
+        for i in range(base):
+            for seen in range(sight):
+                at = i * step + source + seen
+                for out in range(spread):
+                    tap = (sight - 1 - seen) * stride + out if backward else seen
+                    here = i * spread + output + out
+                    if tap < kernel and 0 <= here < (inner if backward else outer):
+                        if 0 <= at < (outer if backward else inner):
+                            found.append((at, tap, here) if backward else (here, tap, at))
+        meetings = {
+            (p, r, p * stride - padding + r)
+            for p in range(outer)
+            for r in range(kernel)
+            if 0 <= p * stride - padding + r < inner
+        }
+        assert len(found) == len(set(found)) and set(found) == meetings
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@cases([*CASES, *OTHERS])
+def test_whole_numbers_give_the_bits_of_the_definition(cuda_ops, case, dtype, rng):
+    hosts = draws(rng, case, dtype)
+    same(three(cuda_ops, case, *put(cuda_ops, *hosts)), expected_of(case, *hosts, dtype))
+    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
+    add = draw_integers(rng, case.x, dtype)
+    bias, dbias, added = put(cuda_ops, *some, add)
+    found = three(cuda_ops, case, *put(cuda_ops, *hosts), forward_bias=bias, bias=dbias, add=added)
+    same(found, expected_of(case, *hosts, dtype, *some, add))
+
+
+@cases(FEW)  # each pitch is a kernel of its own
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(cuda_ops, case, dtype, rng):
+    hosts, add = [draw(rng, shape, dtype) for shape in (case.x, case.w, case.y)], draw(rng, case.x, dtype)
+    x, w, dy = put(cuda_ops, *hosts)
+    expected = three(cuda_ops, case, x, w, dy, add=cuda_ops.from_host(add))
+    for before, after in ((2, 4), (3, 2)):
+        x, dy, other = (pitched(cuda_ops, host, before, after) for host in (hosts[0], hosts[2], add))
+        same(three(cuda_ops, case, x, w, dy, add=other), expected)
+
+
+@cases(FEW)
+@SIXTEEN
+def test_every_strip_gives_the_same_output(cuda_ops, case, storage, rng, monkeypatch):
+    """Sums of an output depend neither on how many columns a thread has nor on how many rows."""
+    hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
+    found = []
+    for columns, wanted in ((range(1, 9), 1 << 18), ([1], 1), ([2], 1 << 18), ([3], 1 << 30)):
+        monkeypatch.setattr(depthwise_strip, "COLUMNS", columns)
+        monkeypatch.setattr(depthwise_strip, "WANTED", wanted)
+        for cached in (depthwise_strip._strip, depthwise_strip.plan, depthwise_strip.plan_weight):
+            cached.cache_clear()
+        found.append(three(cuda_ops, case, *put(cuda_ops, *hosts))[:2])
+    for cached in (depthwise_strip._strip, depthwise_strip.plan, depthwise_strip.plan_weight):
+        cached.cache_clear()
+    for other in found[1:]:
+        same(other, found[0])
+
+
+@cases(CASES)
+def test_all_of_the_output_and_nothing_else_is_written(cuda_ops, case, rng, monkeypatch):
+    hosts, guard, buffers = draws(rng, case, bfloat16), 2048, []
+
+    def guarded(shape, dtype):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = cuda_ops.empty(size + 2 * guard, np.uint8)
+        buffer.fill(255)  # NaN
+        buffers.append((buffer, size))
+        return buffer[guard : guard + size].view(dtype).reshape(shape)
+
+    placed = put(cuda_ops, *hosts)
+    for module in ("conv2d", "depthwise_strip"):
+        monkeypatch.setattr(sys.modules[f"minidl.cuda.{module}"], "empty", guarded)
+    same(three(cuda_ops, case, *placed), expected_of(case, *hosts, bfloat16))
+    assert len(buffers) == 3
+    for buffer, size in buffers:
+        host = cuda_ops.to_host(buffer)
+        assert (host[:guard] == 255).all() and (host[guard + size :] == 255).all()
+
+
+@cases(CASES[:9])
+def test_not_a_number_reaches_what_it_touches_and_nothing_else(cuda_ops, case, rng):
+    x, w, dy = draws(rng, case, bfloat16)
+    x[0, 0, 0, 1], dy[-1, -1, -1, 0] = np.nan, np.inf
+    w = np.ones_like(w)
+    found = three(cuda_ops, case, *put(cuda_ops, x, w, dy))
+    with np.errstate(invalid="ignore"):
+        expected = expected_of(case, x, w, dy, bfloat16)
+    *outputs, gradient = (
+        [np.isfinite(array.astype(np.float64)) for array in pair] for pair in zip(found, expected, strict=True)
+    )
+    for one, other in outputs:
+        np.testing.assert_array_equal(one, other)
+    # A gradient's sums run over padding too, with zeros that NaN times: it may reach all taps, but of its own filter.
+    np.testing.assert_array_equal(*(finite.all(axis=(1, 2, 3)) for finite in gradient))
