@@ -43,8 +43,8 @@ class Mode(NamedTuple):
         by: the field that names the convolution whose kernels do it; None: kernels of their own.
         passes: those that run other kernels for it.
         needs: modes without which it does nothing.
-        costs: how much longer the convolution takes, forward and backward, in passes over the batch norm's tensor: about
-            the median over ResNet-50 (batch 256, bf16) on an H200.
+        costs: how much longer the convolution takes, forward and backward, in passes over the batch norm's tensor:
+            about the median over ResNet-50 (batch 256, bf16) on an H200.
         lacking: what a site is told that cannot have it.
         text: what it does.
     """
