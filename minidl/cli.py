@@ -88,7 +88,7 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--label-smoothing", type=float, default=0.0)
     p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--weight-decay", type=float, default=5e-4)
-    p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
+    p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
