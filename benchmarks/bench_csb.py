@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--sparsity", type=float, nargs="+")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--short", action="store_true", help="on a GPU: the first shapes only, in a minute")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = _on_gpu(args) if args.device == "cuda" else _on_cpu(args)
@@ -157,7 +158,7 @@ def _on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _on_gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     from benchmarks import csb_cuda
 
-    return list(csb_cuda.measure(args.only, args.sparsity or csb_cuda.SPARSITIES, args.rounds, args.dtype))
+    return list(csb_cuda.measure(args.only, args.sparsity or csb_cuda.SPARSITIES, args.rounds, args.dtype, args.short))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from minidl.cuda.csb_routes import route
 from minidl.precision import bfloat16, float32
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 from minidl.sparse import CSBMatrix
@@ -33,6 +32,14 @@ SHAPES = {
     "few": (8192, 8192, 16),
     "some": (8192, 8192, 32),
     "64": (8192, 8192, 64),
+}
+ANCHORS = ("square", "large", "wide", "deep", "tall")  # of a short run
+# (N, H, W, C, K, kernel): convolutions of ResNet-50.
+CONVOLUTIONS = {
+    "conv/layer1.conv2": (64, 56, 56, 64, 64, 3),
+    "conv/layer2.conv2": (64, 28, 28, 128, 128, 3),
+    "conv/layer3.conv2": (64, 14, 14, 256, 256, 3),
+    "conv/layer4.conv2": (64, 7, 7, 512, 512, 3),
 }
 SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 FEW = 64  # samples up to which only 16-bit types are measured
@@ -85,13 +92,14 @@ def _draw(rng: Any, shape: tuple[int, int], dtype: Any) -> Any:
 class Case:
     """A weight, its operands and its rivals."""
 
-    def __init__(self, name: str, shape: tuple[int, int, int], sparsity: float, dtype: Any, cache: int) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, int, int], sparsity: float, matrix: CSBMatrix, dtype: Any, cache: int
+    ) -> None:
         import cupy as cp
 
         self.name, self.sparsity, self.dtype = name, sparsity, dtype
         self.m, self.k, self.n = shape
-        self.weight = _pruned(self.m, self.k, sparsity)
-        self.matrix = CSBMatrix.from_dense(self.weight).astype(dtype)
+        self.matrix = matrix.astype(dtype)
         self.dense = self.matrix.toarray()
         rng, size = cp.random.default_rng(1), dtype.itemsize
         sets = min(8, input_sets(size * self.n * (self.m + self.k), cache))
@@ -134,13 +142,15 @@ class Case:
         pairs = [(xs[i % len(xs)], w[i % len(w)]) for i in range(count)]
         return [partial(_torch().mm, *((x, v.t()) if last else (v, x))) for x, v in pairs]
 
-    def cusparse(self, which: str) -> Calls:
+    def cusparse(self, which: str, columns: bool = False) -> Calls:
+        """CSR of the operator as it is applied; ``columns``: CSC of it, that is its transpose's CSR, transposed."""
         torch = _torch()
         dense = _tensor(self.dense)
-        csr = (dense.t().contiguous() if which == "backward_data" else dense).to_sparse_csr()
+        csr = (dense.t().contiguous() if (which == "backward_data") != columns else dense).to_sparse_csr()
         parts = csr.crow_indices().int(), csr.col_indices().int(), csr.values()
-        csr = torch.sparse_csr_tensor(*parts, size=csr.shape)
-        return [partial(torch.mm, csr, _tensor(x)) for x in self.operands(which, False)]
+        make = torch.sparse_csc_tensor if columns else torch.sparse_csr_tensor
+        matrix = make(*parts, size=csr.shape[::-1] if columns else csr.shape)
+        return [partial(torch.mm, matrix, _tensor(x)) for x in self.operands(which, False)]
 
     def route(self, which: str, last: bool, tf32x3: bool) -> str | None:
         """What our products ran on."""
@@ -178,10 +188,10 @@ class Case:
         return float((abs(wide - a[rows] @ x) / bound).max())
 
 
-def _peer(calls: Calls, budget: Budget) -> float:
+def _peer(calls: Calls, budget: Budget, way: str = "replayed") -> float:
     from minidl.bench.torch_calls import time_calls
 
-    return time_calls(calls, budget, "replayed", "cuda").ms
+    return time_calls(calls, budget, way, "cuda").ms
 
 
 def _arms(dtype: Any, which: str) -> list[tuple[str, bool]]:
@@ -191,8 +201,8 @@ def _arms(dtype: Any, which: str) -> list[tuple[str, bool]]:
     return [("fp32", False)] if which == "backward_weight" else [("fp32", False), ("tf32x3", True)]
 
 
-def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
-    """Rows of one case. ``compare``: with cuSPARSE."""
+def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterator[Row]:
+    """Rows of one case. ``compare``: with cuSPARSE; ``columns``: with its CSC, too."""
     timer = DeviceTimer()
     few = case.n <= FEW
     for which in ("forward", "backward_data", *(() if few else ("backward_weight",))):
@@ -200,6 +210,9 @@ def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
         if compare and case.dtype == float32 and which != "backward_weight":
             name = "cusparse-csr-of-transpose" if which == "backward_data" else "cusparse-csr"
             sparse[name] = _peer(case.cusparse(which), budget)
+            if columns:
+                # PyTorch cannot capture it, and it takes milliseconds: launched by the host.
+                sparse["cusparse-csc"] = _peer(case.cusparse(which, columns=True)[:1], Budget(3, least=2), "hot")
         for last in (True,) if few else (True, False):
             dense = {"cublas": _peer(case.cublas(which, last), budget)}
             for name, split in _arms(case.dtype, which):
@@ -214,20 +227,74 @@ def rows_of(case: Case, budget: Budget, compare: bool) -> Iterator[Row]:
                 }  # fmt: skip
 
 
-def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str]) -> Iterator[Row]:
-    """All rows; cuSPARSE takes part from 80 % on."""
+def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row]:
+    """The three passes of a sparse convolution in float32 beside cuDNN's dense one, padding and all."""
+    import cupy as cp
+
+    from minidl import cuda as ops
+    from minidl.sparse import CSBConv2d
+
+    torch, timer = _torch(), DeviceTimer()
+    n, h, w, c, k, size = CONVOLUTIONS[name]
+    filters = _pruned(k, size * size * c, sparsity).reshape(k, size, size, c)
+    layer = CSBConv2d.from_dense(cp.asnumpy(filters), padding=size // 2)
+    pattern, values = layer.pattern.on(ops), ops.from_host(layer.at_pattern(cp.asnumpy(filters)))
+    where = layer.pattern.shape, layer.pattern.side
+    rng = cp.random.default_rng(1)
+    sets = min(8, input_sets(4 * n * h * w * (c + k), timer.cache_bytes))
+    xs = [rng.standard_normal((n, h, w, c), dtype="float32") for _ in range(sets)]
+    dys = [rng.standard_normal((n, h, w, k), dtype="float32") for _ in range(sets)]
+    out = ops.empty(values.shape, float32)
+    dense = _tensor(filters).permute(0, 3, 1, 2)
+    images = [(_tensor(dy).permute(0, 3, 1, 2), _tensor(x).permute(0, 3, 1, 2)) for dy, x in zip(dys, xs, strict=True)]
+    backward = partial(
+        torch.ops.aten.convolution_backward.default, bias_sizes=None, stride=[1, 1], padding=[size // 2] * 2,
+        dilation=[1, 1], transposed=False, output_padding=[0, 0], groups=1,
+    )  # fmt: skip
+    ours = {
+        "forward": [partial(ops.csb_conv2d, *pattern, values, x, *where, **layer.geometry) for x in xs],
+        "backward_data": [
+            partial(ops.csb_conv2d_backward_data, *pattern, values, dy, xs[0].shape, *where, **layer.geometry)
+            for dy in dys
+        ],
+        "backward_weight": [
+            partial(ops.csb_conv2d_backward_weight, *pattern, dy, x, *where, **layer.geometry, out=out)
+            for dy, x in zip(dys, xs, strict=True)
+        ],
+    }
+    peers = {
+        "forward": [partial(torch.conv2d, x, dense, padding=size // 2) for _, x in images],
+        "backward_data": [partial(backward, dy, x, dense, output_mask=[True, False, False]) for dy, x in images],
+        "backward_weight": [partial(backward, dy, x, dense, output_mask=[False, True, False]) for dy, x in images],
+    }
+    for which, calls in ours.items():
+        time = timer.replayed(calls, budget)
+        yield {
+            "case": f"{name}/{100 * sparsity:g}%", "pass": which, "dtype": "fp32", "arm": "features-last",
+            "ms": time.ms, "spread": time.spread, "floor_ms": None, "peers": {"cudnn": _peer(peers[which], budget)},
+            "sparsity": sparsity, "shape": [n, h, w, c, k, size], "route": None, "error": None,
+        }  # fmt: skip
+
+
+def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str], short: bool = False) -> Iterator[Row]:
+    """All rows; cuSPARSE takes part from 80 % on. ``short``: the anchors, and convolutions at 90 %."""
     import cupy as cp
 
     torch = _torch()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    cache, budget = DeviceTimer().cache_bytes, Budget(samples, seconds=math.inf, sample_ms=1.0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    cache, budget = DeviceTimer().cache_bytes, Budget(samples, seconds=math.inf, sample_ms=0.5 if short else 1.0)
     for name, shape in SHAPES.items():
-        for sparsity in sparsities if only in name else ():
+        for sparsity in sparsities if only in name and (not short or name in ANCHORS) else ():
+            matrix = CSBMatrix.from_dense(_pruned(*shape[:2], sparsity))
             for dtype in dtypes:
                 kind = bfloat16 if dtype == "bf16" else float32
                 if kind == float32 and shape[2] <= FEW:
                     continue
-                with route("fastest"):
-                    yield from rows_of(Case(name, shape, sparsity, kind, cache), budget, sparsity >= 0.8)
+                case = Case(name, shape, sparsity, matrix, kind, cache)
+                yield from rows_of(case, budget, sparsity >= 0.8, sparsity == 0.9)
+                del case
                 cp.get_default_memory_pool().free_all_blocks()
                 torch.cuda.empty_cache()
+    for name in CONVOLUTIONS if "fp32" in dtypes else ():
+        for sparsity in [s for s in sparsities if only in name and (not short or s == 0.9)]:
+            yield from convolution_rows(name, sparsity, budget)

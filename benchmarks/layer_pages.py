@@ -5,7 +5,8 @@ and ranks; made from the files of `minidl bench model` and `minidl bench layers`
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 
@@ -35,26 +36,74 @@ _WORDS = {
 
 @cache
 def measured(results: Path) -> tuple[Run, ...]:
-    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest."""
+    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest. A folder
+    ``<machine>-x1`` holds what the runs of ``<machine>-x2``, ... are compared with: it counts where there is no other.
+    """
+    beside = lambda run: Path(run.file).parent.name.endswith("-x1")  # noqa: E731
+    known = {_network(run) for run in _every(results) if run.ranks == 1 and not beside(run)}
+    found = {_key(run): run for run in _every(results) if not beside(run) or _network(run) not in known}
+    return _ordered(found.values())
+
+
+@cache
+def together(results: Path) -> tuple[Run, ...]:
+    """The runs that may be compared over ranks: the newest on several, and of those on one rank the ones that were
+    measured nearest to them in time. The newest of one rank may have run with faster kernels.
+    """
+    newest = [run for run in measured(results) if run.ranks > 1]
+    dates: dict[tuple, datetime] = {}
+    for run in newest:
+        dates[_network(run)] = max(_date(run), dates.get(_network(run), _date(run)))
+    alone: dict[tuple, Run] = {}
+    for run in _every(results):
+        date = dates.get(_network(run))
+        if run.ranks == 1 and date is not None:
+            known = alone.get(_key(run), run)
+            alone[_key(run)] = min(run, known, key=lambda one, date=date: abs(_date(one) - date))
+    return _ordered([*newest, *alone.values()])
+
+
+@cache
+def _every(results: Path) -> tuple[Run, ...]:
+    """Of one measurement twice the one that counts comes last."""
     files = []
     for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
         content = load(path)
-        files.append((content["benchmark"] == "model", content["date"], content, path.relative_to(results).as_posix()))
-    found: dict[tuple, Run] = {}
-    for _, _, content, name in sorted(files, key=lambda file: (*file[:2], file[3])):
-        for run in runs(content, name):
-            if run.step is not None and run.rank_batch and run.arm == "minidl":
-                found[run.machine, run.network, run.dtype, run.rank_batch, run.ranks, run.model] = run
+        files.append((content["benchmark"] == "model", content["date"], path.relative_to(results).as_posix(), content))
+    files.sort(key=lambda file: file[:3])
+    found = (run for _, _, name, content in files for run in runs(content, name))
+    return tuple(run for run in found if run.step is not None and run.rank_batch and run.arm == "minidl")
+
+
+def _network(run: Run) -> tuple:
+    return run.machine, run.network, run.dtype, run.model
+
+
+def _key(run: Run) -> tuple:
+    return run.machine, run.network, run.dtype, run.rank_batch, run.ranks, run.model
+
+
+def _date(run: Run) -> datetime:
+    return datetime.fromisoformat(run.content["date"])
+
+
+def _ordered(found: Iterable[Run]) -> tuple[Run, ...]:
     names = list(NETWORKS)
-    place = {key: names.index(key[1]) if key[1] in names else len(names) for key in found}
-    return tuple(found[key] for key in sorted(found, key=lambda key: (key[0], place[key], *key[1:])))
+
+    def place(run: Run) -> tuple:
+        machine, network, *rest = _key(run)
+        return machine, names.index(network) if network in names else len(names), network, *rest
+
+    return tuple(sorted(found, key=place))
 
 
-def of_networks(results: Path) -> dict[str, list[Run]]:
-    """The runs of each network."""
-    found: dict[str, list[Run]] = {}
-    for run in measured(results):
-        found.setdefault(run.network, []).append(run)
+def of_networks(results: Path) -> dict[str, tuple[list[Run], list[Run]]]:
+    """The runs of each network on one rank, and those that tell of several."""
+    found: dict[str, tuple[list[Run], list[Run]]] = {}
+    for kind, members in enumerate((measured(results), together(results))):
+        for run in members:
+            if kind == 1 or run.ranks == 1:
+                found.setdefault(run.network, ([], []))[kind].append(run)
     return found
 
 
@@ -64,11 +113,23 @@ def overview(results: Path) -> str:
         return "Nothing was recorded yet."
     parts = []
     for machine in dict.fromkeys(run.machine for run in measured(results)):
-        found = [run for run in measured(results) if run.machine == machine]
-        title, columns, cells = networks(found)
-        parts += [f"### {machine}", f"{title[0].upper()}{title[1:]}.", markdown(columns, cells)]
+        parts.append(f"### {machine}")
+        alone = [run for run in measured(results) if run.machine == machine and run.ranks == 1]
+        several = [run for run in together(results) if run.machine == machine]
+        for words, found in (("On one rank", alone), ("Over ranks", several)):
+            if found:
+                title, columns, cells = networks(found)
+                parts += [f"{words}, {_when(found)}: {title}.", markdown(columns, cells)]
     links = [f"[{NETWORKS.get(name, name)}](layers/{name}.md)" for name in of_networks(results)]
     return "\n\n".join([*parts, f"Each layer of {', '.join(links)}."])
+
+
+def _when(found: Sequence[Run]) -> str:
+    """The days of the measurements and the commits that were measured."""
+    days = sorted({run.content["date"][:10] for run in found})
+    commits = dict.fromkeys(run.content["commit"][:7] for run in found if run.content.get("commit"))
+    at = f" at commit{'s' * (len(commits) > 1)} {', '.join(commits)}" if commits else ""
+    return f"measured {' to '.join(dict.fromkeys((days[0], days[-1])))}{at}"
 
 
 # -- the page of a network --------------------------------------------------------------------------------------------
@@ -76,21 +137,21 @@ def overview(results: Path) -> str:
 
 def page(results: Path, network: str) -> str:
     """The whole page: pictures, every layer over batch sizes, blocks over ranks, and the commands that measured it."""
-    found = of_networks(results)[network]
+    alone, several = of_networks(results)[network]
     parts = [
         f"# {NETWORKS.get(network, network)}, layer by layer",
         "Made by `python benchmarks/report.py` from the files named at the end; what the columns mean stands in "
         "[layers.md](../layers.md).",
-        *(f"![{words}]({name}.png)" for name, words, _ in _of_the_network(found)),
+        *(f"![{words}]({name}.png)" for name, words, _ in _of_the_network(alone, several)),
     ]
-    for title, members in _over_batches(found):
+    for title, members in _over_batches(alone):
         parts += [f"## {title}", _every_layer(members)]
-    for title, members in _over_ranks(found):
+    for title, members in _over_ranks(several):
         parts += [f"## {title}", _of_ranks(members)]
     own = list(_of_the_files(results, network))
     if own:
         parts += ["## Rooflines, times and memory", *(f"![{words}]({name}.png)" for name, words, _ in own)]
-    return "\n\n".join([*parts, "## Measured by", _commands(found)]) + "\n"
+    return "\n\n".join([*parts, "## Measured by", _commands([*alone, *several])]) + "\n"
 
 
 def _groups(found: Sequence[Run], what: str) -> Iterator[tuple[tuple, list[Run]]]:
@@ -104,10 +165,8 @@ def _groups(found: Sequence[Run], what: str) -> Iterator[tuple[tuple, list[Run]]
 
 
 def _over_batches(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
-    """On one rank: more of them change communication alone, which `_over_ranks` shows."""
-    for (machine, model, dtype, ranks), members in _groups(found, "rank_batch"):
-        if ranks == 1:
-            yield f"Every layer over batch sizes: {model}, {dtype}, {machine}", members
+    for (machine, model, dtype, _), members in _groups(found, "rank_batch"):
+        yield f"Every layer over batch sizes: {model}, {dtype}, {machine}", members
 
 
 def _over_ranks(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
@@ -182,33 +241,35 @@ Picture = tuple[str, str, object]  # its file's name without ending, what it is 
 
 def pictures(results: Path) -> Iterator[Picture]:
     """Every picture of the pages."""
-    for network, found in of_networks(results).items():
-        yield from _of_the_network(found)
+    for network, (alone, several) in of_networks(results).items():
+        yield from _of_the_network(alone, several)
         yield from _of_the_files(results, network)
 
 
-def _of_the_network(found: Sequence[Run]) -> Iterator[Picture]:
+def _of_the_network(alone: Sequence[Run], several: Sequence[Run]) -> Iterator[Picture]:
     """Shares of the step, of each layer over batches and ranks, and scaling."""
-    for dtype in dict.fromkeys(run.dtype for run in found):
-        own = [run for run in found if run.dtype == dtype]
-        network = own[0].network
-        yield f"{network}-{dtype}-share", f"Share of the step by type of layer, {dtype}", lambda r=own: plots.share(r)
-        for what, groups in (("batches", _over_batches(own)), ("ranks", _over_ranks(own))):
+    for dtype in dict.fromkeys(run.dtype for run in [*alone, *several]):
+        own, ranks = ([run for run in found if run.dtype == dtype] for found in (alone, several))
+        network = (own or ranks)[0].network
+        if own:
+            text = f"Share of the step by type of layer, {dtype}"
+            yield f"{network}-{dtype}-share", text, lambda r=own: plots.share(r)
+        for what, groups in (("batches", _over_batches(own)), ("ranks", _over_ranks(ranks))):
             members = next((members for _, members in groups), None)  # ranks: at the least batch they show most
             if members is not None:
                 text = f"Share and intensity of each layer over {what}, {dtype}"
                 yield f"{network}-{dtype}-over-{what}", text, lambda r=members: plots.layers(r)
         for kind in KINDS:
-            if curves(own, [kind]):
+            if curves(ranks, [kind]):
                 text = f"Throughput over ranks, {kind} scaling, {dtype}"
-                yield f"{network}-{dtype}-{kind}", text, lambda r=own, k=kind: plots.scaling(r, [k])
+                yield f"{network}-{dtype}-{kind}", text, lambda r=ranks, k=kind: plots.scaling(r, [k])
 
 
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
-    """What each file of `minidl bench layers` allows by itself."""
-    for path in sorted(results.glob("*/bench_layers*.json*")):
-        (run,) = runs(load(path), path.relative_to(results).as_posix())
-        if run.network != network or run.step is None:
+    """What each file of `minidl bench layers` allows by itself; of the same measurement twice the newest."""
+    files = {_key(run): run for run in _every(results) if run.content["benchmark"] == "layers"}
+    for run in sorted(files.values(), key=lambda run: run.file):
+        if run.network != network:
             continue
         for kind in _OF_A_FILE:
             if kind == ("memory" if run.ranks > 1 else "communication"):

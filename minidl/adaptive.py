@@ -36,6 +36,10 @@ class _Adaptive(SGD):
         """Refused: these optimizers begin a step when all gradients are there."""
         raise checks.order(type(self).__name__, "updates within the backward pass", "they are SGD's")
 
+    @property
+    def _histories(self) -> list[Any]:
+        return [*super()._histories, *self.moments.values()]
+
     def _write_record(self, **fields: float) -> None:
         record = np.zeros(8, np.float32)
         for name, value in fields.items():

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minidl import checkpoint, checks, data, dist, models, schedule
+from minidl import checkpoint, checks, data, dist, models, pruning, schedule
 from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.backend import get_ops
 from minidl.bench import command as bench
@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     shown = argparse.ArgumentDefaultsHelpFormatter
     _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
+    pruner = verbs.add_parser("prune", help="train a network while it is pruned", formatter_class=shown)
+    _add_train(pruner)
+    pruning.add_arguments(pruner)
     plan.add_arguments(verbs.add_parser("plan", help="what a limit of GPU memory costs", formatter_class=shown))
     bench.add_arguments(verbs.add_parser("bench", help="measure layers, networks and the machine"))
     fusing.add_arguments(verbs.add_parser("fuse", help="what batch-norm fusion saves", formatter_class=shown))
@@ -108,12 +111,12 @@ def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
     p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
-    p.add_argument("--profile-every", type=int, default=20, help="steps from one profiled step to the next")
+    p.add_argument("--profile-every", type=int, default=50, help="steps from one profiled step to the next")
     p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
-def _optimizer(model: Model, a: argparse.Namespace) -> SGD:
+def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
     """The optimizer that the options name; one that they cannot apply to is refused."""
     options = {"weight_decay": a.weight_decay, "decay_norm_and_bias": False, "clip_norm": a.clip_norm}
     if a.optimizer in _WITH_MOMENTUM:
@@ -122,7 +125,12 @@ def _optimizer(model: Model, a: argparse.Namespace) -> SGD:
         raise ValueError(f"--momentum is for {' and '.join(_WITH_MOMENTUM)}, not for {a.optimizer}")
     if a.shard_momentum and a.optimizer != "sgd":
         raise ValueError(f"--shard-momentum is for sgd, not for {a.optimizer}")
-    return (ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer])(model, a.lr, **options)
+    if a.shard_momentum and a.verb == "prune":
+        raise ValueError("--shard-momentum is for minidl train: pruning needs the whole momentum on each rank")
+    kind = ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer]
+    if a.verb == "prune":
+        return pruning.optimizer(kind, model, a, samples, **options)
+    return kind(model, a.lr, **options)
 
 
 def _momentum(a: argparse.Namespace) -> float:
@@ -162,6 +170,13 @@ def _interrupted(arguments: argparse.Namespace) -> NoReturn:
 def _train(a: argparse.Namespace) -> int:
     _, trainer = _trained(a)
     return 0 if trainer.stopped is None else 128 + trainer.stopped  # as shells report a signal
+
+
+def _prune(a: argparse.Namespace) -> int:
+    _, trainer = _trained(a)
+    if trainer.stopped is None and not a.scan:
+        pruning.finish(trainer, a)
+    return 0 if trainer.stopped is None else 128 + trainer.stopped
 
 
 def _info(a: argparse.Namespace) -> int:
@@ -219,7 +234,9 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
     part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
-    optimizer = _optimizer(model, a)
+    if a.verb == "prune" and a.start is not None:
+        pruning.begin(model, a.start)
+    optimizer = _optimizer(model, a, len(train_set))
 
     # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
     transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
@@ -248,7 +265,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
         epochs=a.epochs, output=a.output, profile=profile, compile=False if a.eager else None, accumulate=a.accumulate,
         settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
-        | ({"accumulate": a.accumulate} if a.accumulate > 1 else {}),
+        | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
+        | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
     )  # fmt: skip
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
@@ -258,6 +276,9 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
         if memory is not None:
             print(f"memory: {memory.describe()}", flush=True)
+    if a.verb == "prune" and a.scan:
+        pruning.scan(trainer, a)
+        return {}, trainer
     row = trainer.fit()
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
@@ -290,8 +311,9 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 
 _VERBS = {
-    "train": _train, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run, "tune": tuning.run,
-    "warm": warm.run, "simulate": simulate.run, "info": _info, "compare-backends": compare_backends.run,
+    "train": _train, "prune": _prune, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run,
+    "tune": tuning.run, "warm": warm.run, "simulate": simulate.run, "info": _info,
+    "compare-backends": compare_backends.run,
 }  # fmt: skip
 
 if __name__ == "__main__":

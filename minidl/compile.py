@@ -9,7 +9,8 @@ of eager steps, so it makes no difference when one is taken in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from minidl.loss import Loss, Totals
 from minidl.memory.arena import Lender, most_live, place
 from minidl.model import Model
 from minidl.optim import SGD
-from minidl.profile.spans import NULL_PROFILER
+from minidl.profile.spans import NULL_PROFILER, GraphProfiler, Profiler
 from minidl.step import EagerStep
 
 __all__ = ["CompiledStep", "NotCapturable", "obstacle"]
@@ -41,10 +42,10 @@ def obstacle(model: Model, optimizer: SGD) -> str | None:
         return f"{type(model.store).__name__} moves saved tensors from the host, not from within a graph"
     if model.comm.name not in ("solo", "nccl"):
         return f"the {model.comm.name} engine adds gradients on the host; NCCL would not"
-    if model.observer is not NULL_PROFILER:
-        return "a profiler watches each pass of each layer"
-    if type(optimizer).step is not SGD.step:
-        return f"{type(optimizer).__name__} has a step of its own, which may decide on the host"
+    if not _graphs_suit(model.observer):
+        return f"a {type(model.observer).__name__} watches each pass of each layer"
+    if type(optimizer).update is not SGD.update:
+        return f"{type(optimizer).__name__} has an update of its own, which may decide on the host"
     return None
 
 
@@ -101,7 +102,7 @@ class CompiledStep:
         """
         if self.batch is None and not eager:
             self.batch = len(images)
-        if eager or len(images) != self.batch or self.model.observer is not NULL_PROFILER:
+        if eager or len(images) != self.batch or not _graphs_suit(self.model.observer):
             return self._lent(lambda: self.eager(images, labels, first_sample))
         key = *(_form(array) for array in (images, labels)), self.model.modes()
         program = self._programs.get(key)
@@ -110,6 +111,10 @@ class CompiledStep:
         totals = program(images, labels, first_sample)
         self._block = program.block or self._block
         return totals
+
+    def observe(self, profiler: Profiler) -> None:
+        """As `EagerStep.observe`. A `GraphProfiler` sees the marks of a graph that has them; any other, eager steps."""
+        self.eager.observe(profiler)
 
     def evaluate(self, images: Any, labels: Any) -> Totals:
         """As `EagerStep.evaluate`, in the memory of the steps."""
@@ -126,6 +131,10 @@ class CompiledStep:
         kept = ops.empty(array.shape, array.dtype)
         ops.copy_into(kept, array)
         return Totals(ops, kept, totals.num_classes, totals.of)
+
+
+def _graphs_suit(observer: Profiler) -> bool:
+    return observer is NULL_PROFILER or isinstance(observer, GraphProfiler)
 
 
 def _form(array: Any) -> tuple[Any, ...]:
@@ -151,13 +160,13 @@ class _Unit:
             self.events = tuple(recording.events)
         return result
 
-    def capture(self, work: Callable[[], Totals], base: int) -> None:
-        """Capture ``work`` into the planned places."""
-        replaying = engine.Replaying(self.events, self.offsets, base)
-        with engine.steady(), engine.allocating(replaying):
-            self.graph, totals = engine.capture(work)
+    def capture(self, work: Callable[[], Any], block: Any) -> tuple[Any, Any]:
+        """(graph of ``work`` in the planned places of the block, what it returned)."""
+        replaying = engine.Replaying(self.events, self.offsets, block.ptr, block.mem.size)
+        with engine.steady(), engine.lent(replaying):
+            captured = engine.capture(work)
             replaying.finish()
-        self.totals = totals.array
+        return captured
 
 
 class _Program:
@@ -172,6 +181,7 @@ class _Program:
         self._warm: Totals | None = None  # of the first step, which tells what totals look like
         self._slab, self._free = None, 0
         self._units: dict[tuple[bool, bool, int], _Unit] = {}
+        self._watched: dict[int, tuple[Any, Any]] = {}  # of each micro-batch: its graph with marks, and the marks
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
 
     def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
@@ -193,6 +203,7 @@ class _Program:
                 self.model.random.advance(first_sample + begin, new_step=i == 0)
             self.ops.copy_into(rows[i], self._run(i, unit))
         self._recorded = True
+        self.step.optimizer.after_step()
         return Totals(self.ops, rows, self._warm.num_classes, self._warm.of)
 
     def _totals(self) -> Any:
@@ -217,10 +228,31 @@ class _Program:
         """Record the unit or replay it; its totals, good until the next."""
         if unit.graph is not None:
             self.model.random.write()
-            unit.graph.launch()
+            graph = unit.graph if self.model.observer is NULL_PROFILER else self._marked(i, unit)
+            graph.launch()
             return unit.totals
         with self.model.random.hold():
             return unit.record(self._work(unit, i)).array
+
+    def _marked(self, i: int, unit: _Unit) -> Any:
+        """The graph of a micro-batch with a profiler's marks, which is told; in the same places, with the same bits."""
+        profiler = self.model.observer
+        if i not in self._watched:
+
+            def work() -> tuple[Any, Totals]:
+                with profiler.capturing() as marks:
+                    return marks, self._work(unit, i)()
+
+            try:
+                with self.model.random.hold():
+                    graph, (marks, _) = unit.capture(work, self.block)
+            except BaseException:
+                self.model.abandon()
+                raise
+            self._watched[i] = graph, marks
+        graph, marks = self._watched[i]
+        profiler.launching(marks)
+        return graph
 
     def _work(self, unit: _Unit, i: int) -> Callable[[], Totals]:
         first, last, _ = self._role(i)
@@ -236,7 +268,7 @@ class _Program:
         try:
             engine.release()
             block = engine.pooled(max(self.bytes, 1))
-            self._capture(block.ptr)
+            self._capture(block)
         except Exception as error:  # whatever an operation raises that cannot be captured
             failure = f"{type(error).__name__}: {error}"
         failures = [text for text in self.model.comm.share(failure) if text is not None]
@@ -245,14 +277,22 @@ class _Program:
             raise NotCapturable(f"the step does not fit a CUDA graph: {failures[0]}")
         self.block = block
 
-    def _capture(self, base: int) -> None:
-        captured = set()
-        with self.model.random.hold():
+    def _capture(self, block: Any) -> None:
+        with self._unwatched(), self.model.random.hold():
             for i in range(len(self.parts)):
-                if self._role(i) not in captured:
-                    captured.add(self._role(i))
-                    unit = self._units[self._role(i)]
-                    unit.capture(self._work(unit, i), base)
+                unit = self._units[self._role(i)]
+                if unit.graph is None:
+                    unit.graph, totals = unit.capture(self._work(unit, i), block)
+                    unit.totals = totals.array
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        observer = self.model.observer
+        self.step.observe(NULL_PROFILER)
+        try:
+            yield
+        finally:
+            self.step.observe(observer)
 
     def _forget(self) -> None:
         """Python ran half a step that no device will run."""

@@ -14,36 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks
+from minidl import checks, layers
 from minidl.graph import Node
 from minidl.layer import Layer
-from minidl.layers import (
-    GELU,
-    AdaptiveAvgPool2d,
-    Add,
-    AvgPool2d,
-    BatchNorm2d,
-    Concat,
-    Conv2d,
-    ConvTranspose2d,
-    Dropout,
-    Flatten,
-    GroupNorm,
-    Hardswish,
-    LayerNorm,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Mul,
-    Pad,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Tanh,
-    Upsample,
-)
 from minidl.model import Model
 from minidl.shapes import ceil_div
 
@@ -327,29 +300,29 @@ def _pad(to: _Writer, node: Node, x: str) -> str:
 
 
 _FORMS: dict[type[Layer], Callable[..., str]] = {
-    AdaptiveAvgPool2d: _adaptive_avg_pool2d,
-    Add: _elementwise("Add"),
-    AvgPool2d: _avg_pool2d,
-    BatchNorm2d: _batch_norm2d,
-    Concat: _concat,
-    Conv2d: _conv2d,
-    ConvTranspose2d: _conv_transpose2d,
-    Dropout: _dropout,
-    Flatten: _flatten,
-    GELU: _gelu,
-    GroupNorm: _group_norm,
-    Hardswish: _elementwise("HardSwish"),
-    LayerNorm: _layer_norm,
-    LeakyReLU: _leaky_relu,
-    Linear: _linear,
-    MaxPool2d: _max_pool2d,
-    Mul: _elementwise("Mul"),
-    Pad: _pad,
-    ReLU: _elementwise("Relu"),
-    ReLU6: _relu6,
-    SiLU: _silu,
-    Sigmoid: _elementwise("Sigmoid"),
-    Softmax: _elementwise("Softmax", axis=1),
-    Tanh: _elementwise("Tanh"),
-    Upsample: _upsample,
+    layers.AdaptiveAvgPool2d: _adaptive_avg_pool2d,
+    layers.Add: _elementwise("Add"),
+    layers.AvgPool2d: _avg_pool2d,
+    layers.BatchNorm2d: _batch_norm2d,
+    layers.Concat: _concat,
+    layers.Conv2d: _conv2d,
+    layers.ConvTranspose2d: _conv_transpose2d,
+    layers.Dropout: _dropout,
+    layers.Flatten: _flatten,
+    layers.GELU: _gelu,
+    layers.GroupNorm: _group_norm,
+    layers.Hardswish: _elementwise("HardSwish"),
+    layers.LayerNorm: _layer_norm,
+    layers.LeakyReLU: _leaky_relu,
+    layers.Linear: _linear,
+    layers.MaxPool2d: _max_pool2d,
+    layers.Mul: _elementwise("Mul"),
+    layers.Pad: _pad,
+    layers.ReLU: _elementwise("Relu"),
+    layers.ReLU6: _relu6,
+    layers.SiLU: _silu,
+    layers.Sigmoid: _elementwise("Sigmoid"),
+    layers.Softmax: _elementwise("Softmax", axis=1),
+    layers.Tanh: _elementwise("Tanh"),
+    layers.Upsample: _upsample,
 }

@@ -135,6 +135,11 @@ class SGD:
         """Elements of the momentum that this rank keeps."""
         return self.arena.trainable_size
 
+    @property
+    def _histories(self) -> list[Any]:
+        """The arrays that remember earlier gradients, each as long as the trained part of the arena."""
+        return [self.velocity] if self.velocity is not None else []
+
     def _velocity_of(self, begin: int, end: int) -> Any:
         """The momentum of a part of the arena, None without momentum."""
         return self.velocity[begin:end] if self.velocity is not None else None
@@ -197,13 +202,20 @@ class SGD:
         return self.arena.working is not self.arena.master
 
     def step(self) -> None:
+        """`update` all parameters, then what the host has to do between two steps."""
+        self.update()
+        self.after_step()
+
+    def after_step(self) -> None:
+        """What the host does after every step; called by a compiled step after each replay, which is of `update`."""
+
+    def update(self) -> None:
         """Update all parameters: group by group as messages arrive or, with loss scaling or `clip_norm`, after all."""
         messages = self.arena.finished()
         if not self.scales_loss and self.clip_norm is None:
             self._begin()
             for message in messages:
-                self._clip_values(*message.own)
-                self._update(*message.own)
+                self._apply(*message.own)
             return
         for _ in messages:
             pass
@@ -211,7 +223,7 @@ class SGD:
         if self.scales_loss:
             with self.model.profiler.span("optimizer", "update"):
                 self.ops.find_nonfinite(self.arena.grad, self.control)
-        self._clip_values(*whole)
+        self._condition(*whole)
         if self.clip_norm is not None:
             with self.model.profiler.span("optimizer", "update"):
                 square = self.ops.gradient_square(self.arena.grad)
@@ -225,7 +237,12 @@ class SGD:
     def _begin(self) -> None:
         """Before the first update of a step, when it is known whether the gradients overflowed."""
 
-    def _clip_values(self, begin: int, end: int) -> None:
+    def _apply(self, begin: int, end: int) -> None:
+        self._condition(begin, end)
+        self._update(begin, end)
+
+    def _condition(self, begin: int, end: int) -> None:
+        """What is done to gradients before anything uses them."""
         if self.clip_value is not None:
             with self.model.profiler.span("optimizer", "update"):
                 self.ops.clip_values(self.arena.gradient(begin, end), self.clip_value, self.control)
@@ -262,7 +279,7 @@ class SGD:
             raise checks.bad_value("SGD", "update_in_backward", expected, self.model.precision.name, "use bf16")
         if self.clip_value is not None or self.clip_norm is not None:
             raise checks.order("SGD", "clipping of gradients that are updated within the backward pass", "choose one")
-        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._update)
+        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._apply)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Momentum by parameter name, and the control array, as host copies."""

@@ -21,6 +21,7 @@ __all__ = [
     "pool_output_size",
     "resize_axis",
     "round_up",
+    "tap_axes",
 ]
 
 
@@ -45,6 +46,22 @@ def round_up(a: int, multiple: int) -> int:
 def conv_output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
     """Output length of a convolution along one axis; 0 or less when the kernel does not fit."""
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+def tap_axes(
+    image: Sequence[int], grid: Sequence[int], kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    backward: bool = False,
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    """Which pixel a tap of a convolution meets, for each axis: (size, places, taps, multiply, start, step, divide).
+
+    Place a of the grid and tap r meet pixel (a·multiply + start + r·step) / divide of the image, if that is a whole
+    number in [0, size). ``backward``: the grid is the convolution's input and the image its output, as the data
+    gradient needs it.
+    """
+    axes = zip(image, grid, kernel, stride, padding, dilation, strict=True)
+    if backward:
+        return tuple((size, places, taps, 1, pad, -far, by) for size, places, taps, by, pad, far in axes)
+    return tuple((size, places, taps, by, -pad, far, 1) for size, places, taps, by, pad, far in axes)
 
 
 def conv_transpose_output_size(

@@ -55,10 +55,10 @@ class ShardedSGD(SGD):
         place = self._place_of[begin]
         return self.velocity[place : place + end - begin]
 
-    def step(self) -> None:
+    def update(self) -> None:
         """Update the own parts as messages arrive, and take those of the others."""
         if self.scales_loss:  # one rank alone
-            super().step()
+            super().update()
             return
         arena, self._collected, works = self.arena, None, []
         for message in arena.finished():

@@ -11,6 +11,7 @@ from minidl.data.loader import shard
 from minidl.loss import Loss, Totals
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.profile import Profiler
 
 __all__ = ["EagerStep"]
 
@@ -56,6 +57,11 @@ class EagerStep:
             The totals of the loss over all ranks; reading them waits for the device.
         """
         parts = self.parts(len(images))
+        totals = self._parts(images, labels, first_sample, parts)
+        self.optimizer.after_step()
+        return totals
+
+    def _parts(self, images: Any, labels: Any, first_sample: int, parts: list[tuple[int, int]]) -> Totals:
         if len(parts) == 1:
             return self.part(images, labels, first_sample)
         ops, count = self.model.ops, self.loss.count(labels, self.num_classes)
@@ -74,14 +80,19 @@ class EagerStep:
     def part(
         self, images: Any, labels: Any, first_sample: int, count: Any = None, *, first: bool = True, last: bool = True
     ) -> Totals:
-        """One micro-batch: the first overwrites the gradients, the last sends them and updates."""
+        """One micro-batch: the first overwrites the gradients, the last sends them and updates; no `after_step`."""
         with self.model.store.step(len(images)):
             logits = self.model.forward(images, grad=True, first_sample=first_sample, new_step=first)
             totals = self.loss.forward(logits, labels, count=count)
             self.model.backward(self.loss.backward(self.optimizer.loss_scale), accumulate=not first, send=last)
         if last:
-            self.optimizer.step()
+            self.optimizer.update()
         return totals
+
+    def observe(self, profiler: Profiler) -> None:
+        """Let ``profiler`` see every pass of the model and of the loss from now on."""
+        self.model.observe(profiler)
+        self.loss.profiler = profiler
 
     def evaluate(self, images: Any, labels: Any) -> Totals:
         """The loss of a batch without a step; in what mode, the model decides."""

@@ -21,6 +21,7 @@ from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
 from minidl.optim import SGD
+from minidl.profile import Profiler
 from minidl.progress import MetricsLog, Progress, progress
 from minidl.shapes import ceil_div
 from minidl.step import EagerStep
@@ -32,8 +33,8 @@ __all__ = ["StepWatch", "Trainer"]
 class StepWatch(Protocol):
     """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
 
-    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
-        """Around each step of ``samples`` samples on this rank."""
+    def step(self, trainer: Trainer, samples: int | None) -> AbstractContextManager[None]:
+        """Around each step of ``samples`` samples on this rank; None where the batch is a last, smaller one."""
 
     def finish(self, trainer: Trainer) -> Path | None:
         """After the last step, on all ranks; a file that was written."""
@@ -42,7 +43,7 @@ class StepWatch(Protocol):
 class _Unwatched:
     _nothing = nullcontext()
 
-    def step(self, trainer: Trainer, samples: int) -> AbstractContextManager[None]:
+    def step(self, trainer: Trainer, samples: int | None) -> AbstractContextManager[None]:
         return self._nothing
 
     def finish(self, trainer: Trainer) -> None:
@@ -308,7 +309,7 @@ class Trainer:
         self.model.train()
         # Whether a batch is the last, smaller one, all ranks know; their parts of one may differ by a sample.
         smaller = batch.global_size != self.train_loader.batch
-        with self.profile.step(self, len(batch.images)):
+        with self.profile.step(self, None if smaller else len(batch.images)):
             totals = self._take_step(batch, smaller)
         self.step += 1
         return totals
@@ -332,6 +333,10 @@ class Trainer:
         if self.log is not None:
             self.log.report({"step": self.step, "loss": loss, "lr": self.optimizer.lr})
         return loss
+
+    def observe(self, profiler: Profiler) -> None:
+        """Let ``profiler`` see every pass and message from now on."""
+        self._step.observe(profiler)
 
     def evaluate(self, loader: Loader | None = None) -> tuple[float, float]:
         """(mean loss, accuracy) over a whole loader, counted exactly over all ranks."""

@@ -101,3 +101,8 @@ def numbers(counter, shape):
     for at in np.ndindex(*shape):
         values[at] = counter.zero()
     return values
+
+
+def costs(cost):
+    """(FLOP, bytes) of the three passes of a `minidl.profile.Cost`."""
+    return [(p.flop, p.bytes) for p in (cost.forward, cost.backward_data, cost.backward_weight)]

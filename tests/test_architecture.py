@@ -27,7 +27,7 @@ LEVELS = [
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
     {"compile"},
     {"train"},
-    {"bench"},
+    {"bench", "pruning"},
     {"launch", "cli"},
     {"__main__", "__init__"},
 ]
@@ -77,6 +77,7 @@ def test_imports_go_one_way():
 def test_optional_packages_are_imported_only_inside_functions():
     optional = {
         "scipy",
+        "bitarray",
         "cupy",
         "mpi4py",
         "rich",

@@ -161,8 +161,8 @@ EVENTS = [100, 200, ~0, 300, ~2]
 
 
 def replay(steps):
-    offsets, _ = place(EVENTS)
-    replaying, addresses = Replaying(EVENTS, offsets, 1 << 30), []
+    offsets, size = place(EVENTS)
+    replaying, addresses = Replaying(EVENTS, offsets, 1 << 30, size), []
     for step in steps:
         if step >= 0:
             addresses.append(replaying.malloc(step, 0))

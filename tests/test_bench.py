@@ -11,14 +11,16 @@ import minidl as m
 from minidl import models
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, Passes, cases
-from minidl.bench.rows import network_rows
-from minidl.bench.run import bench_layer, bench_network, beyond_roof, merged
+from minidl.bench.run import bench_layer, bench_network, beyond_roof, merged, new_step
 from minidl.bench.setup import Setup, layer_case, parse_layer, parse_shape
 from minidl.dist.communicator import SOLO
 from minidl.precision import precision
 from minidl.profile import results, timer
+from minidl.profile.compare import compare_results
 from minidl.profile.cost import PassCost
+from minidl.profile.ratio import FASTER, SAME, SLOWER, UNCLEAR
 from minidl.profile.runs import NotInFile, family, runs
+from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
 from minidl.profile.timing import Budget, Timing
 from minidl.profile.views import VIEWS, default_view, footer, networks, tables, view
 
@@ -91,8 +93,6 @@ def test_within_steps_layers_and_the_rest_make_up_the_step():
 
 
 def made(ms, parts, rest, i):
-    from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
-
     return StepTimes(ms, [SpanTime(*key, COMPUTE, 0.0, samples[i]) for key, samples in parts.items()])
 
 
@@ -206,11 +206,12 @@ def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
 
 
 @pytest.mark.alone
-def test_a_gpu_network_closes_eager_and_captured(cuda_ops):
-    setup = Setup("resnet50", 64, "bf16", "cuda")
+@pytest.mark.parametrize(("batch", "eager"), [(64, 0.80), (256, 0.95)])
+def test_a_gpu_network_closes_eager_and_captured(batch, eager, cuda_ops):
+    setup = Setup("resnet50", batch, "bf16", "cuda")
     found = bench_network(setup, SOLO, None, isolated=False, seconds=1.0)
     assert found["step"]["graph_accounted"] >= 0.95
-    assert found["step"]["eager_accounted"] >= 0.80, "64 images leave the host little time, but not none"
+    assert found["step"]["eager_accounted"] >= eager, "64 images leave the host little time, but not none"
     rows = [row for row in found["rows"] if row["pass"] != "step"]
     for way, name in (("graph_step", "graph"), ("step", "eager")):
         total = sum(row["timings"][way]["ms"] for row in rows)
@@ -218,82 +219,40 @@ def test_a_gpu_network_closes_eager_and_captured(cuda_ops):
         assert total == pytest.approx(watched, rel=0.05)
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("kind", "text"), [(m.BatchNorm2d, "BatchNorm2d(256)"), (m.Conv2d, "Conv2d(256, 256, 3, padding=1)")]
+)
+def test_a_planted_slowdown_of_a_layer_is_found_on_a_gpu_and_noise_is_not(kind, text, cuda_ops, monkeypatch):
+    """A convolution may be UNCLEAR, for the clocks of a GPU at its limit of power come and go; no verdict is wrong."""
+    from minidl.cuda.spin import spin
 
+    delay = [0.0]
+    compute = kind.compute
 
-class Two:
-    """Two ranks of which both saw the same, for what is joined without sending."""
+    def delayed(self, x):
+        y = compute(self, x)
+        if delay[0]:
+            spin(delay[0])
+        return y
 
-    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "two"
+    def measured():
+        case, options = layer_case(text, ["128x28x28x256"]), layers.Options(("replayed",))
+        rows = layers.measure([case], "t", ops=cuda_ops, precision=precision("bf16"), options=options)
+        return results.result("layers", rows)
 
-    def share(self, value):
-        return [value, value]
+    def verdicts(a, b):
+        return {row.key[2]: row.verdict for row in compare_results(a, b).rows}
 
-    def all_reduce(self, array):
-        pass
-
-    def barrier(self):
-        pass
-
-    def start_all_reduce(self, array, span=None, name=""):
-        with span(None):
-            pass
-        return self
-
-    def wait(self):
-        pass
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    from minidl.bench.rows import Table
-    from minidl.bench.step import TrainingStep
-
-    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
-    times = network.measure(step, seconds=0.01)
-    found = cases(models.build("mlp", (4, 4, 1), 3), 2)
-    ceilings = CEILINGS | {"all_reduce": {"bus_gb_per_s": 1.0}}
-    table = Table("mlp", step, 2, found, (), times, {}, ceilings, lambda nbytes: Timing((nbytes * 1e-6,) * 3))
-    return step, network_rows(table)
-
-
-def test_one_message_of_several_layers_is_one_rows_work(two_ranks):
-    step, rows = two_ranks
-    messages = [row for row in rows if row["pass"] == "all_reduce"]
-    with_gradients = [layer.name for layer in step.model.layers if layer.specs]
-    assert [row["layer"] for row in messages] == with_gradients
-    carrier = with_gradients[0]  # the last to be ready in the backward pass
-    carried = {row["layer"]: row["in"] for row in messages}
-    assert carried.pop(carrier) is None and set(carried.values()) == {carrier}
-    assert all(row["ms"] == 0 for row in messages if row["in"])
-    whole = next(row for row in messages if row["in"] is None)
-    nbytes = 4 * step.model.arena.trainable_size
-    assert whole["message_bytes"] == nbytes and whole["message_layers"] == len(with_gradients)
-    assert whole["ms"] == pytest.approx(nbytes * 1e-6)
-    assert whole["floor_ms"] == pytest.approx(nbytes * 1e-6), "2(n-1)/n is 1 with two ranks"
-    assert whole["bound"] == "network" and whole["transfer_ms"] is not None and whole["exposed_ms"] >= 0
-
-
-def test_communication_intensity_is_each_layers_own(two_ranks):
-    step, rows = two_ranks
-    for row in rows:
-        if row["pass"] != "all_reduce":
-            continue
-        size = row["parameters"]
-        assert row["wire_bytes"] == 4 * size
-        own = [r for r in rows if r["layer"] == row["layer"] and r["pass"] != "all_reduce"]
-        assert row["communication_intensity"] == pytest.approx(sum(r["flop"] for r in own) / (4 * size))
-
-
-def test_the_wait_for_other_ranks_losses_is_a_row(two_ranks):
-    assert ("loss", "wait") in {(row["layer"], row["pass"]) for row in two_ranks[1]}
-
-
-def test_transfer_wait_and_exposed_of_a_message():
-    ranks = [{("m", "all_reduce"): [2.0, 2.0], ("m", "wait"): [0.5, 0.5]},
-             {("m", "all_reduce"): [5.0, 3.0], ("m", "wait"): [0.1, 0.1]}]  # fmt: skip
-    message = network._message("m", ranks)
-    assert (message.transfer, message.wait, message.exposed) == (2.0, 2.0, 0.5)
+    monkeypatch.setattr(kind, "compute", delayed)
+    measured()  # clocks rise
+    a, b = measured(), measured()
+    delay[0] = 0.05e-3 * next(row["ms"] for row in a["rows"] if row["pass"] == "forward")
+    c = measured()
+    unsure = {UNCLEAR} if kind is m.Conv2d else set()
+    assert set(verdicts(a, b).values()) <= {SAME, *unsure}
+    assert verdicts(b, c)["forward"] in {SLOWER, *unsure} and verdicts(c, b)["forward"] in {FASTER, *unsure}
+    assert verdicts(b, c)["backward_data"] in {SAME, *unsure}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -366,6 +325,18 @@ def with_batch(content, batch):
     setup = content["setup"] | {"batch": batch}
     rows = [row | {"case": f"resnet20/16x16/b{batch}", "input_shapes": [[batch, 16, 16, 3]]} for row in content["rows"]]
     return content | {"setup": setup, "rows": rows}
+
+
+def test_a_step_is_resized_for_each_batch(cpu_ops):
+    setups = [Setup("mlp", batch, "fp32", "cpu", image_size=8) for batch in (3, 5)]
+    step = new_step(setups[0], SOLO)
+    for setup in setups:
+        shared = bench_network(setup, SOLO, CEILINGS, isolated=False, seconds=0.01, step=step)
+        own = bench_network(setup, SOLO, CEILINGS, isolated=False, seconds=0.01)
+        work = ("case", "layer", "pass", "flop", "bytes", "input_shapes", "output_shape", "saved_bytes", "parameters")
+        assert [[row[key] for key in work] for row in shared["rows"]] == [
+            [row[key] for key in work] for row in own["rows"]
+        ]
 
 
 def test_networks_merge_into_one_file_that_shows_all_of_them(content):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from minidl.bench.training import TrainingProfile
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.cuda.spin import spin
 from minidl.profile.results import load
+from minidl.profile.spans import NULL_PROFILER, SpanRecorder
 from minidl.step import EagerStep
 from minidl.train import Trainer
 
@@ -299,16 +301,66 @@ def test_training_compiled_gives_the_bits_of_eager_training(accumulate, cuda_ops
         assert replays(other._step) > 0
 
 
-def test_profiled_training_compiles_the_steps_that_nobody_watches(cuda_ops, tmp_path):
-    watched = trainer(profile=TrainingProfile(tmp_path / "profile.json", every=3, first=2))
-    plain = trainer(compile=False)
+@pytest.mark.parametrize(("accumulate", "first"), [(1, 0), (1, 1), (1, 2), (3, 2)])
+def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
+    """The third step is the first replay. Those of an epoch's last, smaller batch are not watched."""
+    profile = TrainingProfile(tmp_path / "profile.json", every=2, first=first)
+    watched, plain = trainer(profile=profile, accumulate=accumulate), trainer(compile=False, accumulate=accumulate)
     assert watched.fit()["train_loss"] == plain.fit()["train_loss"]
     for name, value in plain.model.state_dict().items():
         np.testing.assert_array_equal(watched.model.state_dict()[name], value, err_msg=name)
-    assert replays(watched._step) == 1
+    (program,) = watched._step._programs.values()
+    assert len(program._watched) == accumulate
     content = load(tmp_path / "profile.json")
+    assert [step.captured for step in profile.steps].count(False) == (first < 2)
     memory = [point["bytes"] for point in content["memory"]]
-    assert max(memory) > min(memory) > 0 and content["rows"]
+    assert max(memory) > min(memory) > 0
+    assert {row["timing"] for row in content["rows"] if row["ms"]} == {"graph_step"}
+    assert {("conv", "backward_weight"), ("optimizer", "update")} <= {(s["layer"], s["pass"]) for s in content["spans"]}
+    starts = [span["start_ms"] for span in content["spans"]]
+    assert starts == sorted(starts), "micro-batches follow one another"
+    assert content["step"]["graph_profiling_overhead"] is not None
+    rows = {(row["layer"], row["pass"]): row for row in content["rows"]}
+    assert rows["conv", "forward"]["kernels"] and rows["fc", "backward_weight"]["kernels"]
+    for row in content["rows"]:
+        assert row["in"] is None or (row["ms"], row["kernels"]) == (0.0, [])
+
+
+@pytest.mark.alone
+def test_a_profile_costs_less_than_a_fiftieth_of_the_run(cuda_ops, rng, tmp_path):
+    """Blocks of steps with and without it take turns, so that the clock of the GPU is the same for both."""
+    model = m.Model(models.build("resnet50", (224, 224, 3), 1000), device="cuda", precision="bf16")
+    loader = data.Loader(data.dataset("synthetic", None, "train", n=32, shape=(8, 8, 3), num_classes=1000), 32)
+    optimizer, loss = m.SGD(model, 1e-3, 0.9), m.SoftmaxCrossEntropy()
+    run = Trainer(model, optimizer, loss, loader, schedule=lambda step: 1e-3, epochs=1000)
+    x = cuda_ops.cast(cuda_ops.from_host(rng.standard_normal((32, 224, 224, 3), f32)), model.precision.storage)
+    wanted = cuda_ops.from_host(rng.integers(0, 1000, 32).astype(np.int32))
+    batch, off, on = data.Batch(x, wanted, 0, 32), run.profile, TrainingProfile(tmp_path / "profile.json", first=0)
+
+    def seconds(profile, steps=50):
+        run.profile = profile
+        cuda_ops.synchronize()
+        started = time.perf_counter()
+        for _ in range(steps):
+            run._train(batch)
+        cuda_ops.synchronize()
+        return time.perf_counter() - started
+
+    for profile in (off, on):  # captures both graphs
+        seconds(profile)
+    pairs = [(seconds(off), seconds(on)) for _ in range(9)]
+    assert statistics.median(b / a for a, b in pairs) < 1.02
+    assert len(on.steps) + on._pending >= 10
+
+
+def test_a_profiler_that_knows_no_graphs_sees_eager_steps(cuda_ops):
+    step = make(CompiledStep)
+    for number, (x, labels) in enumerate(batches(step)):
+        seen = SpanRecorder()
+        step.observe(seen if number == STEPS - 1 else NULL_PROFILER)
+        take(step, x, labels, number)
+        assert bool(seen.events) == (number == STEPS - 1)
+    assert replays(step) == 1
 
 
 # -- micro-batches, on any device -------------------------------------------------------------------------------------
@@ -383,10 +435,10 @@ def test_what_is_in_the_way_is_named(cpu_ops):
 
     assert seen() is None
     assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {"capturable": False})())
-    assert "a profiler watches" in seen(observer=object())
+    assert "a SpanRecorder watches" in seen(observer=SpanRecorder())
     assert "the shm engine adds gradients on the host" in seen(comm=type("Shm", (), {"name": "shm"}))
-    optimizer = type("Pruned", (m.SGD,), {"step": lambda self: None}).__new__(type("P", (m.SGD,), {"step": None}))
-    assert "P has a step of its own" in seen()
+    optimizer = type("Own", (m.SGD,), {"update": lambda self: None}).__new__(type("P", (m.SGD,), {"update": None}))
+    assert "P has an update of its own" in seen()
 
 
 def test_parts_of_different_models_make_no_step(cpu_ops):

@@ -17,7 +17,7 @@ from minidl.precision import bfloat16, float32
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import cases, put
+from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import draw, draw_integers
 
 FORWARD = ("stride", "padding", "dilation", "groups")
@@ -171,6 +171,32 @@ def test_weight_gradients_with_every_tile(cuda_ops, case, division, rng, monkeyp
             with family("hopper"):
                 check_weight(cuda_ops, case, *hosts, division[1] > 1)
             monkeypatch.undo()
+
+
+LONG = [
+    Case("long-1x1", (32, 56, 56, 64), (256, 1, 1)),
+    Case("long-1x1-deep", (32, 28, 28, 512), (128, 1, 1)),
+    Case("long-3x3", (32, 28, 28, 128), (128, 3, 3), padding=(1, 1)),
+    Case("long-3x3-stride-2", (32, 28, 28, 64), (192, 3, 3), stride=(2, 2), padding=(1, 1)),
+]
+
+
+@cases(LONG)
+def test_long_sums_in_whole_numbers(cuda_ops, case, rng):
+    """Many stages for each block, whose copies need not come in order; twice, to the bit."""
+    x, norm, dy = whole(rng, case, bfloat16)
+    w = draw_integers(rng, case.w, bfloat16, limit=1)
+    x, w, dy, norm = *put(cuda_ops, x, w, dy), put(cuda_ops, *norm)
+    z = cuda_ops.batch_norm_apply(x, *norm, relu=True)
+    with family("generic"):
+        y = cuda_ops.to_host(cuda_ops.conv2d(z, w, **case.options))
+        expected = cuda_ops.from_host(np.zeros(case.w, np.float32))
+        cuda_ops.conv2d_backward_weight(dy, z, out=expected, **case.options)
+    for _ in range(2):
+        found = cuda_ops.from_host(np.full(case.w, np.nan, np.float32))
+        cuda_ops.conv2d_backward_weight(dy, x, norm=norm, out=found, **case.options)
+        np.testing.assert_array_equal(cuda_ops.to_host(found), cuda_ops.to_host(expected))
+        assert cuda_ops.to_host(cuda_ops.conv2d(x, w, norm=norm, **case.options)).tobytes() == y.tobytes()
 
 
 @pytest.mark.parametrize("device", ["A100", "H200"])

@@ -27,11 +27,17 @@ def conv(rng, stride=1):
     return CSBConv2d.from_dense(masked(rng, (9, 1, 1, 14)), draw(rng, 9, f32), stride=stride, blocksize=8)
 
 
+def wide(rng, **geometry):
+    return CSBConv2d.from_dense(masked(rng, (9, 3, 2, 5)), draw(rng, 9, f32), blocksize=4, **geometry)
+
+
 LAYERS = {
     "linear": (linear, (5, 17)),
     "linear without bias": (lambda rng: linear(rng, bias=False), (5, 17)),
     "conv": (conv, (2, 5, 4, 14)),
     "conv strided": (lambda rng: conv(rng, (2, 3)), (2, 5, 7, 14)),
+    "conv 3x2": (wide, (2, 5, 4, 5)),
+    "conv 3x2 strided": (lambda rng: wide(rng, stride=(2, 3), padding=1, dilation=(1, 2)), (2, 5, 7, 5)),
 }
 
 
@@ -52,15 +58,17 @@ def test_an_empty_batch_gives_an_empty_answer(case, ops, rng):
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("kind", ["linear", "conv"])
+@pytest.mark.parametrize("kind", ["linear", "conv", "conv 3x3"])
 def test_equals_the_dense_layer_with_zeros(ops, rng, kind, stride):
     bias = draw(rng, 40, f32)
     if kind == "linear":
         weight, x = masked(rng, (40, 70), 0.1), draw(rng, (30, 70), f32)
         dense, sparse = m.Linear(70, 40), CSBLinear.from_dense(weight, bias)
     else:
-        weight, x = masked(rng, (40, 1, 1, 70), 0.1), draw(rng, (3, 6, 5, 70), f32)
-        dense, sparse = m.Conv2d(70, 40, 1, stride), CSBConv2d.from_dense(weight, bias, stride=stride)
+        size = 3 if "3x3" in kind else 1
+        weight, x = masked(rng, (40, size, size, 70), 0.1), draw(rng, (3, 6, 5, 70), f32)
+        geometry = {"stride": stride, "padding": size // 2}
+        dense, sparse = m.Conv2d(70, 40, size, **geometry), CSBConv2d.from_dense(weight, bias, **geometry)
     dense.to(ops.name).load_state_dict({"weight": weight, "bias": bias})
     dy = draw(rng, dense.output_shape(x.shape), f32)
     found = []
@@ -73,9 +81,9 @@ def test_equals_the_dense_layer_with_zeros(ops, rng, kind, stride):
     *got, values = found[1]
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
-    row, column = sparse.pattern.coordinates()
-    np.testing.assert_allclose(values, full.reshape(40, 70)[row, column], rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(ops.to_host(sparse.matrix.toarray()), weight.reshape(40, 70))
+    np.testing.assert_allclose(values, sparse.at_pattern(full), rtol=1e-4, atol=1e-4)
+    stored = sparse.matrix.toarray() if kind == "linear" else sparse.filters()
+    np.testing.assert_array_equal(ops.to_host(stored), weight)
 
 
 def test_sixteen_bit_layers_stay_near_their_float32_selves(ops, rng, dtype):
@@ -171,8 +179,16 @@ def test_doors(rng):
         linear(rng).forward(np.zeros((2, 3, 17), f32))
     with pytest.raises(ValueError, match=r"\(N, H, W, 14\)"):
         conv(rng).forward(np.zeros((2, 3, 4, 13), f32))
-    with pytest.raises(ValueError, match=r"\(K, 1, 1, C\), got \(4, 3, 3, 2\); larger filters stay dense"):
-        CSBConv2d.from_dense(np.ones((4, 3, 3, 2), f32))
+    with pytest.raises(ValueError, match=r"weight must have shape \(K, R, S, C\), none of them 0, got \(4, 3, 2\)"):
+        CSBConv2d.from_dense(np.ones((4, 3, 2), f32))
+    with pytest.raises(ValueError, match="mask must have shape"):
+        CSBConv2d.from_dense(np.ones((4, 3, 3, 2), f32), mask=np.ones((4, 2), bool))
+    with pytest.raises(ValueError, match="9 taps of whole blocks of 8 columns.*see from_dense"):
+        CSBConv2d(CSBPattern([0] * 7, [], (8, 45), 8), kernel_size=3)
+    with pytest.raises(ValueError, match="without elements in columns of a tap from 5 on"):
+        CSBConv2d(CSBPattern([0, 1, 1], [7], (8, 16), 8), kernel_size=(1, 2), in_channels=5)
+    with pytest.raises(ValueError, match="at least as large as the kernel"):
+        wide(rng).forward(np.zeros((1, 2, 4, 5), f32))
     with pytest.raises(ValueError, match="stride"):
         conv(rng, 0)
     with pytest.raises(ValueError, match=r"bias must have shape \(3,\), got \(4,\)"):

@@ -217,9 +217,9 @@ def test_the_bits_depend_on_no_number_of_threads(cpu_ops, rng, monkeypatch, thre
         forward, back = a.matmul(x, features_last=True), a.matmul(dy, transposed=True, features_last=True)
         return forward, back, a.sampled(dy, x, features_last=True)
 
-    monkeypatch.setattr(csb, "_threads", lambda products: 1)
+    monkeypatch.setattr(csb, "threads_for", lambda products: 1)
     alone = everything()
-    monkeypatch.setattr(csb, "_threads", lambda products: threads)
+    monkeypatch.setattr(csb, "threads_for", lambda products: threads)
     for got, expected in zip(everything(), alone, strict=True):
         np.testing.assert_array_equal(got, expected)
 

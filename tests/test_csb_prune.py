@@ -98,8 +98,8 @@ def network():
     x = graph.input((6, 6, 3))
     x = m.ReLU(name="relu1")(m.Conv2d(3, 12, 3, padding=1, name="first")(x))
     y = m.BatchNorm2d(16, name="bn")(m.Conv2d(12, 16, 1, bias=False, name="point")(x))
-    y = m.Add(name="join")(y, m.Conv2d(12, 16, 3, padding=1, name="wide")(x))
-    y = m.Conv2d(16, 20, 1, 2, name="stride")(m.ReLU(name="relu2")(y))
+    y = m.Add(name="join")(y, m.Conv2d(12, 16, 3, padding=1, groups=2, name="wide")(x))
+    y = m.Conv2d(16, 20, 3, 2, padding=1, name="stride")(m.ReLU(name="relu2")(y))
     return graph.output(m.Linear(9 * 20, 5, name="head")(m.Flatten()(y)))
 
 

@@ -202,6 +202,10 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
             assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+    norm = moments, input_bias, input_bias
+    ops.conv2d(x, w, bias, norm=norm, **where)
+    ops.conv2d_stats(x, w, norm=norm, **where)
+    ops.conv2d_backward_weight(dy, x, norm=norm, out=ops.empty(w.shape, np.float32), **where)
     ops.channel_sum(dy, out=db)
 
 
@@ -286,13 +290,13 @@ def call_dropout() -> None:
 # (M, K), side of a block, samples
 SPARSE = [
     ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),
-    ((4096, 4096), 64, 16), ((4096, 4096), 64, 32), ((4096, 4096), 64, 64),
+    ((4096, 4096), 64, 16), ((4096, 4096), 64, 32), ((4096, 4096), 64, 64), ((256, 2304), 64, 12544),
 ]  # fmt: skip
 
 
 def call_csb() -> None:
     _sparse_products()
-    with route("fastest"):
+    with route("generic"):
         _sparse_products()
 
 
@@ -312,6 +316,21 @@ def _sparse_products() -> None:
             ops.csb_matmul(*pattern, values, wide, *where, features_last=last, tf32x3=True)
             few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
             ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
+
+
+def call_csb_conv2d() -> None:
+    cases = itertools.product(STORAGE, [(64, 64, 3, 1), (70, 40, 3, 2), (8, 300, 5, 1)], (8, 64, 256))
+    for dtype, (c, k, size, stride), side in cases:
+        shape = k, size * size * (-(-c // side) * side)
+        indptr = ops.empty(-(-k // side) * (shape[1] // side) + 1, np.int32)
+        pattern, values = (indptr, ops.empty(1000, np.uint16)), ops.empty(1000, dtype)
+        geometry = {"kernel": (size, size), "stride": (stride, stride), "padding": (1, 1), "dilation": (1, 1)}
+        x = ops.empty((16, 28, 28, c), dtype)
+        dy = ops.csb_conv2d(*pattern, values, x, shape, side, **geometry, bias=ops.empty(k, np.float32))
+        dx = ops.csb_conv2d_backward_data(*pattern, values, dy, x.shape, shape, side, **geometry)
+        assert dy.shape[3] == k and dx.shape == x.shape
+        out = ops.empty(1000, np.float32)
+        ops.csb_conv2d_backward_weight(*pattern, dy, x, shape, side, **geometry, out=out)
 
 
 def call_csb_sampled() -> None:

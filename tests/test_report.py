@@ -33,11 +33,16 @@ def report():
     return module
 
 
+def forget(pages):
+    for kept in (pages.measured, pages.together, pages._every):
+        kept.cache_clear()
+
+
 @pytest.fixture
 def pages(report):
-    report.layer_pages.measured.cache_clear()
+    forget(report.layer_pages)
     yield report.layer_pages
-    report.layer_pages.measured.cache_clear()
+    forget(report.layer_pages)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def test_a_file_that_is_dropped_in_is_shown(pages, content, tmp_path):
     write(tmp_path / "cpu" / "bench_model_a.json", content)
     assert "Over ranks" not in pages.page(tmp_path, "lenet")
     write(tmp_path / "cpu-x2" / "bench_model_b.json", on_two_ranks(content))
-    pages.measured.cache_clear()
+    forget(pages)
     page = pages.page(tmp_path, "lenet")
     assert "## Over ranks: lenet 32×32, batch 2 on each" in page
     over = page[page.index("## Over ranks: lenet 32×32, batch 2") :]
@@ -99,11 +104,32 @@ def test_a_file_that_is_dropped_in_is_shown(pages, content, tmp_path):
 
 def test_the_newest_of_the_same_measurement_counts(pages, content, tmp_path):
     for name, date, ms in (("b", "2026-01-01", 111.0), ("a", "2026-02-01", 222.0)):
-        changed = json.loads(json.dumps(content)) | {"date": date}
-        for row in changed["rows"]:
-            row["ms"] = ms if row["pass"] == "step" else row["ms"]
-        write(tmp_path / "cpu" / f"bench_model_{name}.json", changed)
+        write(tmp_path / "cpu" / f"bench_model_{name}.json", with_steps_of(content, ms, date))
     assert "222.0" in pages.overview(tmp_path) and "111.0" not in pages.overview(tmp_path)
+
+
+def with_steps_of(content, ms, date):
+    changed = json.loads(json.dumps(content)) | {"date": date}
+    for row in changed["rows"]:
+        row["ms"] = ms if row["pass"] == "step" else row["ms"]
+    return changed
+
+
+def test_ranks_are_compared_with_one_rank_of_their_own_time(pages, content, tmp_path):
+    """A newer measurement on one rank stands in the table of one rank, and makes no scaling."""
+    write(tmp_path / "cpu-x1" / "bench_model.json", with_steps_of(content, 100.0, "2026-01-02T10:00:00+00:00"))
+    assert {line[4] for line in cells(pages.overview(tmp_path), "lenet 32×32")} == {"100.0"}, "there is no other"
+    forget(pages)
+    several = with_steps_of(on_two_ranks(content), 125.0, "2026-01-02T12:00:00+00:00")
+    write(tmp_path / "cpu-x2" / "bench_model.json", several)
+    write(tmp_path / "cpu" / "bench_model.json", with_steps_of(content, 50.0, "2026-03-01T00:00:00+00:00"))
+    alone, over = pages.overview(tmp_path).split("Over ranks")
+    assert {line[4] for line in cells(alone, "lenet 32×32")} == {"50.000"}
+    assert {(line[2], line[4]) for line in cells(over, "lenet 32×32")} == {("1", "100.0"), ("2", "125.0")}
+    assert "measured 2026-03-01 at" in alone and "measured 2026-01-02 at" in over
+    runs = pages.of_networks(tmp_path)["lenet"][1]
+    efficiencies = [curve.efficiency[-1] for curve in pages.curves(runs, ["weak"])]
+    assert efficiencies == pytest.approx([0.8, 0.8])
 
 
 def test_every_picture_of_a_page_can_be_drawn(pages, content, tmp_path):

@@ -17,7 +17,7 @@ from minidl.profile.runs import NotInFile, runs
 from minidl.profile.scaling import Cluster, LayerTimes, StepTimes, simulate
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-ALONE = RESULTS / "h200" / "bench_model_bf16.json.gz"
+ALONE = RESULTS / "h200-x1" / "bench_model_bf16.json.gz"
 SEVERAL = [RESULTS / f"h200-x{n}" / "bench_model_bf16.json.gz" for n in (2, 4)]
 
 

@@ -147,20 +147,23 @@ def test_the_device_tells_known_durations_eager_and_captured(cuda_ops):
             spin(1e-3)
         spin(5e-4)
 
-    eager, captured = StepProfiler(cuda_ops), StepProfiler(cuda_ops, captured=True)
-    work(eager)
-    with eager.step():
-        work(eager)
+    profiler = StepProfiler(cuda_ops)
+    work(profiler)
+    with profiler.step():
+        work(profiler)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        with captured.step():
-            work(captured)
+        with profiler.capturing() as piece:
+            work(profiler)
         graph = stream.end_capture()
         for _ in range(3):
-            graph.launch(stream)
-        stream.synchronize()
-    for times in (*eager.read(), *captured.read()):
+            with profiler.step():
+                profiler.launching(piece)
+                graph.launch(stream)
+    found = profiler.read()
+    assert [times.captured for times in found] == [False, True, True, True]
+    for times in found:
         assert [s.ms for s in times.spans] == pytest.approx([2, 1], rel=0.03)
         assert times.ms == pytest.approx(3.5, rel=0.03)
         assert times.unaccounted_ms == pytest.approx(0.5, rel=0.06)
@@ -168,19 +171,22 @@ def test_the_device_tells_known_durations_eager_and_captured(cuda_ops):
 
 def test_a_captured_step_trains_like_an_eager_one_and_its_spans_close(cuda_ops):
     eager, captured = small_step(cuda_ops.name), small_step(cuda_ops.name)
-    profiler = StepProfiler(cuda_ops, captured=True)
+    profiler = StepProfiler(cuda_ops)
     replay = captured.capture(profiler)  # takes one eager step first
     eager()
     for _ in range(3):
         eager()
-        replay()
+        with replay.stream, profiler.step():
+            replay()
     cuda_ops.synchronize()
     replay.stream.synchronize()
     a, b = eager.model.state_dict(), captured.model.state_dict()
     for name in a:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-    (times,) = profiler.read()
-    assert 0.95 * times.ms <= sum(s.ms for s in times.spans if s.lane == COMPUTE) <= 1.001 * times.ms
+    found = profiler.read()
+    assert len(found) == 3
+    for times in found:
+        assert 0.95 * times.ms <= sum(s.ms for s in times.spans if s.lane == COMPUTE) <= 1.001 * times.ms
 
 
 def test_capturing_needs_a_gpu():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from minidl.profile import timing
@@ -187,6 +189,21 @@ def test_a_kernel_of_known_duration_is_timed_right(cuda_ops):
 
     for way, found in ways(timer(cuda_ops), lambda: spin(SPIN_SECONDS)).items():
         assert found.ms == pytest.approx(1e3 * SPIN_SECONDS, rel=0.03), way
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_operands_that_rotate_or_are_cold_come_from_memory(cuda_ops):
+    """16 MB fit into the second-level cache several times, and are read faster from there."""
+    device = timer(cuda_ops)
+    shape = 64, 256, 256
+    number = input_sets(2 * 4 * math.prod(shape), device.cache_bytes)
+    sets = [cuda_ops.from_host(np.ones(shape, np.float32)) for _ in range(number)]
+    rotated = device.replayed([lambda x=x: cuda_ops.relu(x) for x in sets], QUICK).ms
+    resident = device.replayed([lambda: cuda_ops.relu(sets[0])] * len(sets), QUICK).ms
+    cold = device.cold(lambda: cuda_ops.relu(sets[0]), QUICK).ms
+    assert resident < 0.95 * rotated
+    assert cold > resident
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from itertools import groupby
 
 import pytest
@@ -229,7 +230,7 @@ def test_large_traces_are_told_of_and_the_largest_refused(tmp_path, content, mon
 def test_a_failed_write_leaves_what_was_there(tmp_path, content, monkeypatch):
     path = tmp_path / "trace.json"
     path.write_text("old")
-    monkeypatch.setattr(module.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write_trace(path, content)
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"] and path.read_text() == "old"

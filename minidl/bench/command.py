@@ -11,13 +11,13 @@ from typing import Any
 
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
-from minidl.bench.run import bench_layer, bench_network, merged
+from minidl.bench.run import bench_layer, bench_network, merged, new_step
 from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES
 from minidl.profile import ceilings, compare
-from minidl.profile.energy import Meter
+from minidl.profile.energy import Energy, Meter
 from minidl.profile.nvtx import NvtxRanges
 from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.runs import runs
@@ -72,7 +72,6 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
     )
     p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
-    p.add_argument("--energy", action="store_true", help="energy per call, by NVML; half a second for each pass")
     p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
     p.add_argument("--torch", metavar="MODULE:NAME", help="the same table for a torch.nn.Module instead")
     p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"], help="tables to print")
@@ -94,6 +93,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
+    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML, half a second each")
     p.add_argument("--nvtx", action="store_true", help="mark each pass for NVIDIA's profilers")
     p.add_argument(
         "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"
@@ -157,23 +157,29 @@ def _refuse(a: argparse.Namespace) -> None:
         raise checks.bad_value("bench", "--torch", "without --layer and --peer", a.torch)
 
 
-def _options(a: argparse.Namespace, device: str) -> layers.Options:
-    if device == "cpu" and (a.energy or a.kernels or a.nvtx):
-        given = next(name for name in ("energy", "kernels", "nvtx") if getattr(a, name))
+def _need_a_gpu(a: argparse.Namespace, device: str) -> None:
+    given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
+    if device == "cpu" and given:
         raise checks.bad_value("bench", f"--{given}", "with a GPU", "--device cpu")
-    energy = None
-    if a.energy:
-        meter = Meter(backend.get_ops("cuda"))
-        if meter.reason is not None:
-            raise ValueError(f"--energy: {meter.reason}")
-        energy = meter.energy_per_call
+
+
+def _energy(a: argparse.Namespace) -> Energy | None:
+    if not a.energy:
+        return None
+    meter = Meter(backend.get_ops("cuda"))
+    if meter.reason is not None:
+        raise ValueError(f"--energy: {meter.reason}")
+    return meter.energy_per_call
+
+
+def _options(a: argparse.Namespace, device: str) -> layers.Options:
     peers = {}
     if a.peer:
         from minidl.bench.torch_peer import peer_ms
 
         peers["torch"] = peer_ms
     budget = Budget(samples=25, seconds=0.25, least=5 if device == "cuda" else 7)
-    return layers.Options(a.ways, budget, a.kernels, energy, peers)
+    return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:
@@ -187,6 +193,7 @@ def _network_options(a: argparse.Namespace) -> dict[str, Any]:
     seconds = checks.number("bench", "--seconds", a.seconds, "above 0", lambda v: v > 0)
     return {
         "seconds": seconds, "capture": not a.no_capture, "group_bytes": int(megabytes * (1 << 20)), "prepare": prepare,
+        "energy": _energy(a),
     }  # fmt: skip
 
 
@@ -204,13 +211,15 @@ def _model(a: argparse.Namespace) -> int:
         raise checks.bad_value("bench", "--trace", "with one model, batch and precision", a.trace)
     comm, device, progress = _start(a)
     known = ceilings.find(backend.get_ops(device), comm, remeasure=a.remeasure, progress=progress)
-    contents = []
+    contents, options = [], _network_options(a)
     for model in a.model:
         for precision in a.precision:
+            step = None
             for batch in a.batch:
                 setup = Setup(model, batch, precision, device, comm.size, a.image_size, a.classes, a.fusion)
+                step = step or new_step(setup, comm, options["group_bytes"])
                 told = lambda what, setup=setup: progress(f"{setup.title} {setup.precision}: {what}" if what else "")  # noqa: E731
-                contents.append(bench_network(setup, comm, known, isolated=False, progress=told, **_network_options(a)))
+                contents.append(bench_network(setup, comm, known, isolated=False, progress=told, step=step, **options))
     progress("")
     if comm.rank == 0:
         content = contents[0] if len(contents) == 1 else merged(contents)
@@ -285,6 +294,7 @@ def _start(a: argparse.Namespace) -> tuple[Communicator, str, Callable[[str], No
     """The ranks, their device, and a display of what is being done."""
     comm = join(a.device)
     device = device_of(a.device, comm)
+    _need_a_gpu(a, device)
     return comm, device, _display() if comm.rank == 0 else lambda what: None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from minidl.bench.isolated import Case, Passes
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.precision import Precision
+from minidl.profile.energy import Energy
 from minidl.profile.results import Row
 from minidl.profile.timing import Budget, Timer, Timing, timer
 
@@ -33,15 +34,14 @@ class Options:
         ways: of `ISOLATED`; the first that the device knows is the row's main figure.
         budget: of each timing.
         kernels: time the kernels of each pass one by one; their names are noted anyway.
-        energy: millijoules per call, or None where it cannot be measured: called with a function that makes ``calls``
-            calls, and ``calls``.
+        energy: of each pass, on a GPU.
         peers: baselines by name, each giving milliseconds by pass.
     """
 
     ways: Sequence[str] = ISOLATED
     budget: Budget = field(default_factory=lambda: Budget(samples=25, seconds=0.25, least=5))
     kernels: bool = False
-    energy: Callable[[Callable[[], Any], int], float | None] | None = None
+    energy: Energy | None = None
     peers: dict[str, Baseline] = field(default_factory=dict)
 
 

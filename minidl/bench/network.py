@@ -10,10 +10,11 @@ from typing import Any
 
 from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
+from minidl.profile.energy import Energy
 from minidl.profile.steps import StepProfiler, StepTimes
 from minidl.profile.timing import Timing
 
-__all__ = ["Kind", "Message", "NetworkTimes", "joined", "measure", "portable"]
+__all__ = ["Kind", "Message", "NetworkTimes", "joined", "measure"]
 
 WARM_UP = 3
 FEWEST, MOST = 6, 20  # steps of one kind
@@ -45,6 +46,7 @@ class Kind:
         watched: the same with spans: what their marks cost is the difference.
         compute_only: without messages; None with one rank.
         passes: milliseconds of each (layer, pass) in each step, of the rank that is slowest there.
+        pass_ranks: of each (layer, pass) on each rank, medians.
         messages: by message name.
         unaccounted: of each step, on the slowest rank.
         ranks: a whole step on each rank, milliseconds.
@@ -54,6 +56,7 @@ class Kind:
     watched: Timing
     compute_only: Timing | None
     passes: dict[Key, Timing]
+    pass_ranks: dict[Key, list[float]]
     messages: dict[str, Message]
     unaccounted: Timing
     ranks: list[float]
@@ -61,13 +64,28 @@ class Kind:
 
 @dataclass
 class NetworkTimes:
-    """What `measure` found. ``spans`` and ``memory`` are of one watched eager step of each rank."""
+    """What was found of one kind of steps at least. ``spans`` and ``memory`` are of one watched step of each rank.
 
-    eager: Kind
+    ``energy_mj``: millijoules of a step.
+    """
+
+    eager: Kind | None
     captured: Kind | None
     spans: list[dict[str, Any]] = field(default_factory=list)
     memory: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    energy_mj: float | None = None
+
+    @property
+    def main(self) -> Kind:
+        """The captured steps, where there are any."""
+        return self.captured or self.eager
+
+    def show(self, comm: Communicator, step: StepTimes) -> None:
+        """Keep the spans and the memory of ``step``, all ranks'; a collective."""
+        for rank, (spans, memory) in enumerate(comm.share(_portable(step))):
+            self.spans += [{"rank": rank, **span} for span in spans]
+            self.memory += [{"rank": rank, "t_ms": at, "bytes": used} for at, used in memory]
 
 
 def measure(
@@ -75,6 +93,7 @@ def measure(
     *,
     seconds: float = 3.0,
     capture: bool = True,
+    energy: Energy | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> NetworkTimes:
     """Run the step in all its ways; a collective.
@@ -82,6 +101,7 @@ def measure(
     Args:
         seconds: for each way, roughly; never fewer than 6 steps, never more than 20.
         capture: also as a CUDA graph, on a GPU.
+        energy: of a captured step; not where ranks are joined, for each would take another number of steps.
         progress: told what is measured next.
     """
     comm = step.comm
@@ -96,12 +116,15 @@ def measure(
     progress(f"{steps} eager steps")
     eager, last = _eager(step, steps)
     times = NetworkTimes(eager, None)
-    for rank, (spans, memory) in enumerate(comm.share(portable(last))):
-        times.spans += [{"rank": rank, **span} for span in spans]
-        times.memory += [{"rank": rank, "t_ms": at, "bytes": used} for at, used in memory]
+    times.show(comm, last)
     if capture and step.ops.name == "cuda":
         progress(f"{steps} replays of the step as a CUDA graph")
         times.captured = _captured(step, steps)
+        if energy is not None and comm.size == 1:
+            progress("energy of a step")
+            replay = step.capture()
+            with replay.stream:
+                times.energy_mj = energy(replay, 1)
     return times
 
 
@@ -128,20 +151,15 @@ def _eager(step: TrainingStep, steps: int) -> tuple[Kind, StepTimes]:
 
 def _captured(step: TrainingStep, steps: int) -> Kind:
     def run(watch: bool = False) -> list[StepTimes]:
-        profiler = StepProfiler(step.ops, captured=True)
+        profiler = StepProfiler(step.ops)
         replay = step.capture(profiler if watch else None)
-        around = StepProfiler(step.ops)
-        found = []
         with replay.stream:
             replay()
             step.comm.barrier()
             for _ in range(steps):
-                with around.step():
+                with profiler.step():
                     replay()
-                if watch:  # the marks are the graph's own: the next replay would overwrite them
-                    found += profiler.read()
-            whole = around.read()
-        return found if watch else whole
+            return profiler.read()
 
     plain, watched = run(), run(watch=True)
     silent = None
@@ -151,7 +169,7 @@ def _captured(step: TrainingStep, steps: int) -> Kind:
     return joined(step.comm, plain, watched, silent)
 
 
-def portable(step: StepTimes) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
+def _portable(step: StepTimes) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
     """As plain values for the other ranks and for files."""
     spans = [
         {"lane": s.lane, "layer": s.layer, "pass": s.pass_name, "start_ms": round(s.start_ms, 5), "ms": round(s.ms, 5)}
@@ -185,6 +203,7 @@ def joined(
         watched=_slowest(watcheds),
         compute_only=_slowest(silents) if silent is not None else None,
         passes={key: _slowest([rank[key] for rank in passes]) for key in keys},
+        pass_ranks={key: [median(rank[key]) for rank in passes] for key in keys},
         messages={name: _message(name, passes) for name in messages},
         unaccounted=_slowest(unaccounted),
         ranks=[median(samples) for samples in plains],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -44,6 +44,9 @@ class Table:
         isolated: rows of `minidl.bench.layers.measure`; may be empty.
         saved: bytes that each layer was the first to keep.
         alone: timing of an all-reduce of so many bytes by itself; None where it is not to be measured.
+        plan: the fusion plan's way of each batch norm.
+        kernels: of each (layer, pass) within a step.
+        absorbed: (layer, pass) without kernels of its own: the layer that does its work.
     """
 
     title: str
@@ -55,6 +58,14 @@ class Table:
     saved: Mapping[str, int]
     ceilings: Mapping[str, Any] | None
     alone: Callable[[int], Timing] | None
+    plan: Mapping[str, str] = field(default_factory=dict)
+    kernels: Mapping[tuple[str, str], Sequence[str]] = field(default_factory=dict)
+    absorbed: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> bool:
+        """Layers run otherwise than alone."""
+        return any(way != "none" for way in self.plan.values())
 
     @property
     def itemsize(self) -> int:
@@ -84,11 +95,23 @@ def _kinds(times: NetworkTimes) -> dict[str, Kind]:
     return {way: kind for way, kind in kinds.items() if kind is not None}
 
 
-def _set_steps(row: Row, timings: Mapping[str, Timing | None]) -> None:
-    """Enter what was timed within steps; it is the main figure where nothing was measured alone."""
+def _set_passes(row: Row, kinds: Mapping[str, Kind], key: tuple[str, str], *, main: bool = False) -> None:
+    """Enter what a pass took within steps, and on which rank; it is the main figure where the pass was not measured
+    alone, or if ``main``.
+    """
+    _set_steps(row, {way: kind.passes.get(key) for way, kind in kinds.items()}, main=main)
+    if row["timing"] in kinds:
+        _set_ranks(row, kinds[row["timing"]].pass_ranks[key])
+
+
+def _set_ranks(row: Row, times: Sequence[float]) -> None:
+    row |= {"rank_ms": list(times), "slowest_rank": max(range(len(times)), key=times.__getitem__)}
+
+
+def _set_steps(row: Row, timings: Mapping[str, Timing | None], *, main: bool = False) -> None:
     for way, timing in timings.items():
         row["timings"][way] = timing.record() if timing is not None else None
-    if row["timing"] is None:
+    if row["timing"] is None or main:
         way = next((w for w in ("graph_step", "step") if timings.get(w) is not None), None)
         if way is not None:
             row |= {"timing": way, "ms": timings[way].ms, "spread": timings[way].spread}
@@ -97,8 +120,8 @@ def _set_steps(row: Row, timings: Mapping[str, Timing | None]) -> None:
 def _pass_row(table: Table, case: Case, name: str, row: Row | None) -> Row | None:
     """The row of one pass; None where the layer has no such pass."""
     key = case.layer.name, name
-    within = {way: kind.passes.get(key) for way, kind in _kinds(table.times).items()}
-    if row is None and not any(within.values()):
+    kinds = _kinds(table.times)
+    if row is None and not any(key in kind.passes for kind in kinds.values()):
         return None
     if row is None:
         row = table.new(*key) | _facts(case)
@@ -106,9 +129,21 @@ def _pass_row(table: Table, case: Case, name: str, row: Row | None) -> Row | Non
         row |= {"flop": cost.flop, "bytes": cost.bytes}
         if cost == PassCost():
             return None  # a view: only the marks around it took time
-    _set_steps(row, within)
+    _set_passes(row, kinds, key, main=table.fused)
+    row["plan"] = table.plan.get(case.layer.name)
+    if key in table.kernels and (table.fused or row["kernels"] is None):
+        row["kernels"] = [{"name": kernel, "ms": None} for kernel in table.kernels[key]]
     if name == "forward":
         row["saved_bytes"] = table.saved.get(case.layer.name, 0)
+    if key in table.absorbed:
+        row |= {
+            "ms": 0.0,
+            "spread": 0.0,
+            "timing": None,
+            "in": table.absorbed[key],
+            "rank_ms": None,
+            "slowest_rank": None,
+        }
     roofline.fill(row, table.ceilings, matrix=any(spec.product for spec in case.layer.specs))
     return row
 
@@ -161,8 +196,7 @@ def _carried(table: Table, message: Message) -> Row:
         timing = table.alone(nbytes)
         row |= {"ms": timing.ms, "spread": timing.spread, "timing": "hot"}
         row["timings"]["hot"] = timing.record()
-    kinds = _kinds(table.times)
-    found = kinds.get("graph_step", kinds["step"]).messages.get(message.name)
+    found = table.times.main.messages.get(message.name)
     if found is not None:
         row |= {"wait_ms": found.wait, "exposed_ms": found.exposed}
         if row["ms"] is None:
@@ -192,7 +226,7 @@ def _other_rows(table: Table) -> list[Row]:
     rows = []
     for key, cost in costs.items():
         row = table.new(*key) | {"flop": cost.flop, "bytes": cost.bytes}
-        _set_steps(row, {way: kind.passes.get(key) for way, kind in kinds.items()})
+        _set_passes(row, kinds, key)
         roofline.fill(row, table.ceilings, matrix=False)
         rows.append(row)
     rest, whole = table.new("step", "unaccounted"), table.new("step", "step")
@@ -203,6 +237,6 @@ def _other_rows(table: Table) -> list[Row]:
     whole |= {"flop": total.flop, "bytes": total.bytes, "intensity": total.intensity}
     if whole["ms"]:
         whole["tflops"], whole["gb_per_s"] = roofline.achieved(total.flop, total.bytes, whole["ms"])
-    main = kinds.get("graph_step", kinds["step"])
-    whole |= {"rank_ms": main.ranks, "slowest_rank": max(range(len(main.ranks)), key=main.ranks.__getitem__)}
+    _set_ranks(whole, table.times.main.ranks)
+    whole["energy_mj"] = table.times.energy_mj
     return [*rows, rest, whole]

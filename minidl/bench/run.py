@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from minidl import backend, checks
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, cases
+from minidl.bench.launches import absorbed, launches
 from minidl.bench.rows import Table, network_rows
 from minidl.bench.setup import Setup
 from minidl.bench.step import SavedBytes, TrainingStep
 from minidl.dist.communicator import Communicator
 from minidl.fusion import fuse
+from minidl.precision import Precision
 from minidl.precision import precision as parse_precision
 from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
-from minidl.profile.energy import Meter, clock_warnings
+from minidl.profile.energy import Energy, Meter, clock_warnings
 from minidl.profile.results import Row, result
 
-__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "step_record"]
+__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "new_step", "step_record"]
 
 CONVENTIONS = (
     "FLOP: 2 per multiply-add, whole batch of one rank. MB and GB/s: 10^6 and 10^9 bytes; bytes are the fewest a pass "
@@ -42,24 +45,25 @@ def bench_network(
     options: layers.Options | None = None,
     seconds: float = 3.0,
     capture: bool = True,
+    energy: Energy | None = None,
     group_bytes: int = 4 << 20,
     progress: Progress = lambda what: None,
     prepare: Callable[[TrainingStep], None] = lambda step: None,
+    step: TrainingStep | None = None,
 ) -> dict[str, Any]:
     """Everything about one network.
 
     Args:
         isolated: also time each pass of each layer alone.
-        seconds, capture: see `minidl.bench.network.measure`.
+        seconds, capture, energy: see `minidl.bench.network.measure`.
         group_bytes: neighbouring layers share a message until it holds so many.
         prepare: given the step before it is measured.
+        step: of the same network, precision and device, in other batches (`new_step`): weights take long to draw.
 
     Raises:
         ValueError: for a model, size or precision that cannot be.
     """
-    ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
-    if precision.tf32 and ops.name == "cpu":
-        raise checks.bad_value("bench", "--precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+    ops, precision = _mode(setup)
     graph = setup.graph()
     found = cases(graph, setup.batch)
     meter = Meter(ops)
@@ -69,28 +73,42 @@ def bench_network(
         alone = layers.measure(
             found, setup.title, ops=ops, precision=precision, comm=comm, options=options, progress=progress
         )
-    store = SavedBytes()
-    step = TrainingStep(
-        setup.graph(), batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm, store=store,
-        group_bytes=group_bytes,
-    )  # fmt: skip
+    if step is None:
+        step = new_step(setup, comm, group_bytes)
+    step.resize(setup.batch)
     plan = fuse(step.model, setup.fusion, batch=setup.batch)
     prepare(step)
-    times = network.measure(step, seconds=seconds, capture=capture, progress=progress)
-    saved = dict(store.by_layer)
+    times = network.measure(step, seconds=seconds, capture=capture, energy=energy, progress=progress)
+    saved = dict(step.model.store.by_layer)
+    kernels = launches(step)
     progress("all-reduces")
     table = Table(
-        setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes)
-    )
+        setup.title, step, setup.batch, found, alone, times, saved, ceilings, lambda nbytes: timed(ops, comm, nbytes),
+        plan.sites, kernels, absorbed(step.model.graph, plan, kernels),
+    )  # fmt: skip
     rows = network_rows(table)
-    for row in rows:
-        row["plan"] = plan.sites.get(row["layer"])
     content = _content("layers" if isolated else "model", rows, setup.record(), ceilings)
     content["setup"] |= {"group_bytes": group_bytes, "parameters": step.model.num_parameters}
     content["step"] = step_record(times, setup.batch, setup.ranks)
     content["warnings"] = [*times.warnings, *clock_warnings(clocks, meter.state()), *_closure(content["step"], setup)]
     content["warnings"] += beyond_roof(rows)
     return content | {"spans": times.spans, "memory": times.memory}
+
+
+def new_step(setup: Setup, comm: Communicator, group_bytes: int = 4 << 20) -> TrainingStep:
+    """A step of one sample, which `bench_network` resizes; raises as that does."""
+    _mode(setup)
+    return TrainingStep(
+        setup.graph(), batch=1, device=setup.device, precision=setup.precision, comm=comm, store=SavedBytes(),
+        group_bytes=group_bytes,
+    )  # fmt: skip
+
+
+def _mode(setup: Setup) -> tuple[ModuleType, Precision]:
+    ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
+    if precision.tf32 and ops.name == "cpu":
+        raise checks.bad_value("bench", "--precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+    return ops, precision
 
 
 def bench_layer(
@@ -155,7 +173,7 @@ def _content(benchmark: str, rows: Sequence[Row], setup: dict[str, Any], ceiling
 
 def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str, Any]:
     """The whole step: all ways, what the spans account for and cost, how much communication shows."""
-    main = times.captured or times.eager
+    main = times.main
     exposed = main.plain.ms - main.compute_only.ms if main.compute_only is not None else 0.0
     kinds = {"eager": times.eager, "graph": times.captured}
     record: dict[str, Any] = {}
@@ -165,7 +183,7 @@ def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str
         record[f"{name}_accounted"] = 1 - kind.unaccounted.ms / kind.watched.ms if kind is not None else None
         record[f"{name}_profiling_overhead"] = kind.watched.ms / kind.plain.ms - 1 if kind is not None else None
     record["images_per_s"] = batch * ranks / main.plain.ms * 1e3
-    return record | {"exposed_ms": exposed, "rank_ms": main.ranks}
+    return record | {"exposed_ms": exposed, "rank_ms": main.ranks, "energy_mj": times.energy_mj}
 
 
 def _closure(step: dict[str, Any], setup: Setup) -> list[str]:

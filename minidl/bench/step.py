@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.inputs import labels, noise
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.profile.steps import StepProfiler
+from minidl.profile.steps import Marked, StepProfiler
 from minidl.step import EagerStep
 from minidl.store import TensorStore
 
@@ -48,10 +48,12 @@ class Replay:
     """
 
     graph: Any
-    stream: Any
     totals: Totals
+    stream: Any
+    tell: Callable[[], None] = lambda: None
 
     def __call__(self) -> Totals:
+        self.tell()
         self.graph.launch(self.stream)
         return self.totals
 
@@ -79,16 +81,23 @@ class TrainingStep:
         store: TensorStore | None = None,
         **options: Any,
     ):
-        self.batch = checks.at_least("step", "batch", batch, 1)
         self.comm = comm
         self.model = Model(graph, device=device, precision=precision, comm=comm, store=store, **options)
         self.ops: ModuleType = self.model.ops
         self.optimizer = SGD(self.model, LR, MOMENTUM, DECAY)
         self.loss = SoftmaxCrossEntropy(comm=comm)
         self.eager = EagerStep(self.model, self.optimizer, self.loss)
+        self.x = self.labels = None
+        self.resize(batch)
+
+    def resize(self, batch: int) -> None:
+        """Take steps of so many samples of this rank from now on."""
+        self.batch = checks.at_least("step", "batch", batch, 1)
+        graph, seed = self.model.graph, self.comm.rank
         *image, classes = graph.output_node.shape
-        self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=comm.rank)
-        self.labels = labels(self.ops, (batch, *image), classes, seed=comm.rank)
+        self.x = None  # before there is another
+        self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=seed)
+        self.labels = labels(self.ops, (batch, *image), classes, seed=seed)
 
     def __call__(self) -> Totals:
         """Run, or start, one step."""
@@ -96,8 +105,7 @@ class TrainingStep:
 
     def observe(self, profiler: Profiler = NULL_PROFILER) -> None:
         """Let ``profiler`` see the steps from now on."""
-        self.model.observe(profiler)
-        self.loss.profiler = profiler
+        self.eager.observe(profiler)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -113,7 +121,8 @@ class TrainingStep:
     def capture(self, profiler: StepProfiler | None = None) -> Replay:
         """The step as one CUDA graph, captured now; a collective where ranks are joined.
 
-        Dropout draws the same masks in each replay. A ``profiler`` made for capture gets its records into the graph.
+        Dropout draws the same masks in each replay. A ``profiler`` gets its marks into the graph, and sees the replays
+        that lie in a step of its.
 
         Raises:
             RuntimeError: on a device without graphs.
@@ -127,14 +136,17 @@ class TrainingStep:
         with stream:
             self()  # loads kernels, fills the pool
             stream.synchronize()
-        self.observe(profiler or NULL_PROFILER)
+        if profiler is None:
+            with self.model.random.hold():
+                return Replay(*capture(self, stream), stream)
+        self.observe(profiler)
         try:
             with self.model.random.hold():
-                graph, totals = capture(lambda: self._watched(profiler), stream)
+                graph, (piece, totals) = capture(lambda: self._watched(profiler), stream)
         finally:
             self.observe()
-        return Replay(graph, stream, totals)
+        return Replay(graph, totals, stream, lambda: profiler.launching(piece))
 
-    def _watched(self, profiler: StepProfiler | None) -> Totals:
-        with profiler.step() if profiler else nullcontext():
-            return self()
+    def _watched(self, profiler: StepProfiler) -> tuple[Marked, Totals]:
+        with profiler.capturing() as piece:
+            return piece, self()

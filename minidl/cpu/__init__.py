@@ -54,6 +54,7 @@ from minidl.cpu.conv2d import (
     conv2d_stats,
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
+from minidl.cpu.csb_conv2d import csb_conv2d, csb_conv2d_backward_data, csb_conv2d_backward_weight
 from minidl.cpu.dropout import dropout
 from minidl.cpu.group_norm import (
     group_norm_apply,
@@ -156,6 +157,9 @@ __all__ = [
     "csb_sampled",
     "csb_expand",
     "csb_pick",
+    "csb_conv2d",
+    "csb_conv2d_backward_data",
+    "csb_conv2d_backward_weight",
     "sgd_update",
     "adam_advance",
     "adamw_update",

@@ -51,14 +51,14 @@ MINIDL_INLINE ptrdiff_t csb_least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a :
 
 /* ---- packing ---- */
 
-/* to[8 columns][lanes] = from[8 rows][pitch] transposed, 8 by 8 in registers. */
-MINIDL_INLINE void csb_turn(const float *from, ptrdiff_t pitch, float *to, ptrdiff_t lanes)
+/* to[8 columns][lanes] = 8 columns of 8 rows, from column `at` on, transposed in registers. */
+MINIDL_INLINE void csb_turn_rows(const float *const *from, ptrdiff_t at, float *to, ptrdiff_t lanes)
 {
     const csb_i8 low = {0, 8, 1, 9, 4, 12, 5, 13}, high = {2, 10, 3, 11, 6, 14, 7, 15};
     const csb_i8 left = {0, 1, 8, 9, 4, 5, 12, 13}, right = {2, 3, 10, 11, 6, 7, 14, 15};
     const csb_i8 front = {0, 1, 2, 3, 8, 9, 10, 11}, back = {4, 5, 6, 7, 12, 13, 14, 15};
     csb_v8 a[8], b[8];
-    UNROLL for (int i = 0; i < 8; i++) a[i] = *(const csb_v8 *)(from + i * pitch);
+    UNROLL for (int i = 0; i < 8; i++) a[i] = *(const csb_v8 *)(from[i] + at);
     UNROLL for (int i = 0; i < 8; i += 2) {
         b[i] = __builtin_shuffle(a[i], a[i + 1], low);
         b[i + 1] = __builtin_shuffle(a[i], a[i + 1], high);
@@ -72,6 +72,14 @@ MINIDL_INLINE void csb_turn(const float *from, ptrdiff_t pitch, float *to, ptrdi
         *(csb_v8 *)(to + i * lanes) = __builtin_shuffle(a[i], a[i + 4], front);
         *(csb_v8 *)(to + (i + 4) * lanes) = __builtin_shuffle(a[i], a[i + 4], back);
     }
+}
+
+/* The same of rows at a pitch. */
+MINIDL_INLINE void csb_turn(const float *from, ptrdiff_t pitch, float *to, ptrdiff_t lanes)
+{
+    const float *rows[8];
+    UNROLL for (int i = 0; i < 8; i++) rows[i] = from + i * pitch;
+    csb_turn_rows(rows, 0, to, lanes);
 }
 
 /* Features first .. last of `samples` samples, tile after tile, `tile` floats apart. x points to the first sample and to
@@ -102,6 +110,50 @@ static void minidl_csb_pack(
             for (ptrdiff_t s = 0; s < some; s++) to[f * lanes + s] = x[s * pitch + f];
             memset(to + f * lanes + some, 0, (lanes - some) * sizeof(float));
         }
+    }
+}
+
+/* The pixels of an image that the taps of a convolution meet. Samples are the places of a grid, image after image, row
+ * after row; at place a of an axis tap r meets pixel (a * multiply + start + r * step) / divide, if that is a whole
+ * number and in the image, else zeros. */
+typedef struct {
+    ptrdiff_t size, grid, taps, multiply, start, step, divide;
+} CsbAxis;
+
+typedef struct {
+    CsbAxis down, across;
+    ptrdiff_t pitch;          /* floats from pixel to pixel; images are dense in pixels */
+    ptrdiff_t channels, room; /* features of a pixel, and of a tap when packed: the rest is never read */
+    const float *zeros;       /* as many as channels */
+} CsbWindow;
+
+/* The pixel of an axis, or -1. */
+MINIDL_INLINE ptrdiff_t csb_pixel(const CsbAxis *axis, ptrdiff_t place, ptrdiff_t tap)
+{
+    const ptrdiff_t at = place * axis->multiply + axis->start + tap * axis->step, pixel = at / axis->divide;
+    return at >= 0 && pixel < axis->size && pixel * axis->divide == at ? pixel : -1;
+}
+
+/* One tile: samples sample .. sample + lanes of `samples`, all taps, as [tap][room][lanes]. */
+MINIDL_CLONES
+static void minidl_csb_gather(
+    const float *x, const CsbWindow *w, ptrdiff_t sample, ptrdiff_t samples, ptrdiff_t lanes, float *to)
+{
+    const float *from[CSB_DEPTH];
+    for (ptrdiff_t tap = 0; tap < w->down.taps * w->across.taps; tap++, to += w->room * lanes) {
+        for (ptrdiff_t s = 0; s < lanes; s++) {
+            const ptrdiff_t row = (sample + s) / w->across.grid, column = (sample + s) % w->across.grid;
+            const ptrdiff_t h = csb_pixel(&w->down, row % w->down.grid, tap / w->across.taps);
+            const ptrdiff_t v = csb_pixel(&w->across, column, tap % w->across.taps);
+            const ptrdiff_t pixel = (row / w->down.grid * w->down.size + h) * w->across.size + v;
+            from[s] = sample + s < samples && h >= 0 && v >= 0 ? x + pixel * w->pitch : w->zeros;
+        }
+        ptrdiff_t c = 0;
+        if (lanes % 8 == 0)
+            for (; c + 8 <= w->channels; c += 8)
+                for (ptrdiff_t s = 0; s < lanes; s += 8) csb_turn_rows(from + s, c, to + c * lanes + s, lanes);
+        for (; c < w->channels; c++)
+            for (ptrdiff_t s = 0; s < lanes; s++) to[c * lanes + s] = from[s][c];
     }
 }
 
@@ -180,6 +232,7 @@ DEFINE_CSB_KERNELS(64, csb_v16, 4)
 typedef struct {
     CsbMatrix a;
     int transposed, features_last, relu;
+    ptrdiff_t features, taps; /* of the output; 1 but for convolutions, whose taps have as many block columns each */
     ptrdiff_t lanes;
     const float *bias; /* per output feature, or NULL */
     float *y;          /* feature f of sample s at y[f * pitch + s], or at y[s * pitch + f] */
@@ -230,14 +283,18 @@ static void minidl_csb_product(
     ptrdiff_t last, ptrdiff_t sample, ptrdiff_t total, CsbScratch *scratch)
 {
     const CsbMatrix *a = &p->a;
-    const ptrdiff_t side = a->side, lanes = p->lanes, features = p->transposed ? a->columns : a->rows;
-    const ptrdiff_t blocks = p->transposed ? a->block_rows : a->block_columns;
-    const ptrdiff_t rows = csb_least(side, features - block * side);
+    const ptrdiff_t side = a->side, lanes = p->lanes;
+    const ptrdiff_t blocks = p->transposed ? p->taps * a->block_rows : a->block_columns;
+    const ptrdiff_t rows = csb_least(side, p->features - block * side);
     /* Sorting pays from a few vectors on; below that the outputs are cheaper to load and store each time. */
     const int scatter = p->transposed && (last - first) * lanes <= CSB_SCATTER;
     memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
     for (ptrdiff_t b = 0; b < blocks; b++) {
-        const ptrdiff_t at = p->transposed ? b * a->block_columns + block : block * a->block_columns + b;
+        /* Transposed: down the tap's block column. */
+        const ptrdiff_t tap = p->transposed ? b / a->block_rows : 0, row = b - tap * a->block_rows;
+        const ptrdiff_t at = p->transposed ? row * a->block_columns + tap * (a->block_columns / p->taps) + block
+                                           : block * a->block_columns + b;
+        const ptrdiff_t feature = tap * a->rows + row * side;
         const ptrdiff_t begin = a->indptr[at], count = a->indptr[at + 1] - begin;
         if (count == 0) continue;
         const uint16_t *items = a->indices + begin;
@@ -250,7 +307,7 @@ static void minidl_csb_product(
             values = scratch->values;
         }
         for (ptrdiff_t t = first; t < last; t++) {
-            const CsbTile from = {x + t * tile + b * side * step, step};
+            const CsbTile from = {x + t * tile + feature * step, step};
             float *y = scratch->outputs + (t - first) * side * lanes;
 #define CSB_RUN(lanes)                                                                                                 \
     do {                                                                                                               \

@@ -20,9 +20,17 @@ cdef extern from "_csb.h" nogil:
     ctypedef struct CsbProduct:
         CsbMatrix a
         int transposed, features_last, relu
-        ptrdiff_t lanes, pitch
+        ptrdiff_t features, taps, lanes, pitch
         const float *bias
         float *y
+    ctypedef struct CsbAxis:
+        ptrdiff_t size, grid, taps, multiply, start, step, divide
+    ctypedef struct CsbWindow:
+        CsbAxis down, across
+        ptrdiff_t pitch, channels, room
+        const float *zeros
+    void minidl_csb_gather(
+        const float *x, const CsbWindow *w, ptrdiff_t sample, ptrdiff_t samples, ptrdiff_t lanes, float *to)
     void minidl_csb_pack(
         const float *x, ptrdiff_t pitch, int features_last, ptrdiff_t samples, ptrdiff_t lanes, ptrdiff_t first,
         ptrdiff_t last, ptrdiff_t tile, float *to)
@@ -81,6 +89,30 @@ cdef void pack(
         )
 
 
+cdef CsbAxis axis(tuple numbers):
+    cdef CsbAxis a
+    a.size, a.grid, a.taps, a.multiply, a.start, a.step, a.divide = numbers
+    return a
+
+
+cdef CsbWindow window(tuple axes, ptrdiff_t pitch, ptrdiff_t channels, ptrdiff_t room, const float[::1] zeros):
+    cdef CsbWindow w
+    w.down, w.across = axis(axes[0]), axis(axes[1])
+    w.pitch, w.channels, w.room = pitch, channels, room
+    w.zeros = &zeros[0]
+    return w
+
+
+cdef void gather(
+    const float *x, const CsbWindow *w, ptrdiff_t sample, ptrdiff_t end, ptrdiff_t lanes, ptrdiff_t features,
+    float *to, int threads
+) noexcept nogil:
+    """Samples ``sample`` to ``end`` of a convolution, as [tile][feature][lanes]."""
+    cdef ptrdiff_t tile
+    for tile in prange((end - sample + lanes - 1) // lanes, schedule="static", num_threads=threads):
+        minidl_csb_gather(x, w, sample + tile * lanes, end, lanes, to + tile * features * lanes)
+
+
 cdef CsbScratch *scratches(int threads, ptrdiff_t outputs, ptrdiff_t items) except NULL:
     """One for each thread; `release` frees them."""
     cdef CsbScratch *all = <CsbScratch *>malloc(threads * sizeof(CsbScratch))
@@ -125,9 +157,13 @@ cdef void multiply(
 def product(
     const int32_t[::1] indptr, const uint16_t[::1] indices, const float[::1] values, tuple shape, ptrdiff_t side,
     const float[:, :] x, bint transposed, bint features_last, const float[::1] bias, bint relu, ptrdiff_t fullest,
-    ptrdiff_t lanes, bint direct, float[::1] packed, float[:, ::1] y, int threads
+    ptrdiff_t lanes, bint direct, float[::1] packed, float[:, ::1] y, int threads, tuple axes=None,
+    const float[::1] zeros=None
 ):
     """y = A x (or transposed), for x and y (features, samples), or (samples, features) with features_last.
+
+    ``axes``: of a convolution, the numbers of a CsbAxis down and across: then x and y are pixels; ``zeros``: as many as
+    x has channels.
 
     ``packed`` has room for some whole tiles of ``lanes`` samples, which are packed unless ``direct``: then whole tiles
     are read where they are, features first or a single sample. ``fullest``: the most nonzeros of a block.
@@ -138,20 +174,28 @@ def product(
     p.transposed, p.features_last, p.relu, p.lanes = transposed, features_last, relu, lanes
     p.bias = &bias[0] if bias is not None else NULL
     p.y, p.pitch = &y[0, 0], y.shape[1]
-    cdef ptrdiff_t features = p.a.rows if transposed else p.a.columns
-    cdef ptrdiff_t blocks = p.a.block_columns if transposed else p.a.block_rows
+    cdef CsbWindow w
+    p.taps = axes[0][2] * axes[1][2] if axes is not None else 1
+    p.features = y.shape[1] if features_last else y.shape[0]
+    cdef ptrdiff_t features = p.taps * p.a.rows if transposed else p.a.columns
+    cdef ptrdiff_t blocks = p.a.block_columns // p.taps if transposed else p.a.block_rows
     cdef ptrdiff_t samples = y.shape[0] if features_last else y.shape[1], sample = 0, count
     cdef ptrdiff_t pitch = x.strides[0] // <ptrdiff_t>sizeof(float), step = 1 if features_last else pitch
     cdef ptrdiff_t chunk = packed.shape[0] // max(features, 1) // lanes * lanes
     cdef const float *data = &x[0, 0] if features else NULL
     cdef CsbScratch *scratch = scratches(threads, PIECE * side * lanes, fullest if transposed else 0)
+    cdef bint gathered = axes is not None
+    if gathered:
+        w = window(axes, pitch, x.shape[1], features // p.taps, zeros)
     with nogil:
         if direct:
             sample = samples // lanes * lanes
             multiply(&p, data, step, lanes, blocks, 0, sample, scratch, threads)
         while sample < samples:
             count = min(chunk, samples - sample)
-            if features:
+            if gathered:
+                gather(data, &w, sample, sample + count, lanes, features, &packed[0], threads)
+            elif features:
                 pack(data + sample * (pitch if features_last else 1), pitch, features_last, features, count, lanes,
                      &packed[0], threads)
             multiply(&p, &packed[0], lanes, features * lanes, blocks, sample, sample + count, scratch, threads)
@@ -162,22 +206,32 @@ def product(
 def sampled(
     const int32_t[::1] indptr, const uint16_t[::1] indices, tuple shape, ptrdiff_t side, const float[:, :] dy,
     const float[:, :] x, bint features_last, ptrdiff_t depth, float[::1] packed, bint accumulate, float[::1] out,
-    int threads
+    int threads, tuple axes=None, const float[::1] zeros=None
 ):
-    """out[i] (+)= sum over samples of dy[row of i] x[column of i], for the nonzeros i of the pattern."""
+    """out[i] (+)= sum over samples of dy[row of i] x[column of i], for the nonzeros i of the pattern.
+
+    ``axes``, ``zeros``: as in `product`, of x.
+    """
     cdef CsbMatrix a = matrix(indptr, indices, shape, side)
     cdef ptrdiff_t samples = dy.shape[0] if features_last else dy.shape[1]
     cdef ptrdiff_t left = dy.strides[0] // <ptrdiff_t>sizeof(float), right = x.strides[0] // <ptrdiff_t>sizeof(float)
     cdef ptrdiff_t chunk = packed.shape[0] // (a.rows + a.columns) // depth * depth
     cdef ptrdiff_t sample, count, tiles, task
     cdef float *second = &packed[0] + chunk * a.rows
+    cdef CsbWindow w
+    cdef bint gathered = axes is not None
+    if gathered:
+        w = window(axes, right, x.shape[1], a.columns // (axes[0][2] * axes[1][2]), zeros)
     for sample in range(0, samples, chunk):
         count = min(chunk, samples - sample)
         tiles = (count + depth - 1) // depth
         with nogil:
             pack(&dy[0, 0] + sample * (left if features_last else 1), left, features_last, a.rows, count, depth,
                  &packed[0], threads)
-            pack(&x[0, 0] + sample * (right if features_last else 1), right, features_last, a.columns, count,
-                 depth, second, threads)
+            if gathered:
+                gather(&x[0, 0], &w, sample, sample + count, depth, a.columns, second, threads)
+            else:
+                pack(&x[0, 0] + sample * (right if features_last else 1), right, features_last, a.columns, count,
+                     depth, second, threads)
             for task in prange(a.block_rows * a.block_columns, schedule="dynamic", num_threads=threads):
                 minidl_csb_sampled(&a, &packed[0], second, depth, tiles, task, not accumulate and sample == 0, &out[0])

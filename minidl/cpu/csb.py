@@ -52,8 +52,7 @@ def csb_matmul(
         (output features, samples), or (samples, output features), dense, in the dtype of x. The bits do not depend on
         ``features_last``, on the number of samples or of threads.
     """
-    if tf32x3:
-        raise checks.bad_value("csb_matmul", "tf32x3", "False on the CPU", tf32x3, "TF32 exists on the GPU only")
+    refuse_tf32x3("csb_matmul", tf32x3)
     wide = rows_float32(x)
     samples, features = wide.shape if features_last else wide.shape[::-1]
     inner, outer = shape if transposed else shape[::-1]
@@ -64,8 +63,8 @@ def csb_matmul(
     y = empty(out_shape, float32)
     lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
     direct = lanes == 1 or (not features_last and values.size <= _REUSE * features)
-    threads = _threads(values.size * samples)
-    packed = _packed(features, samples, lanes, threads)
+    threads = threads_for(values.size * samples)
+    packed = packed_room(features, samples, lanes, threads)
     fullest = int(np.diff(indptr).max(initial=0))
     _csb.product(
         indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, fullest, lanes,
@@ -102,8 +101,8 @@ def csb_sampled(
             out.fill(0)
         return
     depth = min(_csb.DEPTH, round_up(samples, 16))
-    threads = _threads(out.size * samples)
-    packed = _packed(sum(shape), samples, depth, threads)
+    threads = threads_for(out.size * samples)
+    packed = packed_room(sum(shape), samples, depth, threads)
     wide_dy, wide_x = rows_float32(dy), rows_float32(x)
     _csb.sampled(indptr, indices, shape, side, wide_dy, wide_x, features_last, depth, packed, accumulate, out, threads)
 
@@ -128,11 +127,18 @@ def _coordinates(indptr: Array, indices: Array, shape: Pair, side: int) -> tuple
     return block // max(across, 1) * side + (indices >> 8), block % max(across, 1) * side + (indices & 255)
 
 
-def _packed(features: int, samples: int, lanes: int, threads: int) -> Array:
+def refuse_tf32x3(who: str, tf32x3: bool) -> None:
+    """Raise unless it is False."""
+    if tf32x3:
+        raise checks.bad_value(who, "tf32x3", "False on the CPU", tf32x3, "TF32 exists on the GPU only")
+
+
+def packed_room(features: int, samples: int, lanes: int, threads: int) -> Array:
     """Room for packed samples: as many tiles as the caches hold, one for each thread at least, all at most."""
     tiles = max(threads, min(threads * _PACKED_FLOATS // max(features * lanes, 1), ceil_div(samples, lanes)))
     return empty(max(tiles * features, 1) * lanes, float32)
 
 
-def _threads(products: int) -> int:
+def threads_for(products: int) -> int:
+    """Threads for so many multiply-adds."""
     return 1 if products < _THREADS_FROM else _csb.max_threads()

@@ -54,6 +54,7 @@ from minidl.cuda.conv2d import (
     conv2d_stats,
 )
 from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
+from minidl.cuda.csb_conv2d import csb_conv2d, csb_conv2d_backward_data, csb_conv2d_backward_weight
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.group_norm import (
@@ -157,6 +158,9 @@ __all__ = [
     "csb_sampled",
     "csb_expand",
     "csb_pick",
+    "csb_conv2d",
+    "csb_conv2d_backward_data",
+    "csb_conv2d_backward_weight",
     "sgd_update",
     "adam_advance",
     "adamw_update",

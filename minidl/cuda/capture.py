@@ -64,16 +64,18 @@ class Recording:
 
 
 class Replaying:
-    """Hands out the planned places in the recorded order.
+    """Hands out the planned places, in a block of ``size`` bytes at ``base``, in the recorded order.
 
     Attributes:
         failure: what differed first from the record; None while nothing does.
+        free_bytes: what the block has left.
     """
 
-    def __init__(self, events: Sequence[int], offsets: Sequence[int], base: int):
+    def __init__(self, events: Sequence[int], offsets: Sequence[int], base: int, size: int):
         self.failure: str | None = None
+        self.free_bytes = size
         self._events, self._offsets, self._base = events, offsets, base
-        self._live: dict[int, int] = {}
+        self._live: dict[int, tuple[int, int]] = {}
         self._at = self._made = 0
         self._finished = False
 
@@ -82,13 +84,16 @@ class Replaying:
         if self.failure is not None:
             raise RuntimeError(self.failure)
         address = self._base + self._offsets[self._made]
-        self._live[address] = self._made
+        self._live[address] = self._made, size
         self._made += 1
+        self.free_bytes -= size
         return address
 
     def free(self, address: int, device: int) -> None:
         if not self._finished:  # a difference cannot be raised from here: `finish` tells
-            self._expect(~self._live.pop(address))
+            number, size = self._live.pop(address)
+            self.free_bytes += size
+            self._expect(~number)
 
     def _expect(self, event: int | None) -> None:
         recorded = self._events[self._at] if self._at < len(self._events) else None
@@ -143,11 +148,11 @@ class Lending:
             self._lender.give_back(address - self._base)
 
 
-_lending: list[Lending] = []
+_lending: list[Lending | Replaying] = []
 
 
 @contextmanager
-def lent(lending: Lending) -> Iterator[None]:
+def lent(lending: Lending | Replaying) -> Iterator[None]:
     """Within, CuPy's arrays of this thread come from a block that is in use as a whole."""
     _lending.append(lending)
     try:

@@ -28,7 +28,8 @@
 // (patches, 2, columns).
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
-// in between: rows reach the units through registers.
+// in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
+// registers, in which the parameters of a chunk stay over all taps.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED;
 // TILE_M x TILE_N, the tile
@@ -42,9 +43,6 @@
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
-#if NORMALIZED
-#include "conv2d_input.cuh"
-#endif
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
@@ -53,6 +51,8 @@ constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
+constexpr bool IN_PLACE = NORMALIZED && FLAT;  // stages are normalised where they lie
+static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
 constexpr int BLOCKS = ROWS / 64;          // products along them
@@ -133,6 +133,8 @@ struct Layout {
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * STAGES + warpgroup * SLABS + i);
     }
+    // When a stage is what a product wants.
+    __device__ __forceinline__ u32 ready(int i) const { return IN_PLACE ? added(WARPGROUPS, 0) + 8 * i : filled(i); }
 };
 
 // Where a warpgroup's slabs lie.
@@ -239,99 +241,20 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
+constexpr int WARPS = 3;                                          // that normalise in place, if any
+constexpr int EMPTYING = 4 * WARPGROUPS + (IN_PLACE ? WARPS : 0);  // warps that are done with a stage
+
 #if NORMALIZED
-// Source pixels under the rows that a thread has of each product, g and g + 8 of its warp's 16, and whether a tap of
-// them lies in the image.
-struct Border {
-    Pixel pixel[2 * BLOCKS];
+#include "conv2d_hopper_input.cuh"
+#endif
 
-    __device__ __forceinline__ Border(const Problem& p, int row) {
-        const Class& c = p.classes[0];
-#pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
-            pixel[i] = Pixel(c, row + i / 2 * 64 + i % 2 * 8);
-            pixel[i].y = c.first_h + c.offset_h + pixel[i].y * p.step_h;
-            pixel[i].x = c.first_w + c.offset_w + pixel[i].x * p.step_w;
-        }
-    }
-
-    // All ones where tap (a, b) of a row is in the image, else zeros.
-    __device__ __forceinline__ void find(const Problem& p, int a, int b, u32 (&inside)[2 * BLOCKS]) const {
-#pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i)
-            inside[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
-                                u32(pixel[i].x + b * p.delta_w) < u32(p.source_w)
-                            ? ~0u
-                            : 0u;
-    }
-};
-
-// Parameters of the channels of a chunk stay in registers over its taps, where there is room.
-constexpr bool HELD = !FLAT && BLOCKS == 1 && RESIDENT == 1;
-constexpr int AHEAD = 3;  // products of 16 channels that run while the next one's operand is made
-
-// A warpgroup: sums up its rows of one tile, normalised.
-DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
-                       const Norm& norm, int warpgroup) {
-    const Class& c = p.classes[0];
-    const u32 thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-    const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8, column = lane % 4 * 2;
-    const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
-    u32 before = 0;
-    for (int channel = 0; channel < p.depth; channel += DEPTH) {
-        Affine held[HELD ? 8 : 1];
-        if constexpr (HELD)
-#pragma unroll
-            for (int k = 0; k < 8; ++k) held[k] = Affine(norm, channel + k * 8, channel + k * 8 + column);
-        for (int a = 0; a < c.taps_h; ++a)
-            for (int b = 0; b < c.taps_w; ++b) {
-                const u32 stage = at.stage(ring.index);
-                const u64 filters = operand(stage + A_BYTES);
-                u32 inside[2 * BLOCKS];
-                if constexpr (!FLAT) border.find(p, a, b, inside);
-                barrier_wait(at.filled(ring.index), ring.parity);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    u32 words[BLOCKS][4];
-#pragma unroll
-                    for (int i = 0; i < BLOCKS; ++i)
-                        load_matrices(words[i], stage + from + i * 64 * 128 + ((2 * k + lane / 16) ^ swizzle) * 16);
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const int of = channel + k * 16 + j * 8;
-                        const Affine affine = HELD ? held[2 * k + j] : Affine(norm, of, of + column);
-#pragma unroll
-                        for (int i = 0; i < 2 * BLOCKS; ++i) {
-                            u32& word = words[i / 2][2 * j + i % 2];
-                            word = affine(word);
-                            if constexpr (!FLAT) word &= inside[i];
-                        }
-                    }
-                    await_products<AHEAD>();
-                    if (k == AHEAD && lane == 0 && channel + a + b > 0) barrier_arrive(before);
-                    product_fence();
-#pragma unroll
-                    for (int i = 0; i < BLOCKS; ++i)
-                        multiply(sum[i], words[i], filters + operand_step(k * 32), channel + a + b + k);
-                    commit_products();
-                }
-                before = at.emptied(ring.index);
-                ring.advance();
-            }
-    }
-    await_products<0>();
-    if (threadIdx.x % 32 == 0) barrier_arrive(before);
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
-}
-#else
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
     constexpr int B_STEP = ACROSS ? 16 * 128 : 32;
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.filled(ring.index), ring.parity);
+        barrier_wait(at.ready(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
@@ -352,7 +275,6 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
-#endif
 
 // Adds the bias to accumulators of two blocks of 8 columns from `column` on.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
@@ -398,7 +320,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
-    constexpr int TAKEN = RESIDENT == 1 || Place::COUNT == 1 ? 4 : 1;  // as registers allow
+    constexpr int TAKEN = 2;  // times 16 rows at once
     float found[Place::COUNT / BLOCKS];
     Tally tally;
 #if MASKED
@@ -448,8 +370,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
         for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+        if constexpr (IN_PLACE)
+            for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
         barrier_init_done();
     }
     __syncthreads();
@@ -459,10 +383,14 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<40>();
+        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+#if NORMALIZED
+        if (IN_PLACE && threadIdx.x >= 128 * WARPGROUPS + 32)
+            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
+#endif
     } else {
-        if constexpr (SHIFT) take_registers<232>();
+        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         const int chunks = ceil_div(p.depth, DEPTH);
@@ -472,10 +400,11 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             Sum sum;
             output.prepare(tile);
 #if NORMALIZED
-            accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
-#else
-            accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
+            if constexpr (!IN_PLACE)
+                accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
+            else
 #endif
+                accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();

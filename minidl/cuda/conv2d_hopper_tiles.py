@@ -16,7 +16,6 @@ from minidl.shapes import ceil_div
 __all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
-FEW_COLUMNS = 64
 
 
 class HopperTile(NamedTuple):
@@ -79,6 +78,10 @@ TILES = (
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+# How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
+# microseconds to normalise 64 rows of a stage where they lie.
+_IN_REGISTERS = {(128, 256): 1.13, (256, 128): 1.95, (128, 192): 1.13, (256, 64): 2.6, (128, 128): 1.65}
+_WINDOW, _IN_PLACE = 1.4, 0.2
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
@@ -87,9 +90,9 @@ def candidates(
 ) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes.
 
-    One that normalises its input needs registers: those of a multiprocessor for itself, or few columns and no padding.
+    One that normalises its input needs the registers of a multiprocessor for itself.
     """
-    tiles = [t for t in TILES if not normalized or t.resident == 1 or (is_flat(conv) and t.columns == FEW_COLUMNS)]
+    tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
     return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
@@ -108,21 +111,36 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: i
 
 
 def microseconds(
-    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int = 1
+    conv: Convolution,
+    backward: bool,
+    tile: HopperTile | HaloTile,
+    device: DeviceRecord,
+    code: int = 1,
+    normalized: bool = False,
 ) -> tuple[float, float]:
     """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200.
 
     A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
     """
+    step = _normalizing(conv, tile) if normalized else tile.step
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    arithmetic = max(rounds * (stages / tiles * tile.step + tile.rest), fetched)
+    arithmetic = max(rounds * (stages / tiles * step + tile.rest), fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+
+
+def _normalizing(conv: Convolution, tile: HopperTile | HaloTile) -> float:
+    """Microseconds of a stage that is normalised too."""
+    if isinstance(tile, HaloTile):
+        return tile.step * _WINDOW
+    if is_flat(conv):
+        return max(tile.step, tile.rows / SLAB * _IN_PLACE)
+    return tile.step * _IN_REGISTERS[tile.rows, tile.columns]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,7 +149,7 @@ def choose(
 ) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
     among = candidates(conv, backward, device, code, normalized)
-    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1])
+    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
 

@@ -95,14 +95,14 @@ struct ColumnShare {
 
 // Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight
 // bits, so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from
-// zero would make differences of such sums treacherous. With 16 rows of the slab across in registers, x, the matrix
-// units have both from the same words: x times ones, and the diagonal of x times itself.
+// zero would make differences of such sums treacherous. (By plain arithmetic: tensor cores would do it in fewer
+// instructions, but they are what a convolution waits for.)
 struct Tally {
-    float sums[4], squares[2][4];
+    float sums[2], squares[2];
 
     __device__ __forceinline__ void start() {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = squares[0][i] = squares[1][i] = 0.0f;
+        for (int j = 0; j < 2; ++j) sums[j] = squares[j] = 0.0f;
     }
 
     // Takes in ROWS rows of a slab that the whole warpgroup has written, UNROLL times 16 at once; those `inside`, or
@@ -121,26 +121,25 @@ struct Tally {
                     x[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
                 }
             }
-            const u32 a[4] = {x[0], x[2], x[1], x[3]};
-            multiply_bf16(sums, a, ONES, ONES);
-            multiply_bf16(squares[0], a, x[0], x[1]);
-            multiply_bf16(squares[1], a, x[2], x[3]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float v[2];
+                unpack_word(x[i], v);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    sums[i / 2] += v[e];
+                    squares[i / 2] = fmaf(v[e], v[e], squares[i / 2]);
+                }
+            }
         }
     }
 
     // This lane's share of the sums and the sums of squares.
-    __device__ __forceinline__ float result() const {
-        const u32 g = thread_again() % 32 / 4, owner = 4 * g + g / 2;
-        const bool odd = g % 2;
-        const float first[2] = {sums[0], sums[2]};
-        float second[2];
-        second[0] = __shfl_sync(0xffffffffu, odd ? squares[0][1] : squares[0][0], owner);
-        second[1] = __shfl_sync(0xffffffffu, odd ? squares[1][3] : squares[1][2], owner);
-        return ColumnShare().pick(first, second);
+    __device__ __forceinline__ float result() {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sums[j] = sum_columns(sums[j]), squares[j] = sum_columns(squares[j]);
+        return ColumnShare().pick(sums, squares);
     }
-
-private:
-    static constexpr u32 ONES = 0x3f803f80;
 };
 
 // What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and

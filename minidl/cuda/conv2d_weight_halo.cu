@@ -139,9 +139,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
+constexpr int WARPS = 3;                                            // that normalise, if any
+constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps that are done with a stage
+
 #if NORMALIZED
-constexpr int WARPS = 3;  // that normalise
-static_assert(STAGES >= WARPS, "a stage for each");
 
 // Normalises a thread's rows of one stage of x that lie in an image; around it are zeros. place: of the first of them.
 DEVICE void normalize(const Problem& p, const Chunk& chunk, u32 stage, Place place, int row) {
@@ -157,19 +158,26 @@ DEVICE void normalize(const Problem& p, const Chunk& chunk, u32 stage, Place pla
 // A warp: normalises every third stage of x.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
     const int row = threadIdx.x % 32 / 8, steps = work.last - work.first;
-    Place place(p, (work.first + warp) * POINTS + row);
+    Place place(p, work.first * POINTS + row);
     Chunk chunk;
     chunk.load(norm, work.channel);
-    int slot = warp;
-    for (int stage = warp; stage < steps + p.ahead; stage += WARPS) {
-        const int step = max(stage - p.ahead, 0);
-        barrier_wait(at.filled(step % STAGES), step / STAGES % 2);
-        normalize(p, chunk, at.x + slot * STAGE_BYTES, place, row);
-        if (slot == 0) normalize(p, chunk, at.x + p.held * STAGE_BYTES, place, row);
-        if (threadIdx.x % 32 == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(step % STAGES));
-        slot += WARPS;
-        if (slot >= p.held) slot -= p.held;
-        for (int i = 0; i < WARPS; ++i) place.advance(p);
+    Ring<STAGES> ring;
+    int slot = 0, turn = warp;
+    for (int stage = 0; stage < steps + p.ahead; ++stage) {
+        // Each step in its turn, also those of others, and none is filled again before: a barrier tells a phase only
+        // from the next.
+        barrier_wait(at.filled(ring.index), ring.parity);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0 && stage >= p.ahead) barrier_arrive(at.emptied(ring.index));
+        if (turn-- == 0) {
+            turn = WARPS - 1;
+            normalize(p, chunk, at.x + slot * STAGE_BYTES, place, row);
+            if (slot == 0) normalize(p, chunk, at.x + p.held * STAGE_BYTES, place, row);
+            if (threadIdx.x % 32 == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(ring.index));
+        }
+        if (++slot == p.held) slot = 0;
+        place.advance(p);
+        if (stage >= p.ahead) ring.advance();
     }
 }
 #endif
@@ -213,7 +221,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     const u32 base = shared_address(shared);
     const Layout at{base, base + (p.held + 1) * STAGE_BYTES};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 2), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 2), barrier_init(at.emptied(i), EMPTYING);
 #if NORMALIZED
         for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
         barrier_init(at.begun(), p.ahead);

@@ -155,9 +155,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
+constexpr int WARPS = 3;                                            // that normalise, if any
+constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps that are done with a stage
+
 #if NORMALIZED
-constexpr int WARPS = 3;  // that normalise
-static_assert(STAGES >= WARPS, "a stage for each");
 
 // Where a tap reads x, for a thread's pixels one after the other.
 struct Taps {
@@ -184,15 +185,22 @@ struct Taps {
 // A warp: normalises every third stage of x, what lies in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
     const int row = threadIdx.x % 32 / 8;
-    Pixels pixels(p, (work.first + warp) * PIXELS + row);
+    Pixels pixels(p, work.first * PIXELS + row);
     const Columns begin(p, work.block);
     Chunk chunk;
-    int loaded = -1;
+    int loaded = -1, turn = warp;
     Ring<STAGES> ring;
-    ring.index = warp;
-    for (int step = work.first + warp; step < work.last; step += WARPS) {
-        Columns columns = begin;
+    for (int step = work.first; step < work.last; ++step, ring.advance()) {
+        // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
+        // from the next.
         barrier_wait(at.filled(ring.index), ring.parity);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.emptied(ring.index));
+        if constexpr (!FLAT)
+            if (step > work.first) pixels.advance(p);
+        if (turn-- > 0) continue;
+        turn = WARPS - 1;
+        Columns columns = begin;
 #pragma unroll 1
         for (int j = 0; j < COLUMN_BLOCKS; ++j) {
             if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
@@ -205,9 +213,6 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
             }
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
-        if constexpr (!FLAT)
-            for (int i = 0; i < WARPS; ++i) pixels.advance(p);
-        ring.advance(WARPS);
     }
 }
 #endif
@@ -248,7 +253,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
 #if NORMALIZED
         for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
 #endif

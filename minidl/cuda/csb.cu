@@ -24,9 +24,13 @@
 // 4 bytes of x from L1 or shared memory per multiply-add: a quarter of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
 //
-// Macros: DTYPE, SIDE; for the product ROWS, VEC, FEATURES_LAST, TRANSPOSED, VEC_X (features per access to x, with
-// FEATURES_LAST) and VEC_Y (features per access to y, likewise).
-#include "common.cuh"
+// With CONV the samples are the output pixels of a convolution (transposed: of its data gradient), the summed features
+// the pixels that its taps meet, tap by tap (csb_window.cuh): x is an image, of which each block's part is gathered
+// while it is turned. Block columns belong to one tap each.
+//
+// Macros: DTYPE, SIDE; for the product ROWS, VEC, FEATURES_LAST, TRANSPOSED, CONV (with FEATURES_LAST), VEC_X (features
+// per access to x, with FEATURES_LAST) and VEC_Y (features per access to y, likewise).
+#include "csb_window.cuh"
 
 #ifdef ROWS
 struct Problem {
@@ -36,6 +40,11 @@ struct Problem {
     int across;    // block columns of A
     int slices;    // output slices
     int relu;
+#if CONV
+    int steps;   // blocks that are summed, over all taps
+    int blocks;  // block columns of a tap
+    Window window;
+#endif
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -135,17 +144,27 @@ DEVICE void multiply(const Shared& s, const X* __restrict__ x, float (&sum)[EACH
 }
 
 #if FEATURES_LAST
-// turned[feature][sample] = x[sample][feature] for up to SIDE features; zeros behind the last sample.
-DEVICE void turn(float* turned, const T* __restrict__ x, const Problem& p, i64 sample, int features) {
+// turned[feature][sample] = x[sample][feature] for up to SIDE features; zeros behind the last sample and where a tap
+// meets no pixel.
+DEVICE void turn(float* turned, const T* __restrict__ x, const Problem& p, i64 sample, int features, int tap) {
     const int lane = threadIdx.x % 32;
+    const T* from[VEC];
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) {
+        i64 row = sample + 32 * v + lane;
+        if (row >= p.samples) row = -1;
+#if CONV
+        else row = p.window.pixel(static_cast<u32>(row), tap);
+#endif
+        from[v] = row < 0 ? nullptr : x + row * p.x_pitch;
+    }
     for (int f = threadIdx.x / 32 * VEC_X; f < features; f += WARPS * VEC_X) {
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
-            const int at = 32 * v + lane;
             float values[VEC_X] = {};
-            if (sample + at < p.samples) load<T, VEC_X>(x + (sample + at) * p.x_pitch + f, values);
+            if (from[v]) load<T, VEC_X>(from[v] + f, values);
 #pragma unroll
-            for (int e = 0; e < VEC_X; ++e) turned[(f + e) * PITCH + at] = values[e];
+            for (int e = 0; e < VEC_X; ++e) turned[(f + e) * PITCH + 32 * v + lane] = values[e];
         }
     }
 }
@@ -173,15 +192,25 @@ csb_matmul_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     const T* const column = x + (sample < p.samples ? sample : 0);
 #endif
     float sum[EACH][VEC] = {};
-    const int steps = ceil_div(p.depth, SIDE);
+#if CONV
+    const int steps = p.steps, room = p.window.room;  // blocks of a tap
+#else
+    const int steps = ceil_div(p.depth, SIDE), room = steps;
+#endif
     for (int step = 0; step < steps; ++step) {
+        const int tap = CONV ? step / room : 0, part = step - tap * room;
+#if CONV
+        const i64 block = TRANSPOSED ? i64(part) * p.across + tap * p.blocks + out_block
+                                     : i64(out_block) * p.across + step;
+#else
         const i64 block = TRANSPOSED ? i64(step) * p.across + out_block : i64(out_block) * p.across + step;
+#endif
         const int begin = indptr[block], end = indptr[block + 1];
         for (int piece = begin; piece < end; piece += PIECE) {
             __syncthreads();  // the items before these, and the x before this, are used up
 #if FEATURES_LAST
-            const int rest = p.depth - step * SIDE;
-            if (piece == begin) turn(turned, x + step * SIDE, p, tile, rest < SIDE ? rest : SIDE);
+            const int rest = p.depth - part * SIDE;
+            if (piece == begin) turn(turned, x + part * SIDE, p, tile, rest < SIDE ? rest : SIDE, tap);
 #endif
             group(s, indices + piece, values + piece, end - piece < PIECE ? end - piece : PIECE, slice, scale);
             __syncthreads();

@@ -31,13 +31,14 @@ __all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
 THREADS = 256
 MOST_ROWS = 128  # output features of a thread block: 16 for each warp, as many as the registers hold
 TURNED_FLOATS = 64 * 256  # of a block's part of x in shared memory: 64 samples at the largest block side
-TILE, WARPS, STAGES = 64, 2, 3  # of the sampled product
+SAMPLED_TILE, WARPS, STAGES = 64, 2, 3  # of the sampled product
 
 _POINTWISE = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 # The structures Problem of csb.cu and csb_sampled.cu.
-_PRODUCT = struct("x_pitch samples", "features depth across slices relu")
-_SAMPLED = struct("dy_pitch x_pitch samples chunk nnz", "rows columns across tiles_m tiles_n accumulate")
+PRODUCT_FIELDS = "x_pitch samples", "features depth across slices relu"
+SAMPLED_FIELDS = "dy_pitch x_pitch samples chunk nnz", "rows columns across tiles_m tiles_n accumulate"
+_PRODUCT, _SAMPLED = struct(*PRODUCT_FIELDS), struct(*SAMPLED_FIELDS)
 
 
 def csb_matmul(
@@ -69,7 +70,7 @@ def csb_matmul(
     Raises:
         ValueError: another number of features; ``tf32x3`` of 16-bit arrays.
     """
-    code = _code("csb_matmul", "values", values, x)
+    code = storage_code("csb_matmul", "values", values, x)
     if tf32x3 and code:
         raise checks.bad_value("csb_matmul", "tf32x3", "False unless the arrays are float32", tf32x3)
     x = as_rows(x)
@@ -117,14 +118,14 @@ def _generic(
     features, pitch = product.features, rows(x)[2]
     assert pitch * side < 2**32 and max(shape) < 2**30, (x.shape, shape)
     tall = max(8, min(side, MOST_ROWS))
-    vec, vectors = _vectors(x, samples, features, side, tall, features_last)
+    vec, vectors = vectors_of(x, samples, features, side, tall, features_last)
     slices = ceil_div(features, side) * ceil_div(side, tall)
     problem = argument(
         _PRODUCT, x_pitch=pitch, samples=samples, features=features, depth=product.depth,
         across=ceil_div(shape[1], side), slices=slices, relu=relu,
     )  # fmt: skip
     defines = {"DTYPE": code, "SIDE": side, "ROWS": tall, "VEC": vec, "FEATURES_LAST": int(features_last)}
-    defines |= {"TRANSPOSED": int(product.transposed)} | vectors
+    defines |= {"TRANSPOSED": int(product.transposed), "CONV": 0} | vectors
     grid = slices * ceil_div(samples, 32 * vec)
     assert grid < 2**31, (shape, samples)
     shared = 4 * side * (32 * vec + 4) if features_last else 0
@@ -132,7 +133,7 @@ def _generic(
     launch("csb", "csb_matmul_kernel", grid, THREADS, *arrays, problem, defines=defines, shared=shared)
 
 
-def _vectors(x: Any, samples: int, features: int, side: int, tall: int, features_last: bool) -> tuple[int, dict]:
+def vectors_of(x: Any, samples: int, features: int, side: int, tall: int, features_last: bool) -> tuple[int, dict]:
     """Samples per lane, 1, 2 or 4, and the macros of the other accesses."""
     vec = 4
     while vec > 1 and 16 * vec >= samples:  # fewer samples than half of the lanes' registers
@@ -168,7 +169,7 @@ def csb_sampled(
     """
     who = "csb_sampled"
     check_sum(who, out)
-    code = _code(who, "dy", dy, x)
+    code = storage_code(who, "dy", dy, x)
     dy, x = as_rows(dy), as_rows(x)
     spans = rows(dy), rows(x)
     samples = spans[0][0 if features_last else 1]
@@ -184,7 +185,7 @@ def csb_sampled(
     if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
-    tiles = ceil_div(shape[0], TILE), ceil_div(shape[1], TILE)
+    tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
     chunk = pixel_chunk(samples, tiles[0] * tiles[1])
     chunks = ceil_div(samples, chunk)
     problem = argument(
@@ -193,12 +194,12 @@ def csb_sampled(
         accumulate=accumulate and chunks == 1,
     )  # fmt: skip
     widest = ACCESS // dy.itemsize
-    defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": TILE, "TILE_N": TILE, "WARPS_M": WARPS}
-    defines |= {"WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last)}
+    defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": SAMPLED_TILE, "TILE_N": SAMPLED_TILE}
+    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last), "CONV": 0}
     defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": min(widest, vector_width(x))}
     grid = tiles[0] * tiles[1] * chunks
     assert grid < 2**31, (shape, samples)
-    shared = max(STAGES * DEPTH_BYTES * 2 * TILE, 4 * TILE * TILE)
+    shared = max(STAGES * DEPTH_BYTES * 2 * SAMPLED_TILE, 4 * SAMPLED_TILE**2)
     partials = out if chunks == 1 else empty((chunks, out.size), float32)
     arrays = indptr, indices, dy, x, partials
     launch("csb_sampled", "csb_sampled_kernel", grid, 32 * WARPS**2, *arrays, problem, defines=defines, shared=shared)
@@ -230,7 +231,7 @@ def _move(name: str, indptr: Any, indices: Any, source: Any, target: Any, shape:
     launch("csb", f"{name}_kernel", grid, 256, indptr, indices, source, target, *sizes, defines=defines)
 
 
-def _code(who: str, name: str, first: Any, x: Any) -> int:
+def storage_code(who: str, name: str, first: Any, x: Any) -> int:
     """The code of the one storage type of both arrays."""
     code = dtype_code(first, who, name)
     if x.dtype != first.dtype:

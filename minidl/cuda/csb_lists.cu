@@ -1,10 +1,11 @@
 // Lists of elements by output feature: what csb_rows.cu multiplies. Made anew for each product, in either direction,
 // from the one copy of the matrix; a workspace, gone after the product.
 //
-// The matrix (transposed: its transpose) is cut into parts of 64 output features x PART summed ones; a unit is 16
-// output features of a part, the share of one warp. A unit's list is a header of 16 u16, the byte behind each feature's
-// last item counted from the list's beginning, then the items (x, value): `x` is the summed feature within the part
-// times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16 bytes.
+// The matrix (transposed: its transpose) is cut into parts of 64 output features x PART summed ones, of a convolution's
+// filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features of a part, the share of one
+// warp. A unit's list is a header, the number of items of each feature in 16 bytes and 16 more, then the items (x,
+// value): `x` is the summed feature within the part times `scale`. Items of a feature lie in the order of the summed
+// one and begin at a multiple of 16 bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
@@ -23,7 +24,9 @@ constexpr int HEADER = 4;  // slots of a header
 
 struct Problem {
     Matrix a;
-    int steps;  // parts of summed features
+    int steps;  // parts of summed features, over all taps
+    int parts;  // of a tap
+    int room;   // columns of a tap
     int scale;
 };
 
@@ -40,12 +43,15 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
                  const __grid_constant__ Problem p) {
     __shared__ Shared s;
     const int out_part = blockIdx.x / p.steps, step = blockIdx.x % p.steps, thread = threadIdx.x;
+    const int tap = step / p.parts, summed_part = (step - tap * p.parts) * PART;
+    const Matrix a = {p.a.rows, (tap + 1) * p.room, p.a.across};  // up to the tap's last column
     const auto for_part = [&](auto visit) {
         if constexpr (TRANSPOSED)
-            for_elements<THREADS, PART, OUT>(indptr, indices, p.a, step * PART, out_part * OUT, thread,
-                                               [&](int e, int row, int column) { visit(e, column, row); });
+            for_elements<THREADS, PART, OUT>(indptr, indices, a, summed_part, tap * p.room + out_part * OUT, thread,
+                                             [&](int e, int row, int column) { visit(e, column, row); });
         else
-            for_elements<THREADS, OUT, PART>(indptr, indices, p.a, out_part * OUT, step * PART, thread, visit);
+            for_elements<THREADS, OUT, PART>(indptr, indices, a, out_part * OUT, tap * p.room + summed_part, thread,
+                                             visit);
     };
     for (int i = thread; i < OUT * WORDS; i += THREADS) (&s.mask[0][0])[i] = 0;
     __syncthreads();
@@ -72,7 +78,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         for (int u = 0; u < unit; ++u) start += s.unit[u];
         const int item = HEADER + sum - ((count + 1) & ~1);
         s.begin[thread] = start + item;
-        if (size) reinterpret_cast<u16*>(slots + s.first + start)[thread % UNIT] = static_cast<u16>(8 * (item + count));
+        if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
         if (thread % UNIT == 0)
             units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
     }

@@ -16,13 +16,9 @@ from minidl.cuda import csb_rows, csb_skinny, csb_tensor
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import Pair
 
-__all__ = ["ROUTES", "Product", "choose_route", "route"]
+__all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_routes", "route"]
 
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
-
-# Taken unasked: those whose laws (tests/test_csb_routes.py) have passed on a GPU as they stand.
-UNASKED = ("generic",)
-FASTEST = "fastest"
 
 # Density and samples from which three TF32 products of the expanded matrix beat float32 ones of its elements.
 SPLIT_FROM, SPLIT_SAMPLES = 0.07, 128
@@ -72,22 +68,39 @@ class Product(NamedTuple):
 
 
 def choose_route(product: Product, device: DeviceRecord) -> str:
-    """The forced route; else the first of `UNASKED` that fits.
-
-    "fastest" is the first that fits of all, split products from a density and a number of samples on.
+    """The forced route; else the first that fits, split products from a density and a number of samples on.
 
     Raises:
         ValueError: when the forced route cannot do it.
     """
     fits = product.fits(device)
     name = _forced.get()
-    if name in (None, FASTEST):
+    if name is None:
         unwanted = product.density < SPLIT_FROM or product.samples < SPLIT_SAMPLES
-        open_ = ROUTES if name else UNASKED
-        return next(r for r, fit in fits.items() if fit and r in open_ and not (r == "split" and unwanted))
+        return next(r for r, fit in fits.items() if fit and not (r == "split" and unwanted))
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name
+
+
+def conv_routes(side: int, dtype: Any, device: DeviceRecord) -> list[str]:
+    """The routes of a convolution, `minidl.cuda.csb_conv2d`, the fastest first."""
+    fits = {"rows": csb_rows.applies(side, dtype, device), "dense": dtype.itemsize == 2, "generic": True}
+    return [name for name, fit in fits.items() if fit]
+
+
+def choose_conv_route(side: int, dtype: Any, device: DeviceRecord) -> str:
+    """The forced route; else the fastest.
+
+    Raises:
+        ValueError: when the forced route cannot do it.
+    """
+    names, forced = conv_routes(side, dtype, device), _forced.get()
+    if forced is None:
+        return names[0]
+    if forced not in names:
+        raise checks.bad_value("csb_conv2d", "route", "one that can do this convolution on this device", forced)
+    return forced
 
 
 @contextmanager
@@ -96,11 +109,11 @@ def route(name: str) -> Iterator[None]:
 
     Args:
         name: "rows" (float32 on CUDA cores, sm_90), "split" (float32 as three TF32 products, sm_90), "skinny" (few
-            samples in 16-bit types), "dense" (16-bit types: expanded, then a 1×1 convolution) or "generic", and
-            "fastest" of them. A product that the route cannot do raises ValueError.
+            samples in 16-bit types), "dense" (16-bit types: expanded, then a dense convolution) or "generic". A product
+            that the route cannot do raises ValueError.
     """
-    if name not in (*ROUTES, FASTEST):
-        raise checks.bad_value("route", "name", " or ".join((*ROUTES, FASTEST)), name)
+    if name not in ROUTES:
+        raise checks.bad_value("route", "name", " or ".join(ROUTES), name)
     token = _forced.set(name)
     try:
         yield

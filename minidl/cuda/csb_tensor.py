@@ -17,7 +17,7 @@ from minidl.cuda.rows import rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["applies", "matmul"]
+__all__ = ["applies", "matmul", "spread"]
 
 ARCH = (9, 0)
 PART, ROWS, SAMPLES, DEPTH = 64, 128, 256, 32
@@ -34,7 +34,7 @@ def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
     return side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
 
 
-def _spread(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool) -> Any:
+def spread(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool) -> Any:
     """The dense tiles."""
     features, depth = shape[::-1] if transposed else shape
     parts = round_up(ceil_div(features, PART), ROWS // PART), ceil_div(depth, PART)
@@ -57,7 +57,7 @@ def matmul(
     """Write the product to ``y``; x at any row pitch, nothing empty."""
     count, length, pitch = rows(x)
     samples, depth = (count, length) if features_last else (length, count)
-    tiles = _spread(indptr, indices, values, shape, side, transposed)
+    tiles = spread(indptr, indices, values, shape, side, transposed)
     number = tiles.shape[0] * ceil_div(samples, SAMPLES)
     problem = argument(
         _PROBLEM, x_pitch=pitch, samples=samples, features=shape[1] if transposed else shape[0], depth=depth,

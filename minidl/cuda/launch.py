@@ -181,6 +181,9 @@ def _record(
     if 0 not in grid:
         sizes = tuple(map(int, grid)), tuple(map(int, block))
         dry.launches.append(Launch(stem, name, tuple(sorted(defines.items())), *sizes, int(shared)))
+        if _observer is not None:
+            with _observer(stem, name, defines):
+                pass
         if dry.watcher is not None:
             dry.watcher.launched(name, tuple(_behind_maps(args)))
 
@@ -196,7 +199,10 @@ def _behind_maps(args: tuple) -> Iterator[Any]:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Open ``observer(stem, name, defines)`` around each launch: for a profiler that wants to see single kernels."""
+    """Open ``observer(stem, name, defines)`` around each launch: for a profiler that wants to see single kernels.
+
+    Those of a dry run count too.
+    """
     global _observer
     before, _observer = _observer, observer
     try:

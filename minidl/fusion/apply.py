@@ -112,7 +112,7 @@ def plan_for(
         if clock is None and ops.name == "cpu":
             clock = DeviceClock(ops, precision)
         plan = tune(graph, batch, precision, machine_of(ops), clock, setting=setting, progress=progress)
-        kept.keep(plan, path)
+        progress(f"kept in {kept.keep(plan, path)}")
     return plan
 
 

@@ -93,7 +93,7 @@ class Group:
 def groups(
     graph: Graph, batch: int, precision: Precision, machine: Machine, *, everything: bool = False
 ) -> list[Group]:
-    """The groups of a network; with ``everything`` also what the model rules out is to be timed."""
+    """The groups of a network; with ``everything`` also ways that others dominate are to be timed."""
     sites = {site.name: site for site in find_sites(graph)}
     found, seen = [], set()
     for site in sites.values():
@@ -108,12 +108,13 @@ def _group(
     graph: Graph, sites: tuple[Site, ...], batch: int, precision: Precision, machine: Machine, everything: bool
 ) -> Group:
     same, times, moved = {}, {}, {}
-    for ways in itertools.product(*map(candidates, sites)):
+    for ways in itertools.product(*(candidates(site, unproven=True) for site in sites)):
         pairs = list(zip(sites, ways, strict=True))
         same[ways] = tuple(runs_as(graph, site, way, precision, machine) for site, way in pairs)
         times[ways] = sum(predict(graph, site, way, batch, precision, machine).ms for site, way in pairs)
         moved[ways] = sum(site_cost(site, way, batch, 1).bytes for site, way in pairs)
-    distinct = list(dict.fromkeys(same.values()))
+    proven = list(itertools.product(*map(candidates, sites)))
+    distinct = list(dict.fromkeys(same[ways] for ways in proven))
     timed = distinct if everything else _worth_timing(distinct, moved)
     return Group(sites, tuple(same), same, times, tuple(timed))
 
@@ -280,7 +281,7 @@ def tune(
         batch: samples of this rank.
         machine: for the model of time.
         clock: default: the one of the current GPU, for which kernels are compiled first.
-        everything: time what the model rules out, too.
+        everything: time ways that others dominate, too.
         setting: what the measurements hold for, kept in the plan.
     """
     found = groups(graph, batch, precision, machine, everything=everything)

@@ -24,7 +24,7 @@ from minidl.layers.row_plan import share
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
 
-__all__ = ["by_rows"]
+__all__ = ["by_rows", "like"]
 
 _SAME_ROWS = (Add, Concat, ReLU)
 
@@ -67,13 +67,13 @@ def _for_rows(layer: Layer, height: int, out: tuple[int, ...], group: Communicat
     if type(layer) is Conv2d:
         return _convolution(layer, height, group)
     if isinstance(layer, BatchNorm2d):
-        new = _like(layer)
+        new = like(layer)
         new.sync = layer.sync or group
         return new
     if isinstance(layer, (MaxPool2d, AvgPool2d, ConvTranspose2d)) and _on_one_rank(layer, height, out[0], group.size):
-        return _like(layer)
+        return like(layer)
     if type(layer) in _SAME_ROWS or (isinstance(layer, Pad) and out[0] == height and layer.padding[2:] == (0, 0)):
-        return _like(layer)
+        return like(layer)
     remedy = "the image's height must divide by the ranks and by all strides, and no layer may mix rows far apart"
     raise checks.bad_value(layer.name, "rows", f"such that {group.size} ranks can share them", repr(layer), remedy)
 
@@ -81,7 +81,7 @@ def _for_rows(layer: Layer, height: int, out: tuple[int, ...], group: Communicat
 def _convolution(layer: Conv2d, height: int, group: Communicator) -> Layer:
     axis = layer.kernel_size[0], layer.stride[0], layer.padding[0]
     if axis == (1, 1, 0):
-        return _like(layer)  # each row by itself
+        return like(layer)  # each row by itself
     new = RowParallelConv2d(
         layer.in_channels, layer.out_channels, layer.kernel_size, **layer.geometry, height=height, group=group,
         name=layer.name,
@@ -103,8 +103,8 @@ def _on_one_rank(layer: Layer, height: int, out: int, ranks: int) -> bool:
     )
 
 
-def _like(layer: Layer) -> Layer:
-    """A layer of the same kind that shares nothing with it that changes."""
+def like(layer: Layer) -> Layer:
+    """A layer of the same kind, of no graph and no model, that shares nothing with ``layer`` that changes."""
     new = copy.copy(layer)
     new.buffers, new.store, new.random = {}, TensorStore(), RandomCounter()
     return new

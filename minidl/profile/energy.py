@@ -14,7 +14,10 @@ from typing import Any
 
 from minidl import checks
 
-__all__ = ["Meter", "clock_warnings"]
+__all__ = ["Energy", "Meter", "clock_warnings"]
+
+# Millijoules per call, or None where it cannot be measured, of (a function that makes so many calls, how many).
+Energy = Callable[[Callable[[], Any], int], float | None]
 
 LOW_CLOCK = 0.75  # of the maximum: below it a timing says more about the clock than about the kernel
 BATCH_SECONDS = 0.01  # of calls between two looks at the counter

@@ -38,6 +38,7 @@ __all__ = [
     "rounded",
     "write",
     "write_csv",
+    "write_whole",
 ]
 
 SCHEMA = 1
@@ -78,12 +79,16 @@ def result(
 
 
 def write(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a result file, whole or not at all; folders are made. A path that ends in ``.gz`` is compressed."""
+    """Write a result file as `write_whole` does."""
+    write_whole(path, _text(content).encode())
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Write a file, whole or not at all; folders are made. One whose name ends in ``.gz`` is compressed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        data = _text(content).encode()
         with os.fdopen(handle, "wb") as file:
             file.write(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
         os.chmod(temporary, 0o644)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["NULL_PROFILER", "NullProfiler", "Profiler", "SpanRecorder"]
+__all__ = ["NULL_PROFILER", "GraphProfiler", "NullProfiler", "Profiler", "SpanRecorder"]
 
 
 class Profiler(Protocol):
@@ -27,6 +27,17 @@ class Profiler(Protocol):
                 other ranks' totals of the loss).
             stream: the CUDA stream that the work goes to; None: the current one, or the calling thread on a CPU.
         """
+
+
+@runtime_checkable
+class GraphProfiler(Profiler, Protocol):
+    """A profiler that also sees steps that are launches of CUDA graphs."""
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        """Around the capture of a step, or of a part of one, whose spans the graph times: what `launching` is told."""
+
+    def launching(self, piece: Any) -> None:
+        """The graph of ``piece`` is about to be launched."""
 
 
 class NullProfiler:

@@ -1,7 +1,7 @@
 """StepProfiler: every pass of every layer within real steps, by device events or by the clock.
 
 Between two steps nothing is waited for and nothing is read; each span costs two event records. In a CUDA graph the
-records become nodes of the graph, which each replay times anew: the passes of a step with no time of the host in it.
+records become nodes of the graph, which each launch times anew: the passes of a step with no time of the host in it.
 There one record ends a span and begins the next where no other work lies between them, since each keeps kernels from
 overlapping at their ends.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 
 from minidl.cuda.capture import used_bytes
 
-__all__ = ["COMPUTE", "MESSAGES", "SpanTime", "StepProfiler", "StepTimes"]
+__all__ = ["COMPUTE", "MESSAGES", "Marked", "SpanTime", "StepProfiler", "StepTimes"]
 
 COMPUTE, MESSAGES = "compute", "messages"
 _OF_THE_HOST = ("message",)  # launches on another stream: an interval of the compute stream holds nothing of it
@@ -45,11 +45,13 @@ class StepTimes:
 
     Attributes:
         memory: (milliseconds, bytes in use) after each span of the compute lane; empty where nothing tells.
+        captured: its spans are those of CUDA graphs.
     """
 
     ms: float
     spans: list[SpanTime] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
+    captured: bool = False
 
     @property
     def unaccounted_ms(self) -> float:
@@ -57,60 +59,113 @@ class StepTimes:
         return self.ms - sum(span.ms for span in self.spans if span.lane == COMPUTE)
 
 
+@dataclass
+class Marked:
+    """A piece of a step as it was marked: where it began and ended, and its spans with the bytes then in use (or -1).
+
+    Of a piece captured in a CUDA graph the marks are the graph's own: each launch sets them anew.
+    """
+
+    begin: Any = None
+    end: Any = None
+    spans: list[tuple[str, str, str, Any, Any, int]] = field(default_factory=list)
+
+
 class StepProfiler:
     """Sees all spans of the steps inside `step`, and of no others.
 
     Args:
         ops: the operation table the steps run on.
-        captured: the step is being captured in a CUDA graph: `read` then gives the times of its last replay.
     """
 
-    def __init__(self, ops: ModuleType, *, captured: bool = False):
+    def __init__(self, ops: ModuleType):
         self.on_gpu = ops.name == "cuda"
-        kind = (_CapturedMarks if captured else _DeviceMarks) if self.on_gpu else _HostMarks
-        self._marks: _HostMarks | _DeviceMarks = kind()
+        self._own = self._marks = _DeviceMarks() if self.on_gpu else _HostMarks()
         self._used: Callable[[], int] | None = None
-        self._open: list[tuple[str, str, str, Any, Any, int]] | None = None
-        self._steps: list[tuple[Any, Any, list[tuple[str, str, str, Any, Any, int]]]] = []
+        self._target: list[tuple[str, str, str, Any, Any, int]] | None = None
+        self._launched: list[Marked] | None = None
+        self._steps: list[tuple[Marked, list[Marked]]] = []
+        self._found: list[StepTimes] = []
 
     @contextmanager
     def step(self, *, memory: bool = False) -> Iterator[None]:
-        """Around one step (or, captured, around its capture).
+        """Around one step.
 
         Args:
             memory: note the bytes in use after each span, on a GPU; asking takes the host some microseconds.
         """
-        begin = self._marks.set(None)
-        self._open = spans = []
+        own, launched = Marked(), []
+        self._launched = launched
+        try:
+            with self._marking(own, memory=memory):
+                yield
+        finally:
+            self._launched = None
+        self._steps.append((own, launched))
+
+    @contextmanager
+    def capturing(self) -> Iterator[Marked]:
+        """Around the capture of a step, or of a part of one, in a CUDA graph: its spans become nodes of the graph."""
+        outer = self._marks, self._target, self._used
+        self._marks, piece = _CapturedMarks(), Marked()
+        try:
+            with self._marking(piece, memory=True):
+                yield piece
+        finally:
+            self._marks, self._target, self._used = outer
+
+    @contextmanager
+    def _marking(self, piece: Marked, *, memory: bool) -> Iterator[None]:
+        piece.begin = self._marks.set(None)
+        self._target = piece.spans
         self._used = used_bytes if memory and self.on_gpu else None
         try:
             yield
         finally:
-            self._open = None
-        self._steps.append((begin, self._marks.set(None), spans))
+            self._target = None
+        piece.end = self._marks.set(None)
+
+    def launching(self, piece: Marked) -> None:
+        """The step under way is about to launch what ``piece`` was captured in; an earlier launch is read before."""
+        if self._launched is None:
+            return
+        if any(piece is other for _, launched in self._steps for other in launched):
+            self._found = self.read()
+        self._launched.append(piece)
 
     def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
-        if self._open is None or (self.on_gpu and pass_name in _OF_THE_HOST):
+        if self._target is None or (self.on_gpu and pass_name in _OF_THE_HOST):
             return _NOTHING
-        return _Span(self, self._open, layer, pass_name, stream)
+        return _Span(self, self._target, layer, pass_name, stream)
 
     def read(self) -> list[StepTimes]:
-        """The steps since the last reading, waited for; captured, the last replay."""
-        found = []
-        for begin, end, spans in self._steps:
-            self._marks.wait(end)
-            step = StepTimes(self._marks.between(begin, end))
-            for layer, pass_name, lane, start, stop, used in spans:
-                at = self._marks.between(begin, start)
-                step.spans.append(SpanTime(layer, pass_name, lane, at, self._marks.between(start, stop)))
-                if used >= 0:
-                    step.memory.append((at + step.spans[-1].ms, used))
-            found.append(step)
-        if not self._marks.lasting:
-            for begin, end, spans in self._steps:
-                self._marks.reuse([begin, end, *(mark for span in spans for mark in span[3:5])])
-            self._steps.clear()
+        """The steps since the last reading, waited for."""
+        found, self._found = self._found, []
+        for own, launched in self._steps:
+            found.append(self._times(own, launched))
+            self._own.reuse([own.begin, own.end, *(mark for span in own.spans for mark in span[3:5])])
+        self._steps.clear()
         return found
+
+    def _times(self, own: Marked, launched: Sequence[Marked]) -> StepTimes:
+        """A step of captured spans lasts from the first mark of its graphs to the last: launching them is not in it."""
+        self._own.wait(own.end)
+        pieces = launched or [own]
+        begin, known = pieces[0].begin, {}
+
+        def at(mark: Any) -> float:
+            if id(mark) not in known:  # two spans share it where one begins as the other ends
+                known[id(mark)] = self._own.between(begin, mark)
+            return known[id(mark)]
+
+        step = StepTimes(at(pieces[-1].end), captured=bool(launched))
+        for layer, pass_name, lane, start, stop, used in (span for piece in pieces for span in piece.spans):
+            if lane == MESSAGES:
+                self._own.wait(stop)  # it may lie after the step's end
+            step.spans.append(SpanTime(layer, pass_name, lane, at(start), at(stop) - at(start)))
+            if used >= 0:
+                step.memory.append((at(stop), used))
+        return step
 
 
 class _Span:
@@ -134,8 +189,6 @@ class _Span:
 class _HostMarks:
     """Moments of the clock. A message's thread may set them too."""
 
-    lasting = False
-
     def set(self, stream: Any) -> float:
         return time.perf_counter()
 
@@ -152,12 +205,11 @@ class _HostMarks:
 class _DeviceMarks:
     """CUDA events, kept for later steps once they were read."""
 
-    lasting = False
-
     def __init__(self) -> None:
         import cupy
 
         self._cuda, self._record = cupy.cuda, cupy.cuda.runtime.eventRecord
+        self._elapsed = cupy.cuda.runtime.eventElapsedTime
         self._free: list[Any] = []
 
     def set(self, stream: Any) -> Any:
@@ -169,9 +221,7 @@ class _DeviceMarks:
         mark.synchronize()
 
     def between(self, start: Any, stop: Any) -> float:
-        # A message's last mark may lie after the step's, which the wait above does not cover.
-        stop.synchronize()
-        return self._cuda.get_elapsed_time(start, stop)
+        return self._elapsed(start.ptr, stop.ptr)
 
     def reuse(self, marks: list[Any]) -> None:
         self._free += marks
@@ -183,7 +233,6 @@ class _CapturedMarks(_DeviceMarks):
     CuPy does not offer such records, nor a way to ask what a captured stream waits for; the driver does.
     """
 
-    lasting = True
     _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL
 
     def __init__(self) -> None:

@@ -7,18 +7,15 @@ own, so slices of two ranks are only as aligned as the barrier before the step l
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from minidl.profile.results import Row
+from minidl.profile.results import Row, write_whole
 
 __all__ = ["chrome_trace", "write_trace"]
 
@@ -97,16 +94,7 @@ def write_trace(path: str | Path, content: Mapping[str, Any]) -> str | None:
     remedy = "profile fewer steps, or fewer ranks"  # compressing does not help: viewers hold it unpacked
     if len(data) > LARGEST_BYTES:
         raise ValueError(f"{size} exceeds the {LARGEST_BYTES >> 20} MB that viewers open; {remedy}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, data)
     return f"{size}: viewers will be slow with it; {remedy}" if len(data) > LARGE_BYTES else None
 
 

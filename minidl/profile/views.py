@@ -139,13 +139,14 @@ def _extra(run: Run, row: Row, width: int) -> list[str]:
 
 
 def _ways(run: Run) -> Table:
-    columns = ["layer and pass", *(way.replace("_", " ") for way in _WAYS), "spread", "p95", "n"]
+    columns = ["layer and pass", *(way.replace("_", " ") for way in _WAYS), "spread", "min", "p95", "n"]
     rows = []
     for row in run.rows:
         records = [row["timings"].get(way) for way in _WAYS]
         main = row["timings"].get(row["timing"]) if row["timing"] else None
         cells = [_line(run, row), *(_ms(record["ms"]) if record else _NONE for record in records)]
-        cells += [_share(row["spread"]), _ms(main["p95_ms"]) if main else _NONE, str(main["n"]) if main else _NONE]
+        cells += [_share(row["spread"]), *(_ms(main[what]) if main else _NONE for what in ("min_ms", "p95_ms"))]
+        cells.append(str(main["n"]) if main else _NONE)
         rows.append(cells)
     return _title(run, "milliseconds in each way of timing"), columns, rows
 
@@ -301,4 +302,6 @@ def _steps(step: Content) -> list[str]:
         lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
+    if step.get("energy_mj"):
+        lines.append(f"{1e-3 * step['energy_mj']:.3g} J a step, idle power of the board included")
     return lines

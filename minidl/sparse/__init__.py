@@ -1,20 +1,42 @@
 """Sparse weights in Compressed Sparse Blocks: the matrix, layers that train on it, and pruning."""
 
+from minidl.sparse.compress import Compressed, load_compressed, save_compressed
 from minidl.sparse.csb import CSBMatrix
 from minidl.sparse.layers import CSBConv2d, CSBLinear
+from minidl.sparse.masks import Granularity, magnitude_mask
 from minidl.sparse.pattern import CSBPattern, Occupancy
-from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, magnitude_mask, sparse_state, to_sparse
+from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, pruned, sparse_state, to_sparse, without_masks
+from minidl.sparse.search import Found, Sensitivity, masked, random_mask_search, sensitivity
+from minidl.sparse.share import Shared, SharedSGD, share_weights
+from minidl.sparse.shrink import Cut, resized, shrink
 
 __all__ = [
     "CSBConv2d",
     "CSBLinear",
     "CSBMatrix",
     "CSBPattern",
+    "Compressed",
     "CubicSchedule",
+    "Cut",
+    "Found",
+    "Granularity",
     "Occupancy",
     "PrunedSGD",
     "Pruning",
+    "Sensitivity",
+    "Shared",
+    "SharedSGD",
+    "load_compressed",
     "magnitude_mask",
+    "masked",
+    "pruned",
+    "random_mask_search",
+    "resized",
+    "save_compressed",
+    "sensitivity",
+    "share_weights",
+    "shrink",
     "sparse_state",
     "to_sparse",
+    "without_masks",
 ]

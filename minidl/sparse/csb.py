@@ -12,6 +12,7 @@ from minidl import backend, checks
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import Pair
 from minidl.sparse.pattern import CSBPattern, Occupancy
+from minidl.sparse.profile import ProductProfile, profile_product
 
 __all__ = ["CSBMatrix"]
 
@@ -187,6 +188,11 @@ class CSBMatrix:
 
     # -- as something else ------------------------------------------------------------------------------------------
 
+    @property
+    def transposed(self) -> bool:
+        """Whether this is the transpose of what `pattern` and `data` say."""
+        return self._transposed
+
     def with_data(self, data: Any) -> CSBMatrix:
         """Other values, (nnz,), on the same pattern."""
         return CSBMatrix(self.pattern, data, transposed=self._transposed)
@@ -295,6 +301,13 @@ class CSBMatrix:
         where = self.pattern.shape, self.pattern.side, self.nnz
         product = Product(*where, self.dtype, samples, self._transposed, features_last, tf32x3)
         return choose_route(product, current_device())
+
+    def profile(self, x: Any, *, features_last: bool = False, tf32x3: bool = False) -> ProductProfile:
+        """Time `matmul` and its parts, loads, index decoding and multiply-adds, and say what is uneven; to be printed.
+
+        See `minidl.sparse.profile`.
+        """
+        return profile_product(self, x, features_last=features_last, tf32x3=tf32x3)
 
     def sampled(
         self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False

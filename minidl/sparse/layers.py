@@ -1,4 +1,4 @@
-"""Layers whose weight lives in Compressed Sparse Blocks: linear, and 1×1 convolution.
+"""Layers whose weight lives in Compressed Sparse Blocks: linear, and convolution.
 
 The pattern is fixed when the layer is made. The parameter is the vector of values, so gradients, messages between
 ranks, momentum and checkpoints hold the elements of the pattern and nothing else.
@@ -16,9 +16,10 @@ from minidl.initializers import Initializer, uniform_fan_in
 from minidl.layer import Layer
 from minidl.precision import float32
 from minidl.profile import Cost, PassCost
-from minidl.shapes import Pair, ceil_div
+from minidl.profile.cost import covered
+from minidl.shapes import Pair, conv_output_size, round_up
 from minidl.sparse.csb import CSBMatrix
-from minidl.sparse.pattern import CSBPattern
+from minidl.sparse.pattern import CSBPattern, choose_side
 
 __all__ = ["CSBConv2d", "CSBLinear"]
 
@@ -69,15 +70,24 @@ class _CSBLayer(Layer):
     def _where(self) -> tuple[Any, ...]:
         return self.pattern.shape, self.pattern.side
 
-    def _cost(self, samples: int, itemsize: int) -> Cost:
-        """Of ``samples`` rows: the pattern's elements count, its zeros do not; indices are bytes, too."""
-        out, into = self.pattern.shape
-        weight = self.pattern.nnz * itemsize + self.pattern.nbytes
-        flop = 2 * samples * self.pattern.nnz
-        product = PassCost(flop, samples * (out + into) * itemsize + weight)
-        bias = PassCost(samples * out, 4 * out) if self._biased else PassCost()
-        gradient = samples * (out + into) * itemsize + 4 * self.pattern.nnz + self.pattern.nbytes
-        return Cost(product + bias, product, PassCost(flop, gradient) + bias)
+    def _cost(self, samples: int, x: int, read: int, itemsize: int) -> Cost:
+        """Of ``samples`` outputs of all features, from ``read`` of the ``x`` elements of the input: the pattern's
+        elements count, its zeros do not; indices are bytes, too.
+        """
+        out, pattern = self.pattern.shape[0], self.pattern
+        y, flop = samples * out, 2 * samples * pattern.nnz
+        weight = pattern.nnz * itemsize + pattern.nbytes
+        bias = PassCost(y, 4 * out) if self._biased else PassCost()
+        return Cost(
+            PassCost(flop, (read + y) * itemsize + weight) + bias,
+            PassCost(flop, (x + y) * itemsize + weight),
+            PassCost(flop, (read + y) * itemsize + 4 * pattern.nnz + pattern.nbytes) + bias,
+        )
+
+    def at_pattern(self, dense: Any) -> np.ndarray:
+        """The elements of a dense array in the weight's shape that are parameters of this layer, (nnz,) on the host."""
+        row, column = self.pattern.coordinates()
+        return np.ascontiguousarray(np.reshape(dense, self.pattern.shape)[row, column])
 
     def _forward(self, x: Any) -> Any:
         """(rows, in) -> (rows, out)."""
@@ -93,6 +103,9 @@ class _CSBLayer(Layer):
                 *self.pattern.on(self.ops), dy, x, *self._where, features_last=True, out=weight.view,
                 accumulate=not weight.first,
             )  # fmt: skip
+        self._backward_bias(dy)
+
+    def _backward_bias(self, dy: Any) -> None:
         if (bias := self.grad("bias")) is not None:
             self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
 
@@ -148,7 +161,7 @@ class CSBLinear(_CSBLayer):
         return shape[0], self.out_features
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        return self._cost(shape[0], itemsize)
+        return self._cost(shape[0], prod(shape), prod(shape), itemsize)
 
     def compute(self, x: Any) -> Any:
         self.save(x=x)
@@ -163,52 +176,98 @@ class CSBLinear(_CSBLayer):
 
 
 class CSBConv2d(_CSBLayer):
-    """1×1 convolution of NHWC images with a sparse filter: each pixel is a row of a product.
+    """Convolution of NHWC images with a sparse filter, without a matrix of patches.
 
     Args:
-        pattern: of the filter as a matrix (out_channels, in_channels).
+        pattern: of the filter as a matrix with a row for each output channel. Its columns are the taps of the kernel,
+            row by row, each with ``in_channels`` columns or, where there are several taps, as many as make whole
+            blocks; those beyond ``in_channels`` have no elements. `from_dense` makes it.
         bias, weight_init: as in `CSBLinear`.
-        stride: an integer or (height, width).
+        kernel_size, stride, padding, dilation: an integer or (height, width); padding is with zeros.
+        in_channels: C; None takes all columns of a tap.
 
     Shapes:
-        x (N, H, W, C) → (N, (H − 1) // stride + 1, (W − 1) // stride + 1, K); weight (nnz,), bias (K,).
+        x (N, H, W, C) → (N, P, Q, K) with P = (H + 2·padding − dilation·(kernel − 1) − 1) // stride + 1; weight (nnz,),
+        bias (K,).
 
     Raises:
-        TypeError, ValueError: as `CSBLinear`; a bad stride.
+        TypeError, ValueError: as `CSBLinear`; a pattern that does not fit the kernel; bad sizes.
     """
 
     def __init__(
-        self, pattern: CSBPattern, bias: bool = True, *, stride: int | Pair = 1, weight_init: Initializer | None = None,
-        bias_init: Initializer | None = None, name: str | None = None,
+        self, pattern: CSBPattern, bias: bool = True, *, kernel_size: int | Pair = 1, in_channels: int | None = None,
+        stride: int | Pair = 1, padding: int | Pair = 0, dilation: int | Pair = 1,
+        weight_init: Initializer | None = None, bias_init: Initializer | None = None, name: str | None = None,
     ):  # fmt: skip
         super().__init__(pattern, bias, weight_init, bias_init, name)
-        self.out_channels, self.in_channels = pattern.shape
+        self.kernel_size = checks.positive_pair(self.name, "kernel_size", kernel_size)
         self.stride = checks.positive_pair(self.name, "stride", stride)
+        self.padding = checks.positive_pair(self.name, "padding", padding, least=0)
+        self.dilation = checks.positive_pair(self.name, "dilation", dilation)
+        self.out_channels, columns = pattern.shape
+        taps = prod(self.kernel_size)
+        room = columns // taps if in_channels is None else _room(in_channels, taps, pattern.side)
+        self.in_channels = room if in_channels is None else checks.at_least(self.name, "in_channels", in_channels, 1)
+        if columns != taps * room or room != _room(self.in_channels, taps, pattern.side):
+            wanted = f"{taps} taps of whole blocks of {pattern.side} columns" if taps > 1 else f"{room} columns"
+            raise checks.bad_shape(self.name, "pattern", f"(out_channels, {wanted})", pattern.shape, "see from_dense")
+        if (pattern.coordinates()[1] % room >= self.in_channels).any():
+            wanted = f"without elements in columns of a tap from {self.in_channels} on"
+            raise checks.bad_value(self.name, "pattern", wanted, "some", "see from_dense")
 
     @classmethod
     def from_dense(
-        cls, weight: Any, bias: Any = None, *, stride: int | Pair = 1, mask: Any = None, blocksize: int | None = None,
-        name: str | None = None,
+        cls, weight: Any, bias: Any = None, *, stride: int | Pair = 1, padding: int | Pair = 0,
+        dilation: int | Pair = 1, mask: Any = None, blocksize: int | None = None, name: str | None = None,
     ) -> CSBConv2d:  # fmt: skip
-        """A layer that starts with a dense filter (K, 1, 1, C); ``mask`` in its shape, as in `CSBLinear.from_dense`."""
-        if weight.ndim != 4 or weight.shape[1:3] != (1, 1):
-            raise checks.bad_shape("CSBConv2d", "weight", "(K, 1, 1, C)", weight.shape, "larger filters stay dense")
-        flat = weight.shape[0], weight.shape[3]
-        pattern, start = cls._parts(
-            weight.reshape(flat), bias, blocksize, None if mask is None else np.asarray(mask).reshape(flat)
-        )
-        return cls(pattern, stride=stride, name=name, **start)
+        """A layer that starts with a dense filter (K, R, S, C); ``mask`` in its shape, as in `CSBLinear.from_dense`."""
+        weight = np.asarray(weight, float32)
+        if weight.ndim != 4 or 0 in weight.shape:
+            raise checks.bad_shape("CSBConv2d", "weight", "(K, R, S, C), none of them 0", weight.shape)
+        if mask is not None and np.shape(mask) != weight.shape:
+            raise checks.bad_shape("CSBConv2d", "mask", f"{weight.shape} like the weight", np.shape(mask))
+        kernel, channels = weight.shape[1:3], weight.shape[3]
+        if blocksize is None and prod(kernel) > 1:
+            blocksize = _side_for(weight, mask)
+        room = channels if prod(kernel) == 1 else _room(channels, prod(kernel), blocksize)
+        flat, kept = (_flat(array, room) for array in (weight, mask))
+        pattern, start = cls._parts(flat, bias, blocksize, kept)
+        return cls(
+            pattern, kernel_size=kernel, in_channels=channels, stride=stride, padding=padding, dilation=dilation,
+            name=name, **start,
+        )  # fmt: skip
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """Keyword arguments of the convolution operations."""
+        return {
+            "kernel": self.kernel_size, "stride": self.stride, "padding": self.padding, "dilation": self.dilation
+        }  # fmt: skip
+
+    @property
+    def _pointwise(self) -> bool:
+        """Whether each output pixel is the product of one input pixel."""
+        return self.kernel_size == (1, 1) and self.padding == (0, 0)
+
+    def filters(self) -> Any:
+        """The dense (K, R, S, C) filter, zeros and all."""
+        wide = self.matrix.toarray().reshape(self.out_channels, *self.kernel_size, -1)
+        return wide[..., : self.in_channels]
+
+    def at_pattern(self, dense: Any) -> np.ndarray:
+        return super().at_pattern(_flat(np.asarray(dense), self.pattern.shape[1] // prod(self.kernel_size)))
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, h, w, _ = self._image(shape, self.in_channels)
-        p, q = self._fitting(shape, (ceil_div(h, self.stride[0]), ceil_div(w, self.stride[1])))
+        sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        p, q = self._fitting(shape, tuple(conv_output_size(*axis) for axis in sizes))
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
-        pixels = prod(self.output_shape(shape)[:3])
-        cost = self._cost(pixels, itemsize)
-        unread = (prod(shape) - pixels * self.in_channels) * itemsize  # of the input gradient: written whole
-        return Cost(cost.forward, cost.backward_data + PassCost(0, unread), cost.backward_weight)
+        out = self.output_shape(shape)
+        axes = self.kernel_size, self.stride, self.padding, self.dilation
+        read = shape[0] * shape[3] * covered(shape[1:3], out[1:3], *axes)
+        return self._cost(prod(out[:3]), prod(shape), read, itemsize)
 
     def _rows(self, x: Any) -> Any:
         """The pixels that the stride meets, as rows: a view where it meets all."""
@@ -218,14 +277,33 @@ class CSBConv2d(_CSBLayer):
 
     def compute(self, x: Any) -> Any:
         self.save(x=x)
-        return self._forward(self._rows(x)).reshape(self.output_shape(x.shape))
+        if self._pointwise:
+            return self._forward(self._rows(x)).reshape(self.output_shape(x.shape))
+        return self.ops.csb_conv2d(
+            *self.pattern.on(self.ops), self.params["weight"], x, *self._where, **self.geometry,
+            bias=self.params.get("bias"), tf32x3=self.tf32,
+        )  # fmt: skip
 
     def backward_weight(self, dy: Any) -> None:
-        self._backward_weight(dy.reshape(prod(dy.shape[:3]), dy.shape[3]), self._rows(self.saved().x))
+        x = self.saved().x
+        if self._pointwise:
+            self._backward_weight(dy.reshape(prod(dy.shape[:3]), dy.shape[3]), self._rows(x))
+            return
+        if (weight := self.grad("weight")) is not None:
+            self.ops.csb_conv2d_backward_weight(
+                *self.pattern.on(self.ops), dy, x, *self._where, **self.geometry, out=weight.view,
+                accumulate=not weight.first,
+            )  # fmt: skip
+        self._backward_bias(dy)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         assert add is None, "not declared in accepts_add"
         shape = self.saved().x.shape
+        if not self._pointwise:
+            return self.ops.csb_conv2d_backward_data(
+                *self.pattern.on(self.ops), self.params["weight"], dy, shape, *self._where, **self.geometry,
+                tf32x3=self.tf32,
+            )  # fmt: skip
         part = self._backward_data(dy.reshape(prod(dy.shape[:3]), dy.shape[3]))
         if self.stride == (1, 1):
             return part.reshape(shape)
@@ -234,4 +312,28 @@ class CSBConv2d(_CSBLayer):
         return dx
 
     def describe(self) -> str:
-        return super().describe() + (f", stride={self.stride}" if self.stride != (1, 1) else "")
+        defaults = {"kernel_size": (1, 1), "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
+        geometry = [f", {key}={getattr(self, key)}" for key, usual in defaults.items() if getattr(self, key) != usual]
+        return super().describe() + "".join(geometry)
+
+
+def _room(channels: int, taps: int, side: int) -> int:
+    """Columns of a tap: whole blocks, so that no block has two taps; of a single one, no more than there are."""
+    return channels if taps == 1 else round_up(channels, side)
+
+
+def _side_for(weight: np.ndarray, mask: Any) -> int:
+    """A side for the blocks of a filter (K, R, S, C): no more than twice the channels of a tap."""
+    nnz = int(np.count_nonzero(weight if mask is None else mask))
+    side = choose_side((weight.shape[0], prod(weight.shape[1:])), nnz)
+    while side // 2 >= weight.shape[3]:
+        side //= 2
+    return side
+
+
+def _flat(filters: Any, room: int) -> Any:
+    """(K, R, S, C) as a matrix whose taps have so many columns; None as it is."""
+    if filters is None:
+        return None
+    out, r, s, channels = np.shape(filters)
+    return np.pad(filters, ((0, 0), (0, 0), (0, 0), (0, room - channels))).reshape(out, r * s * room)

@@ -1,4 +1,4 @@
-"""Magnitude pruning while training, and the step from a masked dense network to a sparse one.
+"""Pruning while training, and the step from a masked dense network to a sparse one.
 
     optimizer = PrunedSGD(model, 0.1, 0.9, pruning=Pruning(CubicSchedule(final=0.9, begin=1000, end=8000)))
     ...                                                     # train as ever: the masks move, then stay
@@ -11,7 +11,7 @@
 
 While masks move, a layer is dense with zeros. Masks are part of the optimizer's state: checkpoints hold them, and a
 resumed run goes on bit for bit. A dropped weight cannot come back through momentum or decay: its gradient is masked
-and its momentum is discarded.
+and its momentum is discarded. Pruned filters and layers are cut out by `minidl.sparse.shrink`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,16 +33,12 @@ from minidl.optim import SGD
 from minidl.params import Segment
 from minidl.precision import float32
 from minidl.sparse.layers import CSBConv2d, CSBLinear
+from minidl.sparse.masks import Granularity, magnitude_mask, require_fitting, require_sparsity, score_mask
+from minidl.sparse.structured import Branches, Filters
 
-__all__ = ["CubicSchedule", "PrunedSGD", "Pruning", "magnitude_mask", "sparse_state", "to_sparse"]
+__all__ = ["CubicSchedule", "PrunedSGD", "Pruning", "pruned", "sparse_state", "to_sparse", "without_masks"]
 
-_GRANULARITIES = ("weight", "kernel", "filter")
-_SCOPES = ("layer", "global")
 _MASK, _COUNT = "mask.", "pruning.steps"
-
-
-def _sparsity(who: str, argument: str, value: float) -> float:
-    return checks.number(who, argument, value, "in [0, 1)", lambda v: 0 <= v < 1)
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class CubicSchedule:
 
     def __post_init__(self) -> None:
         who = "CubicSchedule"
-        _sparsity(who, "final", self.final)
-        _sparsity(who, "initial", self.initial)
+        require_sparsity(who, "final", self.final)
+        require_sparsity(who, "initial", self.initial)
         if self.initial > self.final:
             raise checks.bad_value(who, "initial", f"at most final ({self.final})", self.initial)
         checks.at_least(who, "begin", self.begin, 1)
@@ -96,30 +93,39 @@ class Pruning:
     """What is pruned, and how.
 
     Args:
-        schedule: sparsity by step.
-        include, exclude: patterns (``fnmatch``) of parameter names. Only weights of products are ever pruned, never
+        schedule: sparsity by step; None: masks stay as `PrunedSGD.impose` sets them.
+        include, exclude: patterns (``fnmatch``) of parameter names. Only weights of products are ever chosen, never
             biases or normalisation; the first of them in the network stays dense unless ``include`` names it exactly.
-        granularity: what is dropped together: a ``"weight"``, a ``"kernel"`` (the taps that join one input channel
-            with one output), or a ``"filter"`` (all that makes one output).
-        scope: the sparsity of each ``"layer"``, or of all together (``"global"``).
+        granularity: what is dropped together: a ``"weight"``; a ``"kernel"`` (the taps that join one input channel
+            with one output); a ``"block:8x4"`` of 8 filters and 4 inputs at one tap; ``"2:4"``: of every 4 neighbouring
+            inputs 2 are kept; a ``"filter"`` (all that makes one output, with its bias and batch norm, and the filters
+            that the graph ties to it); ``"filter:8"``: the same, a multiple of 8 stays; a ``"layer"`` (a residual
+            branch). Filters and layers leave what `shrink` cuts out.
+        scope: the sparsity of each ``"layer"`` (of filters: each set of tied ones), or of all together (``"global"``,
+            the only one of layers).
+
+    Raises:
+        ValueError: unknown words, and what does not go together.
+        TypeError: a schedule that is none.
     """
 
-    schedule: CubicSchedule
+    schedule: CubicSchedule | None
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
     granularity: str = "weight"
     scope: str = "layer"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.schedule, CubicSchedule):
-            raise checks.bad_dtype("Pruning", "schedule", "a CubicSchedule", checks.describe(self.schedule))
+        if not isinstance(self.schedule, CubicSchedule | None):
+            raise checks.bad_dtype("Pruning", "schedule", "a CubicSchedule or None", checks.describe(self.schedule))
         for argument in ("include", "exclude"):
             if isinstance(getattr(self, argument), str):
                 raise checks.bad_value("Pruning", argument, "a list of patterns", getattr(self, argument))
-        if self.granularity not in _GRANULARITIES:
-            raise checks.unknown("granularity", self.granularity, _GRANULARITIES)
-        if self.scope not in _SCOPES:
-            raise checks.unknown("scope", self.scope, _SCOPES)
+        unit = Granularity.parse(self.granularity)
+        require_fitting("Pruning", unit, self.scope, 0.0)
+        if unit.kind == "n:m" and self.schedule is not None and abs(self.schedule.final - unit.most) > 1e-9:
+            expected = f"one that ends at {unit.most:g}, as {self.granularity} does"
+            raise checks.bad_value("Pruning", "schedule", expected, self.schedule.final)
 
     def choose(self, segments: Sequence[Segment]) -> list[Segment]:
         """Those of ``segments``, in forward order, that are pruned.
@@ -145,128 +151,146 @@ class Pruning:
         return [s for s in chosen if len(s.shape) > 1]  # those of sparse layers are what pruning left
 
 
-def _scores(weight: np.ndarray, granularity: str) -> np.ndarray:
-    """Root mean square of what is dropped together, (out, taps, in) with axes of length 1 where it is one thing."""
-    folded = np.abs(weight.astype(np.float64)).reshape(weight.shape[0], -1, weight.shape[-1])
-    axes = {"weight": (), "kernel": (1,), "filter": (1, 2)}[granularity]
-    return np.sqrt(np.square(folded).mean(axis=axes, keepdims=True)) if axes else folded
+class Units(Protocol):
+    """What can be masked, and the masks of a sparsity: `Filters`, `Branches`, and units within one weight.
 
-
-def magnitude_mask(
-    weights: Mapping[str, np.ndarray], sparsity: float, *, granularity: str = "weight", scope: str = "layer",
-    masks: Mapping[str, np.ndarray] | None = None,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """Boolean masks that keep the largest weights, by name.
-
-    Args:
-        weights: (out, ..., in) arrays by name.
-        sparsity: fraction of all weights to be zero, in [0, 1): of each array or, with ``scope="global"``, of all
-            together. Absolute: masked twice at 0.5, half remains. Rounded to whole units of the granularity.
-        granularity: see `Pruning`.
-        masks: earlier masks: what they dropped stays dropped.
-
-    Equal magnitudes are dropped in the order in which they lie, so that all ranks agree.
-
-    Raises:
-        ValueError: a sparsity outside [0, 1), unknown words, arrays that are not finite.
-    """
-    sparsity = _sparsity("magnitude_mask", "sparsity", sparsity)
-    if granularity not in _GRANULARITIES:
-        raise checks.unknown("granularity", granularity, _GRANULARITIES)
-    if scope not in _SCOPES:
-        raise checks.unknown("scope", scope, _SCOPES)
-    scores = {}
-    for name, weight in weights.items():
-        if weight.ndim < 2:
-            raise checks.bad_shape("magnitude_mask", name, "(out, ..., in)", weight.shape)
-        if not np.isfinite(weight).all():
-            raise checks.bad_value("magnitude_mask", name, "finite", "NaN or infinity")
-        scores[name] = _scores(weight, granularity)
-        if masks is not None and name in masks:  # below any magnitude: dropped first
-            scores[name] = np.where(_scores(masks[name], granularity) > 0, scores[name], -1.0)
-    groups = [list(scores)] if scope == "global" and scores else [[name] for name in scores]
-    kept: dict[str, np.ndarray] = {}
-    for names in groups:
-        kept |= _keep_largest({name: scores[name] for name in names}, weights, sparsity)
-    return kept
-
-
-def _keep_largest(
-    scores: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray], sparsity: float
-) -> dict[str, np.ndarray]:
-    """Masks for one group of arrays that share a budget; a unit counts the weights it stands for."""
-    flat = np.concatenate([s.reshape(-1) for s in scores.values()])
-    units = np.concatenate([np.full(s.size, weights[name].size // max(s.size, 1)) for name, s in scores.items()])
-    order = np.argsort(flat, kind="stable")
-    # As many units as bring the share of dropped weights nearest to what is wanted.
-    dropped = np.concatenate([[0], np.cumsum(units[order])])
-    count = int(np.abs(dropped - sparsity * dropped[-1]).argmin())
-    count = max(count, int((flat < 0).sum()))
-    keep = np.ones(flat.size, bool)
-    keep[order[:count]] = False
-    masks, begin = {}, 0
-    for name, s in scores.items():
-        shape = weights[name].shape
-        part = keep[begin : begin + s.size].reshape(s.shape)
-        masks[name] = np.broadcast_to(part, (shape[0], weights[name][0, ..., 0].size, shape[-1])).reshape(shape).copy()
-        begin += s.size
-    return masks
-
-
-class PrunedSGD(SGD):
-    """`SGD` that prunes as it goes: after the steps that the schedule names, the smallest weights become zero for good.
-
-    Args:
-        pruning: what, how much and when.
-        others: as `SGD`.
-
-    Raises:
-        ValueError: as `SGD`; patterns that fit nothing; settings that differ between ranks.
+    Attributes:
+        names: parameters that masks may clear.
+        parts: what can be pruned by itself: weights, sets of tied filters, branches.
     """
 
-    def __init__(self, model: Model, lr: float, *args: Any, pruning: Pruning, **options: Any):
-        super().__init__(model, lr, *args, **options)
+    names: list[str]
+    parts: list[str]
+
+    def masks(
+        self, weights: Mapping[str, np.ndarray], sparsity: float, scope: str, masks: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Masks of all parameters in ``names``, by magnitude; what ``masks`` dropped stays dropped."""
+
+    def part_masks(
+        self, part: str, weights: Mapping[str, np.ndarray], sparsity: float, rng: np.random.Generator | None = None
+    ) -> dict[str, np.ndarray]:
+        """Masks of the parameters of one part, by magnitude or drawn from ``rng``."""
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Units that lie within one weight."""
+
+    names: list[str]
+    granularity: str
+
+    @property
+    def parts(self) -> list[str]:
+        return self.names
+
+    def part_masks(
+        self, part: str, weights: Mapping[str, np.ndarray], sparsity: float, rng: np.random.Generator | None = None
+    ) -> dict[str, np.ndarray]:
+        return score_mask({part: weights[part]}, sparsity, granularity=self.granularity, rng=rng)
+
+    def masks(
+        self, weights: Mapping[str, np.ndarray], sparsity: float, scope: str, masks: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        return magnitude_mask(weights, sparsity, granularity=self.granularity, scope=scope, masks=masks)
+
+
+def units_of(pruning: Pruning, model: Model) -> Units:
+    """What ``pruning`` prunes in a model.
+
+    Raises:
+        ValueError: as `Pruning.choose`; nothing that could be pruned so.
+    """
+    place = {layer.name: i for i, layer in enumerate(model.layers)}
+    segments = sorted((s for s in model.arena.segments if s.trainable), key=lambda s: place[s.layer])
+    names = [s.full_name for s in pruning.choose(segments)]
+    unit, trainable = Granularity.parse(pruning.granularity), {s.full_name for s in segments}
+    if unit.kind == "filter" and names:
+        return Filters(model.graph, names, trainable, unit.sizes[0])
+    if unit.kind == "layer" and names:
+        return Branches(model.graph, names, trainable)
+    return _Weights(names, pruning.granularity)
+
+
+class _Pruned:
+    """What an optimizer needs to prune as it goes; comes before it among the bases of a class."""
+
+    def __init__(self, model: Model, *args: Any, pruning: Pruning, **options: Any):
+        who = type(self).__name__
+        super().__init__(model, *args, **options)
         if not isinstance(pruning, Pruning):
-            raise checks.bad_dtype("PrunedSGD", "pruning", "a Pruning", checks.describe(pruning))
+            raise checks.bad_dtype(who, "pruning", "a Pruning", checks.describe(pruning))
         self.pruning = pruning
-        place = {layer.name: i for i, layer in enumerate(model.layers)}
-        self.pruned = pruning.choose(sorted(self.arena.segments, key=lambda s: place[s.layer]))
+        self._units = units_of(pruning, model)
+        known = {s.full_name: s for s in self.arena.segments}
+        self.pruned = [known[name] for name in self._units.names]
         self.count = 0
         self._host_masks = {s.full_name: np.ones(s.shape, np.bool_) for s in self.pruned}
         self._mask = self.ops.from_host(np.ones(self.arena.trainable_size, float32))
-        require_same(model.comm, "pruning plan", [repr(pruning), *(s.full_name for s in self.pruned)])
+        require_same(model.comm, "pruning plan", [repr(pruning), *self._units.names])
 
-    def step(self) -> None:
-        super().step()
+    def after_step(self) -> None:
+        super().after_step()
         self.count += 1
-        if self.pruning.schedule.due(self.count):
-            self._prune(self.pruning.schedule(self.count))
+        schedule = self.pruning.schedule
+        if schedule is not None and schedule.due(self.count):
+            self.prune(schedule(self.count))
 
-    def _update(self, begin: int, end: int) -> None:
+    def _condition(self, begin: int, end: int) -> None:
         # With no gradient, no momentum and no value, neither momentum nor decay moves a dropped weight.
         gradient = self.arena.gradient(begin, end)
         gradient *= self._mask[begin:end]
-        super()._update(begin, end)
+        super()._condition(begin, end)
 
-    def _prune(self, sparsity: float) -> None:
-        """Take the masks of the weights as they are. Waits for the device; ranks have equal weights, hence masks."""
+    def prune(self, sparsity: float) -> None:
+        """Take the masks of the weights as they are; what was dropped stays so.
+
+        Waits for the device. Ranks have equal weights, hence masks.
+
+        Raises:
+            ValueError: a sparsity outside [0, 1), weights that are not finite.
+        """
+        require_sparsity(type(self).__name__, "sparsity", sparsity)
         state = self.ops.to_host(self.arena.master)
         weights = {s.full_name: state[s.offset : s.offset + s.size].reshape(s.shape) for s in self.pruned}
-        self._host_masks = magnitude_mask(
-            weights, sparsity, granularity=self.pruning.granularity, scope=self.pruning.scope, masks=self._host_masks
-        )
+        for name, weight in weights.items():
+            if not np.isfinite(weight).all():
+                raise checks.bad_value(type(self).__name__, name, "finite when it is pruned", "NaN or infinity")
+        if weights:
+            self._host_masks = self._units.masks(weights, sparsity, self.pruning.scope, self._host_masks)
+            self._impose()
+
+    def impose(self, masks: Mapping[str, np.ndarray]) -> None:
+        """Set masks by parameter name, those of others left as they are: weights under them become zero.
+
+        Raises:
+            ValueError: a name that is not pruned, another shape.
+            TypeError: a mask that is not of booleans.
+        """
+        who = type(self).__name__
+        for name, mask in masks.items():
+            if name not in self._host_masks:
+                raise checks.unknown("pruned parameter", name, self._host_masks)
+            if getattr(mask, "dtype", None) != np.bool_:
+                raise checks.bad_dtype(who, name, "a mask of booleans", checks.describe(mask))
+            if mask.shape != self._host_masks[name].shape:
+                raise checks.bad_shape(who, name, str(self._host_masks[name].shape), mask.shape)
+        self._host_masks |= {name: mask.copy() for name, mask in masks.items()}
         self._impose()
 
     def _impose(self) -> None:
-        """Bring the masks to the device, and weights and momentum under them."""
+        """Bring the masks to the device, and weights and moments under them."""
         host = np.ones(self.arena.trainable_size, float32)
         for s in self.pruned:
             host[s.offset : s.offset + s.size] = self._host_masks[s.full_name].reshape(-1)
         self.ops.copy_into(self._mask, self.ops.from_host(host))
         self.arena.master[: host.size] *= self._mask
-        if self.velocity is not None:
-            self.velocity *= self._mask
+        for history in self._histories:
+            history *= self._mask
         self.arena.refresh_working()
+
+    def plan(self) -> str:
+        return f"{super().plan()}, {self.pruning!r}"
 
     def masks(self) -> dict[str, np.ndarray]:
         """The masks by parameter name: True where a weight is kept."""
@@ -277,7 +301,7 @@ class PrunedSGD(SGD):
         return {name: float(1 - mask.mean()) for name, mask in self._host_masks.items()}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """`SGD.state_dict`, the masks and the number of steps taken."""
+        """The optimizer's state, the masks and the number of steps taken."""
         masks = {f"{_MASK}{name}": mask.copy() for name, mask in self._host_masks.items()}
         return super().state_dict() | masks | {_COUNT: np.array([self.count], np.int64)}
 
@@ -287,6 +311,39 @@ class PrunedSGD(SGD):
         self.count = int(state[_COUNT][0])
         self._host_masks = {s.full_name: np.array(state[f"{_MASK}{s.full_name}"]) for s in self.pruned}
         self._impose()
+
+
+class PrunedSGD(_Pruned, SGD):
+    """`SGD` that prunes as it goes: after the steps that the schedule names, the smallest weights become zero for good.
+
+    Args:
+        pruning: what, how much and when.
+        others: as `SGD`.
+
+    Raises:
+        ValueError: as `SGD`; patterns that fit nothing; nothing that could be pruned so; settings that differ between
+            ranks.
+    """
+
+
+@cache
+def pruned(kind: type[SGD]) -> type[SGD]:
+    """The optimizer class ``kind`` (`AdamW`, `LARS`, ...) with what `PrunedSGD` adds to `SGD`.
+
+    Raises:
+        TypeError: for what is no optimizer, or shares its momentum out over ranks.
+    """
+    if kind is SGD:
+        return PrunedSGD
+    if not (isinstance(kind, type) and issubclass(kind, SGD)) or kind._state_size is not SGD._state_size:
+        raise checks.bad_dtype("pruned", "kind", "an optimizer class that holds its whole state", repr(kind))
+    return type(f"Pruned{kind.__name__}", (_Pruned, kind), {"__doc__": f"`{kind.__name__}` that prunes as it goes."})
+
+
+def without_masks(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The state of a pruning optimizer, or all of a checkpoint, for the plain one: moments and learning rate stay."""
+    own = lambda name: name.removeprefix("optimizer.")  # noqa: E731  (as checkpoints name it)
+    return {name: value for name, value in state.items() if not own(name).startswith(_MASK) and own(name) != _COUNT}
 
 
 # -- from dense with zeros to sparse ----------------------------------------------------------------------------------
@@ -306,8 +363,7 @@ def to_sparse(
         blocksize: side of a block; None chooses.
 
     Returns:
-        The names of the layers replaced. Linear and 1×1 convolutions without padding or groups can be; the others stay
-        dense with zeros.
+        The names of the layers replaced: linear ones and convolutions without groups; the others stay dense with zeros.
     """
     threshold = checks.number("to_sparse", "threshold", threshold, "in [0, 1]", lambda v: 0 <= v <= 1)
     replaced = []
@@ -321,16 +377,15 @@ def to_sparse(
         if isinstance(layer, Linear):
             new = CSBLinear.from_dense(weight, bias, **where)
         else:
-            new = CSBConv2d.from_dense(weight, bias, stride=layer.stride, **where)
+            geometry = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+            new = CSBConv2d.from_dense(weight, bias, **geometry, **where)
         graph.replace(layer_name, new)
         replaced.append(layer_name)
     return replaced
 
 
 def _convertible(layer: Any) -> bool:
-    if isinstance(layer, Linear):
-        return True
-    return type(layer) is Conv2d and (layer.kernel_size, layer.padding, layer.groups) == ((1, 1), (0, 0), 1)
+    return isinstance(layer, Linear) or (type(layer) is Conv2d and layer.groups == 1)
 
 
 def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
@@ -346,6 +401,5 @@ def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = ""
         found.pop(f"{_MASK}{layer.name}.weight", None)
         name = f"{prefix}{layer.name}.weight"
         if name in state:
-            row, column = layer.pattern.coordinates()
-            found[name] = np.ascontiguousarray(state[name].reshape(layer.pattern.shape)[row, column])
+            found[name] = layer.at_pattern(state[name])
     return found

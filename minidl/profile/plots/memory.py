@@ -63,7 +63,10 @@ def memory(run: Run) -> Figure:
     _draw(axes, ranks, top, scale, found)
     _name_phases(axes, found)
     _peak(axes, ranks[top], spans, scale, unit)
-    axes.set(xlabel="time of one eager step, ms", ylabel=f"memory in use, {unit}{power}")
+    # A run of replays alone has its spans and samples from one; any other, from an eager step.
+    eager = any((row.get("timings") or {}).get("step") for row in run.rows) or run.way != "graph_step"
+    kind = "eager" if eager else "captured"
+    axes.set(xlabel=f"time of one {kind} step, ms", ylabel=f"memory in use, {unit}{power}")
     style.note(figure, " ".join(notes))
     return figure
 

@@ -23,6 +23,7 @@ __all__ = ["roofline"]
 
 _NAMED = 5
 _LOW = 0.5  # a pass that takes more than twice its floor stands out
+_ROOM = 0.4  # of the width: what the longest text on a line takes
 _LARGEST, _SMALLEST = 420.0, 9.0  # areas of markers, square points
 
 
@@ -115,14 +116,19 @@ def _draw_roofs(axes: Axes, roofs: Mapping[str, Any]) -> list[Text]:
     ]  # fmt: skip
     lifted, vector = roofs["matrix"], roofs["vector"]
     if vector:
-        axes.plot([1e3 * vector / roofs["memory"], right], [vector] * 2, color=MUTED, linewidth=1.2,
-                  linestyle=(0, (5, 3)), zorder=3)  # fmt: skip
-        close = 1 <= vector / roofs["matrix"] < 2  # then both texts stand over the upper line, one over the other
-        lifted = vector if close else lifted
-        up = vector > roofs["matrix"]
+        begin = 1e3 * vector / roofs["memory"]
+        axes.plot([begin, right], [vector] * 2, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=3)
         text = f"other arithmetic fp32: {style.flops(vector)}"
-        offset = 17 if close else 3 if up else -3
-        texts.append(_at_right(axes, vector, offset, text, va="bottom" if up else "top", color=MUTED))
+        if axes.transAxes.inverted().transform(axes.transData.transform((begin, vector)))[0] > _ROOM:
+            # Over the roof of memory, where no point can be.
+            texts.append(axes.annotate(text, (begin, vector), (-10, 1), textcoords="offset points", ha="right",
+                                       va="center", color=MUTED, path_effects=halo(), zorder=5))  # fmt: skip
+        else:
+            close = 1 <= vector / roofs["matrix"] < 2  # then both texts stand over the upper line, one over the other
+            lifted = vector if close else lifted
+            up = vector > roofs["matrix"]
+            offset = 17 if close else 3 if up else -3
+            texts.append(_at_right(axes, vector, offset, text, va="bottom" if up else "top", color=MUTED))
     text = f"matrix products {roofs['dtype']}{by}: {style.flops(roofs['matrix'])}"
     return [*texts, _at_right(axes, lifted, 3, text, va="bottom", weight="bold")]
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 import io
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minidl import checks
+from minidl.profile.results import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -290,15 +289,4 @@ def _with_palette(png: io.BytesIO) -> bytes:
 
 def save(figure: Figure, path: str | Path) -> None:
     """Write a picture, whole or not at all, in the format that the name ends with; folders are made."""
-    path = Path(path)
-    content = render(figure, path.suffix[1:])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, render(figure, Path(path).suffix[1:]))

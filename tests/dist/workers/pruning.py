@@ -1,4 +1,4 @@
-"""Trains a network with a sparse layer while another is pruned, on this rank's shards: ``pruning.py OUT``.
+"""Trains a network with a sparse layer while another is pruned, on this rank's shards: ``pruning.py OUT GRANULARITY``.
 
 Losses, weights, masks and the elements sent in a step go to OUT.
 """
@@ -27,7 +27,7 @@ def network():
     return graph.output(m.Linear(48, 4, name="fc2")(x))
 
 
-def main(out: Path) -> None:
+def main(out: Path, granularity: str) -> None:
     comm = dist.init("cpu")
     model = m.Model(network(), comm=comm, seed=3, group_bytes=0)
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
@@ -35,7 +35,8 @@ def main(out: Path) -> None:
         data.dataset("synthetic", None, "train", **options), 7, rank=comm.rank, size=comm.size,
         transfer=model.ops.uploader(),
     )  # fmt: skip
-    pruning = Pruning(CubicSchedule(0.8, begin=2, end=8, frequency=2))
+    schedule = CubicSchedule(0.5 if granularity == "2:4" else 0.8, begin=2, end=8, frequency=2)
+    pruning = Pruning(schedule, granularity=granularity)
     optimizer = PrunedSGD(model, 0.05, 0.9, weight_decay=1e-3, pruning=pruning)
     run = Trainer(model, optimizer, m.SoftmaxCrossEntropy(comm=comm), loader, schedule=lambda step: 0.05, epochs=3)
     row = run.fit()
@@ -50,4 +51,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

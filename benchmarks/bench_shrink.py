@@ -1,0 +1,142 @@
+"""What a training step gains when pruned filters are cut out: the dense network, the masked one and the small one.
+
+    python benchmarks/bench_shrink.py --model resnet50 --batch 64 --precision bf16 [--json PATH]
+
+Filters go by magnitude from starting weights: what a step takes does not depend on values. Arms take turns in each
+round of some steps; on a GPU steps are compiled, as `minidl.train.Trainer` runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minidl import checks
+from minidl.bench.setup import Setup, device_of
+from minidl.compile import CompiledStep
+from minidl.dist.communicator import SOLO
+from minidl.graph import Graph
+from minidl.loss import SoftmaxCrossEntropy
+from minidl.model import Model
+from minidl.optim import SGD
+from minidl.profile.cost import PassCost
+from minidl.profile.results import result, write
+from minidl.profile.tables import show
+from minidl.sparse import PrunedSGD, Pruning, shrink
+from minidl.step import EagerStep
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    p.add_argument("--model", default="resnet50")
+    p.add_argument("--image-size", type=int)
+    p.add_argument("--batch", type=int, default=64)
+    p.add_argument("--precision", default="fp32")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--granularity", nargs="+", default=["filter", "filter:8"])
+    p.add_argument("--sparsity", type=float, nargs="+", default=[0.3, 0.5, 0.7])
+    p.add_argument("--rounds", type=int, default=11)
+    p.add_argument("--steps", type=int, default=5, help="of a round")
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
+    return p.parse_args()
+
+
+def cost(graph: Graph, batch: int, itemsize: int) -> PassCost:
+    """Of the three passes of all layers."""
+    shapes, total = graph.shapes((batch, *graph.nodes[0].shape)), PassCost()
+    for node in graph.nodes[1:]:
+        found = node.layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
+        total += found.forward + found.backward_data + found.backward_weight
+    return total
+
+
+def step_of(model: Model, optimizer: SGD, batch: int, steps: int) -> Callable[[], None]:
+    """A call that takes some steps and waits for them."""
+    rng, ops = np.random.default_rng(0), model.ops
+    x = rng.standard_normal((batch, *model.graph.nodes[0].shape)).astype(np.float32)
+    labels = rng.integers(0, model.graph.output_node.shape[-1], (batch, *model.graph.output_node.shape[:-1]))
+    arrays = ops.from_host(x.astype(model.precision.storage)), ops.from_host(labels.astype(np.int32))
+    step = (CompiledStep if ops.name == "cuda" else EagerStep)(model, optimizer, SoftmaxCrossEntropy())
+
+    def run() -> None:
+        for _ in range(steps):
+            totals = step(*arrays)
+        totals.read()
+
+    return run
+
+
+def measured(calls: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of a step, by arm; a first round compiles."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call()
+            if number:
+                times[name].append(1e3 * (time.perf_counter() - begin) / steps)
+    return times
+
+
+def main() -> None:
+    a = arguments()
+    checks.at_least("bench_shrink", "--rounds", a.rounds, 2)
+    device = device_of(a.device, SOLO)
+    setup = Setup(a.model, a.batch, a.precision, device, image_size=a.image_size)
+    dense = Model(setup.graph(), device=device, precision=a.precision)
+    state, itemsize = dense.state_dict(), dense.precision.storage.itemsize
+    arms: dict[str, tuple[Model, float]] = {"dense": (dense, 0.0)}
+    masked = Model(setup.graph())
+    for granularity in a.granularity:
+        for sparsity in a.sparsity:
+            masked.load_state_dict(state)
+            PrunedSGD(masked, 0.0, pruning=Pruning(None, granularity=granularity)).prune(sparsity)
+            graph, _ = shrink(setup.graph(), masked.state_dict())
+            arms[f"{granularity} {sparsity:.0%}"] = Model(graph, device=device, precision=a.precision), sparsity
+    options = {"lr": 1e-9, "momentum": 0.9}
+    calls = {name: step_of(model, SGD(model, **options), a.batch, a.steps) for name, (model, _) in arms.items()}
+    twin = Model(setup.graph(), device=device, precision=a.precision)
+    pruning = PrunedSGD(twin, **options, pruning=Pruning(None, granularity="filter"))
+    times = measured(calls | {"masked": step_of(twin, pruning, a.batch, a.steps)}, a.rounds, a.steps)
+    whole = cost(dense.graph, a.batch, itemsize)
+    rows = []
+    for name, (model, sparsity) in arms.items():
+        low, middle, high = statistics.quantiles(times[name], n=4, method="inclusive")
+        own = cost(model.graph, a.batch, itemsize)
+        rows.append({
+            "case": setup.title, "pass": "step", "dtype": a.precision, "arm": name, "ms": middle,
+            "spread": (high - low) / middle, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
+            "peers": {peer: statistics.median(times[peer]) for peer in ("dense", "masked")},
+            "flop_ratio": own.flop / whole.flop, "bytes_ratio": own.bytes / whole.bytes,
+        })  # fmt: skip
+    if a.json:
+        write(
+            a.json,
+            result("bench_shrink", rows, statistic=f"median of {a.rounds} interleaved rounds of {a.steps} steps"),
+        )
+    tell(rows)
+
+
+def tell(rows: list[dict[str, Any]]) -> None:
+    table = [
+        [r["arm"], f"{r['parameters']:,}", f"{r['flop_ratio']:.2f}", f"{r['bytes_ratio']:.2f}", f"{r['ms']:.2f}",
+         f"{r['spread']:.1%}", f"{r['peers']['dense'] / r['ms']:.2f}", f"{r['peers']['masked'] / r['ms']:.2f}"]
+        for r in sorted(rows, key=lambda r: r["peers"]["dense"] / r["ms"])
+    ]  # fmt: skip
+    head = ["arm", "parameters", "FLOP", "bytes", "step ms", "spread", "dense / step", "masked / step"]
+    show(f"{rows[0]['case']}, {rows[0]['dtype']}", head, table)
+
+
+if __name__ == "__main__":
+    main()

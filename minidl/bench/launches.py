@@ -1,0 +1,104 @@
+"""Which kernels each pass of a step launches, and whose kernels do the work of a pass that launches none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from minidl.bench.step import TrainingStep
+from minidl.fusion import Plan, find_sites
+from minidl.fusion.plans import modes_of
+from minidl.graph import Graph
+from minidl.profile.spans import GraphProfiler
+
+__all__ = ["Launches", "absorbed", "launches"]
+
+Key = tuple[str, str]
+
+
+class Launches:
+    """A profiler that notes the kernels launched within `noting` under the span that is open, beside another profiler.
+
+    Attributes:
+        found: the kernels of each (layer, pass), in order.
+    """
+
+    def __init__(self, beside: GraphProfiler | None = None):
+        self.found: dict[Key, list[str]] = {}
+        self._beside = beside
+        self._open: list[list[str]] = []
+
+    @contextmanager
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
+        """See `minidl.profile.Profiler`."""
+        self._open.append(self.found.setdefault((layer, pass_name), []))
+        try:
+            with self._beside.span(layer, pass_name, stream) if self._beside else nullcontext():
+                yield
+        finally:
+            self._open.pop()
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Around the launches that are noted."""
+        from minidl.cuda.launch import observed
+
+        return observed(self._launched)
+
+    def _launched(self, stem: str, name: str, defines: Mapping[str, int | str]) -> AbstractContextManager[None]:
+        if self._open:
+            self._open[-1].append(f"{stem}.{name}")
+        return nullcontext()
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        """See `minidl.profile.spans.GraphProfiler`."""
+        return self._beside.capturing() if self._beside else nullcontext()
+
+    def launching(self, piece: Any) -> None:
+        """See `minidl.profile.spans.GraphProfiler`."""
+        if self._beside:
+            self._beside.launching(piece)
+
+
+def launches(step: TrainingStep) -> dict[Key, list[str]]:
+    """The kernels of each (layer, pass) of a step, in order; takes one. Empty on the CPU."""
+    if step.ops.name != "cuda":
+        return {}
+    noted = Launches()
+    step.observe(noted)
+    try:
+        with noted.noting():
+            step()
+    finally:
+        step.observe()
+    return noted.found
+
+
+def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict[Key, str]:
+    """For each pass that a fusion plan leaves without a kernel of its own, the layer whose kernels do its work.
+
+    Forward that is the next reader with kernels, which normalises and sums; backward the convolution above that masks
+    and sums, where the plan has one, else the batch norm, which masks.
+    """
+    found: dict[Key, str] = {}
+    readers = graph.consumers()
+    for site in find_sites(graph):
+        modes = modes_of(plan.sites[site.name])
+        if not modes or not site.readers:
+            continue
+        above = site.taker if "gradients" in modes else site.name
+        for name in (site.name, *site.readers):
+            if kernels.get((name, "forward")) == []:
+                found.setdefault((name, "forward"), _next_reader(graph, readers, name, kernels))
+            for pass_name in ("backward_data", "backward_weight"):
+                if kernels.get((name, pass_name)) == [] and name != above:
+                    found.setdefault((name, pass_name), above)
+    return found
+
+
+def _next_reader(graph: Graph, readers: list[list[int]], name: str, kernels: Mapping[Key, list[str]]) -> str:
+    """The nearest layer above with kernels in its forward pass."""
+    node = graph[name]
+    while not kernels.get((node.name, "forward")):
+        node = graph.nodes[readers[node.index][0]]
+    return node.name

@@ -1,0 +1,106 @@
+"""Laws of the benchmark's rows between ranks: each rank's times, messages of several layers, waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from minidl import models
+from minidl.bench import network
+from minidl.bench.isolated import cases
+from minidl.bench.rows import Table, network_rows
+from minidl.bench.step import TrainingStep
+from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
+from minidl.profile.timing import Timing
+
+CEILINGS = {"copy_gb_per_s": 20.0, "matrix_tflops": {"fp32": 0.1, "bf16": 0.1}, "vector_tflops": {"fp32": 0.1}}
+
+
+class Two:
+    """Two ranks of which both saw the same, for what is joined without sending."""
+
+    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "two"
+
+    def share(self, value):
+        return [value, value]
+
+    def all_reduce(self, array):
+        pass
+
+    def barrier(self):
+        pass
+
+    def start_all_reduce(self, array, span=None, name=""):
+        with span(None):
+            pass
+        return self
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
+    times = network.measure(step, seconds=0.01)
+    found = cases(models.build("mlp", (4, 4, 1), 3), 2)
+    ceilings = CEILINGS | {"all_reduce": {"bus_gb_per_s": 1.0}}
+    table = Table("mlp", step, 2, found, (), times, {}, ceilings, lambda nbytes: Timing((nbytes * 1e-6,) * 3))
+    return step, network_rows(table)
+
+
+def test_a_pass_within_a_step_is_the_slowest_ranks_and_all_ranks_stand_beside():
+    fast, slow = ([StepTimes(ms, [SpanTime("a", "forward", COMPUTE, 0.0, ms)])] * 2 for ms in (1.0, 3.0))
+
+    class Pair:
+        def share(self, own):
+            plain, watched, silent, passes, unaccounted = own
+            return [own, ([3.0] * 2, [3.0] * 2, silent, network._by_pass(slow), unaccounted)]
+
+    kind = network.joined(Pair(), fast, fast, None)
+    assert kind.passes["a", "forward"].ms == 3.0 and kind.pass_ranks["a", "forward"] == [1.0, 3.0]
+    assert kind.ranks == [1.0, 3.0] and kind.plain.ms == 3.0
+
+
+def test_rows_within_a_step_say_what_each_rank_took(two_ranks):
+    for row in two_ranks[1]:
+        if row["pass"] in ("forward", "backward_data", "backward_weight", "update"):
+            assert len(row["rank_ms"]) == 2 and row["rank_ms"][row["slowest_rank"]] == max(row["rank_ms"])
+
+
+def test_one_message_of_several_layers_is_one_rows_work(two_ranks):
+    step, rows = two_ranks
+    messages = [row for row in rows if row["pass"] == "all_reduce"]
+    with_gradients = [layer.name for layer in step.model.layers if layer.specs]
+    assert [row["layer"] for row in messages] == with_gradients
+    carrier = with_gradients[0]  # the last to be ready in the backward pass
+    carried = {row["layer"]: row["in"] for row in messages}
+    assert carried.pop(carrier) is None and set(carried.values()) == {carrier}
+    assert all(row["ms"] == 0 for row in messages if row["in"])
+    whole = next(row for row in messages if row["in"] is None)
+    nbytes = 4 * step.model.arena.trainable_size
+    assert whole["message_bytes"] == nbytes and whole["message_layers"] == len(with_gradients)
+    assert whole["ms"] == pytest.approx(nbytes * 1e-6)
+    assert whole["floor_ms"] == pytest.approx(nbytes * 1e-6), "2(n-1)/n is 1 with two ranks"
+    assert whole["bound"] == "network" and whole["transfer_ms"] is not None and whole["exposed_ms"] >= 0
+
+
+def test_communication_intensity_is_each_layers_own(two_ranks):
+    step, rows = two_ranks
+    for row in rows:
+        if row["pass"] != "all_reduce":
+            continue
+        size = row["parameters"]
+        assert row["wire_bytes"] == 4 * size
+        own = [r for r in rows if r["layer"] == row["layer"] and r["pass"] != "all_reduce"]
+        assert row["communication_intensity"] == pytest.approx(sum(r["flop"] for r in own) / (4 * size))
+
+
+def test_the_wait_for_other_ranks_losses_is_a_row(two_ranks):
+    assert ("loss", "wait") in {(row["layer"], row["pass"]) for row in two_ranks[1]}
+
+
+def test_transfer_wait_and_exposed_of_a_message():
+    ranks = [{("m", "all_reduce"): [2.0, 2.0], ("m", "wait"): [0.5, 0.5]},
+             {("m", "all_reduce"): [5.0, 3.0], ("m", "wait"): [0.1, 0.1]}]  # fmt: skip
+    message = network._message("m", ranks)
+    assert (message.transfer, message.wait, message.exposed) == (2.0, 2.0, 0.5)

@@ -1,0 +1,193 @@
+"""Convolutions with a filter in Compressed Sparse Blocks: laws of the operations of both tables, for all three passes.
+
+Whole numbers have sums that float32 holds exactly: there the reference's bits are due."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minidl.precision import bfloat16, float16, float32
+from minidl.sparse import CSBConv2d
+from tests.layouts import LAYOUTS, place
+from tests.reference import conv2d as reference
+from tests.tolerance import draw, draw_integers
+
+# images (N, H, W, C), filters (K, R, S), side of a block, stride, padding, dilation
+CASES = [
+    ((2, 7, 6, 5), (11, 3, 3), 8, (1, 1), (1, 1), (1, 1)),
+    ((2, 9, 8, 16), (20, 3, 3), 16, (2, 2), (1, 1), (1, 1)),
+    ((1, 9, 8, 3), (4, 3, 2), 2, (2, 3), (2, 0), (2, 1)),
+    ((2, 12, 11, 70), (65, 3, 3), 64, (1, 1), (1, 1), (1, 1)),
+    ((3, 8, 8, 64), (128, 3, 3), 64, (2, 1), (1, 2), (1, 1)),
+    ((1, 6, 7, 40), (300, 5, 1), 256, (1, 1), (2, 0), (1, 1)),
+    ((1, 12, 12, 8), (8, 3, 3), 8, (4, 4), (0, 0), (3, 3)),  # pixels that no window meets
+    ((1, 3, 3, 9), (7, 3, 3), 4, (1, 1), (0, 0), (1, 1)),  # one window
+    ((2, 5, 5, 6), (5, 1, 1), 4, (2, 1), (1, 2), (1, 1)),  # padding around a single tap
+    ((1, 1, 1, 1), (1, 2, 2), 1, (1, 1), (1, 1), (1, 1)),
+]
+
+
+class Case:
+    """A filter, and the arguments of the operations."""
+
+    def __init__(self, ops, rng, case, dtype=float32, values=draw_integers, density=0.3):
+        images, (k, r, s), side, *self.window = case
+        self.ops, self.images, shape = ops, images, (k, r, s, images[3])
+        self.mask = rng.random(shape) < density
+        self.mask[k // 2] &= k == 1
+        filters = values(rng, shape, dtype)
+        self.filters = np.where(self.mask, filters, filters.dtype.type(0))
+        self.layer = CSBConv2d.from_dense(np.ones(shape, float32), mask=self.mask, blocksize=side)
+        pattern = self.layer.pattern
+        self.pattern, self.place = pattern.on(ops), (pattern.shape, side)
+        self.values = ops.from_host(self.layer.at_pattern(self.filters))
+        names = ("stride", "padding", "dilation")
+        self.geometry = dict(zip(names, self.window, strict=True)) | {"kernel": (r, s)}
+        self.dense = dict(zip(names, self.window, strict=True)) | {"groups": 1}
+
+    def forward(self, x, bias=None):
+        arrays = *self.pattern, self.values, x, *self.place
+        return self.ops.to_host(self.ops.csb_conv2d(*arrays, **self.geometry, bias=bias))
+
+    def backward_data(self, dy):
+        arrays = *self.pattern, self.values, dy, self.images, *self.place
+        return self.ops.to_host(self.ops.csb_conv2d_backward_data(*arrays, **self.geometry))
+
+    def backward_weight(self, dy, x, out=None, **options):
+        out = self.ops.from_host(np.full(self.values.shape, np.nan, float32)) if out is None else out
+        arrays = *self.pattern, dy, x, *self.place
+        self.ops.csb_conv2d_backward_weight(*arrays, **self.geometry, out=out, **options)
+        return self.ops.to_host(out)
+
+    def gradient(self, rng, dtype=float32, values=draw_integers):
+        spatial = reference.output_size(self.images, self.filters.shape, *self.window)
+        return values(rng, (self.images[0], *spatial, self.filters.shape[0]), dtype)
+
+
+def few(rng, shape, dtype):
+    """Whole numbers, most of them 0: sums that 16-bit types hold exactly, too."""
+    return (draw_integers(rng, shape, float32, limit=1) * (rng.random(shape) < 0.2)).astype(dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_all_passes_are_exact_on_whole_numbers(ops, rng, case, layout):
+    a = Case(ops, rng, case)
+    x, bias, dy = draw_integers(rng, a.images, float32), draw_integers(rng, case[1][0], float32), a.gradient(rng)
+    placed = place(ops, x, layout), place(ops, dy, layout)
+    expected = reference.conv2d(x, a.filters, bias, **a.dense)
+    np.testing.assert_array_equal(a.forward(placed[0], ops.from_host(bias)), expected)
+    expected = reference.conv2d_backward_data(dy, a.filters, a.images, **a.dense)
+    np.testing.assert_array_equal(a.backward_data(placed[1]), expected)
+    expected = a.layer.at_pattern(reference.conv2d_backward_weight(dy, x, a.filters.shape, **a.dense))
+    np.testing.assert_array_equal(a.backward_weight(*placed[::-1]), expected)
+    ones = ops.from_host(np.ones(expected.shape, float32))
+    np.testing.assert_array_equal(a.backward_weight(*placed[::-1], out=ones, accumulate=True), expected + 1)
+
+
+@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES)
+def test_16_bit_types_are_exact_on_whole_numbers(ops, rng, case, storage):
+    a = Case(ops, rng, case, storage, few)
+    x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
+    wide = [v.astype(np.float64) for v in (x, dy, a.filters)]
+    placed = ops.from_host(x), ops.from_host(dy)
+    y = a.forward(placed[0])
+    assert y.dtype == storage
+    np.testing.assert_array_equal(y.astype(float), reference.conv2d(wide[0], wide[2], **a.dense))
+    expected = reference.conv2d_backward_data(wide[1], wide[2], a.images, **a.dense)
+    np.testing.assert_array_equal(a.backward_data(placed[1]).astype(float), expected)
+    expected = a.layer.at_pattern(reference.conv2d_backward_weight(wide[1], wide[0], a.filters.shape, **a.dense))
+    np.testing.assert_array_equal(a.backward_weight(*placed[::-1]), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_numbers_stay_within_rounding(ops, rng, case):
+    """Sums of n products in order are within n units of the sum of their magnitudes."""
+    a = Case(ops, rng, case, values=draw)
+    x, dy = draw(rng, a.images, float32), a.gradient(rng, values=draw)
+    sizes = [np.abs(v) for v in (x, dy, a.filters)]
+    unit = 2.0**-24 * (a.filters[0].size + a.filters.shape[0] + dy[..., 0].size)
+    bounds = (
+        reference.conv2d(sizes[0], sizes[2], **a.dense),
+        reference.conv2d_backward_data(sizes[1], sizes[2], a.images, **a.dense),
+        a.layer.at_pattern(reference.conv2d_backward_weight(sizes[1], sizes[0], a.filters.shape, **a.dense)),
+    )
+    expected = (
+        reference.conv2d(x, a.filters, **a.dense),
+        reference.conv2d_backward_data(dy, a.filters, a.images, **a.dense),
+        a.layer.at_pattern(reference.conv2d_backward_weight(dy, x, a.filters.shape, **a.dense)),
+    )
+    placed = ops.from_host(x), ops.from_host(dy)
+    found = a.forward(placed[0]), a.backward_data(placed[1]), a.backward_weight(*placed[::-1])
+    for got, wanted, bound in zip(found, expected, bounds, strict=True):
+        assert (np.abs(got - wanted) <= unit * bound).all()
+
+
+@pytest.mark.parametrize("case", CASES[:4])
+def test_images_of_a_batch_give_the_bits_they_give_alone(ops, rng, case):
+    a = Case(ops, rng, case, values=draw)
+    x, dy = draw(rng, a.images, float32), a.gradient(rng, values=draw)
+    together = a.forward(ops.from_host(x)), a.backward_data(ops.from_host(dy))
+    again = a.forward(ops.from_host(x)), a.backward_data(ops.from_host(dy))
+    first = ops.from_host(x[:1]), ops.from_host(dy[:1])
+    a.images = (1, *a.images[1:])
+    for both, twice, alone in zip(together, again, (a.forward(first[0]), a.backward_data(first[1])), strict=True):
+        np.testing.assert_array_equal(both, twice)
+        np.testing.assert_array_equal(both[:1], alone)
+
+
+def test_a_nan_reaches_only_outputs_with_an_element_for_it(ops, rng):
+    a = Case(ops, rng, CASES[0])
+    x, dy = draw_integers(rng, a.images, float32), a.gradient(rng)
+    x[0, 3, 2, 1] = dy[0, 2, 4, 3] = np.nan
+    with np.errstate(invalid="ignore"):
+        spoilt = reference.conv2d(np.isnan(x), a.mask, **a.dense) > 0
+        reached = reference.conv2d_backward_data(np.isnan(dy), a.mask, a.images, **a.dense) > 0
+    assert spoilt.any() and reached.any() and not spoilt.all() and not reached.all()
+    np.testing.assert_array_equal(np.isnan(a.forward(ops.from_host(x))), spoilt)
+    np.testing.assert_array_equal(np.isnan(a.backward_data(ops.from_host(dy))), reached)
+
+
+def test_a_filter_without_elements_gives_the_bias_and_no_gradient(ops, rng):
+    a = Case(ops, rng, CASES[0], density=0.0)
+    bias, dy = draw(rng, 11, float32), a.gradient(rng)
+    x = ops.from_host(draw(rng, a.images, float32))
+    np.testing.assert_array_equal(a.forward(x, ops.from_host(bias)), np.broadcast_to(bias, dy.shape))
+    assert not a.backward_data(ops.from_host(dy)).any() and a.backward_weight(ops.from_host(dy), x).shape == (0,)
+
+
+@pytest.mark.parametrize("storage", [float32, bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage):
+    from minidl.cuda.csb_routes import conv_routes, route
+    from minidl.cuda.device import current_device
+
+    a = Case(cuda_ops, rng, case, storage, few)
+    x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
+    y = reference.conv2d(x.astype(float), a.filters.astype(float), **a.dense)
+    dx = reference.conv2d_backward_data(dy.astype(float), a.filters.astype(float), a.images, **a.dense)
+    for name in conv_routes(case[2], np.dtype(storage), current_device()):
+        with route(name):
+            np.testing.assert_array_equal(a.forward(cuda_ops.from_host(x)).astype(float), y, err_msg=name)
+            np.testing.assert_array_equal(a.backward_data(cuda_ops.from_host(dy)).astype(float), dx, err_msg=name)
+
+
+def test_a_convolution_cannot_take_any_route(rng):
+    from minidl.cuda.csb_routes import choose_conv_route, conv_routes, route
+    from minidl.cuda.device import BUILT_IN
+
+    h200, single = BUILT_IN["H200"], np.dtype(float32)
+    assert conv_routes(64, single, h200) == ["rows", "generic"]
+    assert conv_routes(8, single, h200) == conv_routes(64, single, BUILT_IN["A100"]) == ["generic"]
+    assert conv_routes(64, np.dtype(bfloat16), h200) == ["dense", "generic"]
+    with route("skinny"), pytest.raises(ValueError, match="csb_conv2d: route"):
+        choose_conv_route(64, single, h200)
+
+
+def test_three_tf32_products_are_refused_where_there_are_none(cpu_ops, rng):
+    a = Case(cpu_ops, rng, CASES[0])
+    x = draw(rng, a.images, float32)
+    with pytest.raises(ValueError, match="csb_conv2d: tf32x3"):
+        cpu_ops.csb_conv2d(*a.pattern, a.values, x, *a.place, **a.geometry, tf32x3=True)
