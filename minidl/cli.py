@@ -130,7 +130,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
 
 def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
-    p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
+    p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")

@@ -304,26 +304,19 @@ def _choose(who: str, question: Question) -> Choice:
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
     which, conv, code, tf32 = question
-    units = tf32 == 1 or code > 0  # matrix units would round float32
-    if which == "backward_data":
-        grouped = conv2d_grouped.applies(conv, code, True)
-        fits = {
-            "grouped": grouped,
-            "hopper": units and conv2d_hopper.applies(conv, code, True, device),
-            "generic": True,
-        }
-        return fits, () if conv2d_hopper.pays(conv, code, True) else ("hopper",)
-    stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
-    if which == "forward":
-        hopper, grouped = (
-            units and conv2d_hopper.applies(wide, code, False, device),
-            conv2d_grouped.applies(conv, code, False),
-        )
-        fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
-        return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
-    hopper, grouped = conv2d_weight_hopper.applies(wide, code, device), conv2d_grouped.applies_to_weight(conv, code)
+    backward, units = which == "backward_data", tf32 == 1 or code > 0  # matrix units would round float32
+    wide = conv if backward else _widened(conv, code)
+    if which == "backward_weight":
+        grouped = conv2d_grouped.applies_to_weight(conv, code)
+        hopper, pays = conv2d_weight_hopper.applies(wide, code, device), conv2d_weight_hopper.pays(wide)
+    else:
+        grouped = conv2d_grouped.applies(conv, code, backward)
+        hopper = units and conv2d_hopper.applies(wide, code, backward, device)
+        pays = conv2d_hopper.pays(wide, code, backward)
+    stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
     fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
-    return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
+    slower = {"grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    return fits, tuple(name for name, slow in slower.items() if slow)
 
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:
