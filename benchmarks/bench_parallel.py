@@ -266,6 +266,8 @@ def main() -> None:
     for case in CASES[device]:
         times = measure(splits, case, device, precision, options.samples, options.calls)
         rows += rows_of(case, comm.size, precision, device, times)
+        if comm.rank == 0 and options.json:
+            write(Path(options.json), result("bench_parallel", rows, machine_record()))
     if comm.rank == 0:
         figures = ("ms", "min_ms", "spread", *(["busy_ms"] if device == "cpu" else []))
         shares = ("saved", *(["busy_saved"] if device == "cpu" else []))
@@ -275,8 +277,6 @@ def main() -> None:
         ]
         columns = ["network", "shared by", *(key.replace("_", " ") for key in (*figures, *shares))]
         show(f"convolutions on {comm.size} ranks ({comm.name}), {precision}", columns, table)
-        if options.json:
-            write(Path(options.json), result("bench_parallel", rows, machine_record()))
     comm.close()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import layer_pages
+import rank_tables
 
 from minidl.bench import command
 from minidl.profile.plots import save
@@ -33,6 +34,11 @@ def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
     """The result files of a machine that this benchmark made; their names begin with its."""
     found = map(results_of, sorted((RESULTS / machine).glob(f"{benchmark}*.json*")))
     return [file for file in found if file["benchmark"] == benchmark]
+
+
+def everywhere(benchmark: str) -> list[dict[str, Any]]:
+    """The result files of all machines that this benchmark made."""
+    return [file for path in sorted(RESULTS.iterdir()) for file in load(path.name, benchmark)]
 
 
 def _machine(file: dict[str, Any]) -> str:
@@ -480,7 +486,12 @@ def between(page: str, name: str, text: str) -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": results},
     "docs/benchmarks.md": {"commands": commands, "options": options},
-    "docs/distributed.md": {"all-reduces": all_reduces, "shared layers": shared_layers},
+    "docs/distributed.md": {
+        "all-reduces": all_reduces,
+        "sums of GPUs": lambda: rank_tables.sums_of_gpus(everywhere("bench_all_reduce")),
+        "scaling": lambda: rank_tables.scaling(everywhere("bench_scaling")),
+        "shared layers": shared_layers,
+    },
     "docs/fusion.md": {"fused steps": fused_steps, "fused pairs": fused_pairs},
     "docs/memory.md": {"pinning": pinning, "predicted": predicted_steps, "limited-steps": limited_steps},
     "docs/sparse.md": {

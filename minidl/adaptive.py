@@ -32,9 +32,8 @@ class _Adaptive(SGD):
         self.moments = {name: self.ops.zeros(size, np.dtype(np.float32)) for name in self._moments}
         self._local: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    def update_in_backward(self, slots: int | None = None) -> None:
-        """Refused: these optimizers begin a step when all gradients are there."""
-        raise checks.order(type(self).__name__, "updates within the backward pass", "they are SGD's")
+    def parts(self) -> dict[str, bool]:
+        return super().parts() | {"adaptive": True, "norms": isinstance(self, LAMB | LARS)}
 
     @property
     def _histories(self) -> list[Any]:

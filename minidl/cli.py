@@ -17,13 +17,12 @@ from minidl import checkpoint, checks, data, dist, models, pruning, schedule
 from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.backend import get_ops
 from minidl.bench import command as bench
-from minidl.bench import compare_backends, plan, simulate, tuning, warm
+from minidl.bench import compare_backends, doctor, plan, simulate, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
 from minidl.callbacks import Callback, EarlyStop, KeepBest, TensorBoard
 from minidl.config import Help, use_config
 from minidl.dist import abort
-from minidl.dist.doctor import facts
 from minidl.fusion import CHOICES, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
@@ -75,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     warm.add_arguments(verbs.add_parser("warm", help="compile a network's kernels ahead", formatter_class=shown))
     about = "what a step would take on many hosts, from measured layers"
     simulate.add_arguments(verbs.add_parser("simulate", help=about, formatter_class=shown))
-    verbs.add_parser("info", help="what this machine has, and which wheel is missing")
+    about = "what this machine has, which wheel is missing; under a launcher, what lies between the ranks"
+    doctor.add_arguments(verbs.add_parser("doctor", aliases=["info"], help=about, formatter_class=shown))
     return top
 
 
@@ -131,6 +131,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
 def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
     p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
+    p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
@@ -227,15 +228,6 @@ def _prune(a: argparse.Namespace) -> int:
     return 0 if trainer.stopped is None else 128 + trainer.stopped
 
 
-def _info(a: argparse.Namespace) -> int:
-    table = facts()
-    width = max(len(fact.name) for fact in table)
-    for fact in table:
-        remedy = f"  -> {fact.remedy}" if fact.remedy else ""
-        print(f"{'ok ' if fact.ok else '-- '} {fact.name:<{width}}  {fact.value}{remedy}")
-    return 0
-
-
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test set; options only where they apply."""
     if a.data in _ON_DISK and a.data_path is None:
@@ -309,6 +301,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         ),
         epochs=a.epochs, output=a.output, keep=a.keep, profile=profile, compile=False if a.eager else None,
         accumulate=a.accumulate, metrics=_metrics(train_set, comm), callbacks=_callbacks(a),
+        watch_gradients=a.watch_gradients,
         settings=_settings(a, mode) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
     )  # fmt: skip
     if a.resume is not None:
@@ -417,7 +410,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
 
 _VERBS = {
     "train": _train, "prune": _prune, "plan": plan.run, "bench": bench.run, "fuse": fusing.run, "plot": plots.run,
-    "tune": tuning.run, "warm": warm.run, "simulate": simulate.run, "info": _info,
+    "tune": tuning.run, "warm": warm.run, "simulate": simulate.run, "doctor": doctor.run, "info": doctor.run,
     "compare-backends": compare_backends.run,
 }  # fmt: skip
 

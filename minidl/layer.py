@@ -46,6 +46,7 @@ class Layer:
     """
 
     num_inputs = 1
+    parted = False  # its parameters are a part of a layer's, the others are on other ranks
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`

@@ -7,6 +7,7 @@ getting the sum so far to add in its own kernel if it can.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -21,7 +22,7 @@ from minidl.layer import Layer
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Profiler, grouping, tuned
+from minidl.profile import Cost, Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
@@ -29,6 +30,8 @@ from minidl.summary import Summary, summarize
 from minidl.value import Value, finished, materialize
 
 __all__ = ["Model"]
+
+_FEW = 32  # samples
 
 
 class Model:
@@ -44,7 +47,9 @@ class Model:
         store: where tensors saved for backward live.
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
-            None: what `minidl tune comm` measured on this machine, else 4 MiB.
+            By layer: what is enough for a message that ends there (`minidl.profile.grouping.by_neighbourhood` of
+            `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB beside
+            products.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
         input_grad: `backward` returns the gradient of the input, too.
@@ -64,7 +69,7 @@ class Model:
         frozen: Sequence[str] = (),
         store: TensorStore | None = None,
         profiler: Profiler = NULL_PROFILER,
-        group_bytes: int | None = None,
+        group_bytes: int | Mapping[str, int] | None = None,
         message_dtype: str = "fp32",
         input_grad: bool = False,
     ):
@@ -98,7 +103,9 @@ class Model:
             layer.bind(self.arena, self.ops, **services)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
-        group_bytes = grouping.group_bytes(self.ops, comm) if group_bytes is None else group_bytes
+        if group_bytes is None:
+            layers = self.neighbours() if comm.size > 1 else ()
+            group_bytes = grouping.group_bytes(self.ops, comm, layers, self.precision.storage.itemsize)
         self.arena.connect(comm, group_bytes, parse_precision(message_dtype).storage)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
@@ -110,6 +117,24 @@ class Model:
         self.fusion: Any = None  # the plan that `minidl.fusion.fuse` set last
         self._agree()
         self.arena.settle()
+
+    def neighbours(self) -> list[grouping.Neighbour]:
+        """The layers in the order of the backward pass, each with the gradients that it sends and its work on a few
+        samples: enough of them that weights are not the most that it moves.
+        """
+        nodes, itemsize = self.graph.nodes, self.precision.storage.itemsize
+        sent = Counter()
+        for segment in self.arena.segments:
+            sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
+        found = []
+        for node in reversed([node for node in nodes if node.layer is not None]):
+            try:
+                cost = node.layer.cost(*((_FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
+            except NotImplementedError:  # a layer whose author left it out: as if it took no time
+                cost = Cost()
+            work = cost.backward_weight + cost.backward_data
+            found.append(grouping.Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes))
+        return found
 
     def _agree(self) -> None:
         """Refuse to train when ranks disagree about the plan or the starting weights."""

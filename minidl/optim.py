@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checkpoint, checks
+from minidl import checkpoint, checks, legality
 from minidl.model import Model
 from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
@@ -107,6 +107,7 @@ class SGD:
         self._lr = float(lr)
         self.velocity = self.ops.zeros((self._state_size,), np.dtype(np.float32)) if momentum else None
         self.segment_of, self.segments = self.arena.table(self._row)
+        legality.refuse(who, **self.parts())
 
     def _check_groups(self) -> None:
         names = [s.full_name for s in self.arena.segments if s.trainable]
@@ -261,6 +262,15 @@ class SGD:
                 nesterov=self.nesterov,
             )
 
+    def parts(self) -> dict[str, bool]:
+        """What takes part in this optimizer's steps, by the names of `minidl.legality`."""
+        arena, several = self.arena, self.model.comm.size > 1
+        return {
+            "ring": arena.slots > 0, "sharded": arena.sharded and several, "rounded": arena.wire is not arena.grad,
+            "scaled": self.scales_loss, "clipped": self.clip_value is not None or self.clip_norm is not None,
+            "filters": any(layer.parted for layer in self.model.layers),
+        }  # fmt: skip
+
     def update_in_backward(self, slots: int | None = None) -> None:
         """From now on update each message's layers within the backward pass; gradients then need ``slots`` messages.
 
@@ -272,13 +282,9 @@ class SGD:
             slots: messages held at once; default: 1 on one rank, 4 on several, where some are under way.
 
         Raises:
-            ValueError: where the whole gradient decides on each update: loss scaling (float16) skips overflowing steps.
+            ValueError: where the whole gradient decides on each update, as `minidl.legality` has it.
         """
-        if self.scales_loss:
-            expected = "a precision without loss scaling, which must see all gradients before it updates any"
-            raise checks.bad_value("SGD", "update_in_backward", expected, self.model.precision.name, "use bf16")
-        if self.clip_value is not None or self.clip_norm is not None:
-            raise checks.order("SGD", "clipping of gradients that are updated within the backward pass", "choose one")
+        legality.refuse(type(self).__name__, **self.parts() | {"ring": True})
         self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._apply)
 
     def state_dict(self) -> dict[str, np.ndarray]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl import checks
+from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, Work, place
 from minidl.initializers import Initializer, generator
 from minidl.precision import Precision, float32
@@ -194,6 +194,7 @@ class Arena:
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
+        self.look: Callable[[str], None] = lambda layer: None  # at the gradients of a layer, before they are sent
         self.sharded = False
         self.connect(SOLO)
 
@@ -232,9 +233,11 @@ class Arena:
         ``update(begin, end)`` is called between two layers, when all layers of the message have run backward and its
         all-reduce is over, before another message takes its slot. Weights, momentum and their bits are those of updates
         after the backward pass. After an error within one, part of the weights are those of the next step.
+
+        Raises:
+            ValueError: for less than one slot, or an arena that is sharded.
         """
-        if self.sharded:
-            raise checks.order("gradients", "a ring of an arena that is sharded", "choose one of the two")
+        legality.refuse("gradients", ring=True, sharded=self.sharded)
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         self.connected += 1
         rounded = self.wire is not self.grad
@@ -262,10 +265,14 @@ class Arena:
 
     # -- one backward pass ------------------------------------------------------------------------------------------
 
-    def connect(self, comm: Communicator, group_bytes: int = 0, message_dtype: np.dtype = float32) -> None:
+    def connect(
+        self, comm: Communicator, group_bytes: int | Mapping[str, int] = 0, message_dtype: np.dtype = float32
+    ) -> None:
         """Cut the gradients into messages: neighbouring layers share one until it holds ``group_bytes``.
 
         Args:
+            group_bytes: or, by layer, what is enough for a message that ends there
+                (`minidl.profile.grouping.by_neighbourhood`).
             message_dtype: bfloat16 sends each gradient rounded to it, half the bytes; the sums are rounded as well.
                 With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + u) where the engine
                 adds in float32 and rounds once (mpi, and shm on one host; on several hosts sum |g| counts twice);
@@ -275,6 +282,7 @@ class Arena:
         self.connected += 1
         rounded = message_dtype != float32 and comm.size > 1
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
+        enough = group_bytes.__getitem__ if isinstance(group_bytes, Mapping) else lambda layer: group_bytes
         self.messages = []
         for name in reversed(self._layers):
             mine = [s for s in self._layers[name] if s.trainable]
@@ -282,7 +290,7 @@ class Arena:
                 continue
             begin, end = mine[0].offset, mine[-1].stop
             last = self.messages[-1] if self.messages else None
-            if last is not None and (last.end - last.begin) * 4 < group_bytes:
+            if last is not None and (last.end - last.begin) * 4 < enough(last.layers[-1]):
                 last.end, last.layers = end, (*last.layers, name)
             else:
                 self.messages.append(Message(begin, end, (name,)))
@@ -294,9 +302,12 @@ class Arena:
         self.begin_step()
 
     def shard(self) -> None:
-        """From now on each rank gets the sum of its part of every message only, in chunks of the segment table."""
-        if self.slots:
-            raise checks.order("gradients", "sharding of an arena that is a ring", "choose one of the two")
+        """From now on each rank gets the sum of its part of every message only, in chunks of the segment table.
+
+        Raises:
+            ValueError: for an arena that is a ring.
+        """
+        legality.refuse("gradients", ring=self.slots, sharded=True)
         self.sharded = True
         self._share_out()
 
@@ -356,6 +367,7 @@ class Arena:
         message = self._message_of.get(layer)
         if message is None:
             return
+        self.look(layer)
         message.waiting -= 1
         if message.waiting < 0:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")

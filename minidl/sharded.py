@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks
+from minidl import checks, legality
 from minidl.model import Model
 from minidl.optim import SGD
 
@@ -26,17 +26,14 @@ class ShardedSGD(SGD):
         model, options: as `SGD`. The model sends its gradients this way from now on.
 
     Raises:
-        ValueError: on several ranks in float16, whose test for overflow needs all gradients.
+        ValueError: with clipping, a ring of gradients, or on several ranks in float16: see `minidl.legality`.
     """
 
     def __init__(self, model: Model, *args: Any, **options: Any):
         if isinstance(model, Model):
-            if model.precision.loss_scaling and model.comm.size > 1:
-                remedy = "its test for overflow needs all gradients: take SGD"
-                raise checks.bad_value("ShardedSGD", "precision", "fp32, tf32 or bf16", model.precision.name, remedy)
-            for name in ("clip_value", "clip_norm"):
-                if options.get(name) is not None:
-                    raise checks.bad_value("ShardedSGD", name, "None: parts are updated as they arrive", options[name])
+            clipped = any(options.get(name) is not None for name in ("clip_value", "clip_norm"))
+            scaled = model.precision.loss_scaling and model.comm.size > 1
+            legality.refuse("ShardedSGD", sharded=True, scaled=scaled, clipped=clipped)
             model.arena.shard()
         self._collected: np.ndarray | None = None
         super().__init__(model, *args, **options)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks
+from minidl import checks, legality
 from minidl.data.loader import shard
 from minidl.loss import Loss, Totals
 from minidl.model import Model
@@ -40,9 +40,7 @@ class EagerStep:
         self.accumulate = checks.at_least("step", "accumulate", accumulate, 1)
         if self.accumulate > 1 and not loss.divisible:
             raise checks.bad_value("step", "accumulate", f"1 with {loss.plan()}", accumulate, "take whole batches")
-        if self.accumulate > 1 and model.arena.slots:
-            remedy = "gradients of micro-batches add up; keep them, without update_in_backward()"
-            raise checks.bad_value("step", "accumulate", "1 with a ring of gradients", accumulate, remedy)
+        legality.refuse("step", **optimizer.parts(), accumulated=self.accumulate > 1)
         self.num_classes = model.graph.output_node.shape[-1]
 
     def __call__(self, images: Any, labels: Any, first_sample: int = 0, *, eager: bool = False) -> Totals:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minidl import checkpoint, checks
+from minidl import checkpoint, checks, legality
 from minidl.callbacks import Callback, Metric, StepWatch, Unwatched
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
@@ -21,6 +21,7 @@ from minidl.dist.agree import require_same, require_same_arrays
 from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
+from minidl.nonfinite import GradientWatch
 from minidl.optim import SGD
 from minidl.profile import Profiler
 from minidl.progress import MetricsLog, Progress, progress
@@ -77,6 +78,8 @@ class Trainer:
         compile: run steps as a CUDA graph (`minidl.compile.CompiledStep`), with the same bits. None: on GPUs, unless
             something forbids it, which is then told; False: never; True: or refuse.
         accumulate: micro-batches of a step, see `minidl.step.EagerStep`.
+        watch_gradients: look for NaN in every layer's gradients before they are summed, and wait for every step, to
+            tell which rank and layer made the first (`minidl.nonfinite`).
         fusion: how batch norms run, as `minidl.fusion.fuse` takes it. None: as they were told to; on GPUs ``"auto"``
             where nobody told them.
 
@@ -88,7 +91,7 @@ class Trainer:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
             An output that is no folder.
         TypeError: settings that JSON cannot hold.
-        FloatingPointError: from `fit`, when the training loss is not finite.
+        FloatingPointError: from `fit`, when the training loss is not finite, or gradients that are watched.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class Trainer:
         profile: StepWatch | None = None,
         compile: bool | None = None,
         accumulate: int = 1,
+        watch_gradients: bool = False,
         fusion: str | Path | Plan | None = None,
         display: Progress | None = None,
     ):
@@ -133,6 +137,9 @@ class Trainer:
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
         self._check_parts()
+        parts = optimizer.parts() | {"checkpoints": output is not None, "watched": watch_gradients}
+        legality.refuse("Trainer", **parts)
+        self._watch = GradientWatch(model.arena) if watch_gradients else None
         self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
         if fusion is None:
             fuse_by_default(model)
@@ -183,7 +190,7 @@ class Trainer:
         loaders = self._loaders().items()
         return [
             f"epochs {self.epochs}, report_every {self.report_every}, output {self.output is not None}",
-            f"{type(self._step).__name__} of {self.accumulate} micro-batches",
+            f"{type(self._step).__name__} of {self.accumulate} micro-batches, watched {self._watch is not None}",
             *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
             f"schedule {checks.wording(self.schedule)}",
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
@@ -338,6 +345,8 @@ class Trainer:
         smaller = batch.global_size != self.train_loader.batch
         with self.profile.step(self, None if smaller else len(batch.images)):
             totals = self._take_step(batch, smaller)
+        if self._watch is not None:
+            self._watch.check(self.comm, self.step)
         self.step += 1
         return totals
 

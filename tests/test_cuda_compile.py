@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import ceiling, conv2d_hopper, conv2d_hopper_tiles, nvrtc
+from minidl.cuda import all_reduce, ceiling, conv2d_hopper, conv2d_hopper_tiles, nvrtc
 from minidl.cuda.conv2d_family import TEXTBOOK, family
 from minidl.cuda.conv2d_halo import HALO_TILES
 from minidl.cuda.conv2d_plan import convolution
@@ -428,6 +428,18 @@ def call_adaptive() -> None:
 
 def call_spin() -> None:
     spin(1e-3)
+
+
+def call_all_reduce() -> None:
+    variants = [*itertools.product((3, 4, 8), (float32, bfloat16)), *((2, dtype) for dtype in all_reduce.SUMMED)]
+    for (ranks, dtype), size in itertools.product(variants, (7, 1024)):
+        channel = all_reduce.Channel(ranks - 1, ranks, all_reduce.addresses([0] * ranks), 0, 0, 1)
+        array = ops.empty(size, dtype)
+        all_reduce.flagged(array, channel)
+        all_reduce.gather(array, ops.empty((ranks, size), dtype), channel)
+        all_reduce.one_shot(array, channel)
+        all_reduce.one_shot(ops.empty(size + 1, dtype)[1:], channel)
+        all_reduce.two_shot([0] * ranks, array.nbytes, dtype, channel)
 
 
 def call_ceiling() -> None:

@@ -207,6 +207,46 @@ def test_a_process_has_ended_whether_or_not_its_parent_took_notice():
     assert roll_call._ended(child.pid)
 
 
+def test_nobody_goes_on_to_another_call_while_the_job_is_aborted(monkeypatch):
+    """The GPU may have let go of what it waited for: what comes out of it is worth nothing."""
+    aborting = threading.Lock()
+    monkeypatch.setattr(roll_call.abort, "_aborting", aborting)
+    roll_call.abort.hold()
+    aborting.acquire()
+    held = threading.Thread(target=roll_call.abort.hold, daemon=True)
+    held.start()
+    held.join(0.2)
+    assert held.is_alive()
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_of_ranks_that_fail_alike_the_first_speaks_and_no_other(heard):
+    """Rank 1 fails; rank 0 fails of the same later, when it has heard of that, or at about the same time."""
+    told = {0: [], 1: []}
+    ranks = [roll_call.RollCall.__new__(roll_call.RollCall) for _ in range(2)]
+    for rank, one in enumerate(ranks):
+        one._failed, one._gone, one._comm = {}, threading.Event(), SimpleNamespace(rank=rank, size=2)
+        one._hear_all = lambda own=one, other=1 - rank: own._failed.update((other, found) for found in told[other])
+        one._tell_all = lambda message, rank=rank: told[rank].append(message[1])
+    orders = [None, None]
+
+    def fails(rank, after):
+        time.sleep(after)
+        orders[rank] = ranks[rank].alike("the same", 0.4)
+
+    if not heard:  # both tell before either listens
+        both = threading.Barrier(2)
+        for rank, one in enumerate(ranks):
+            one._tell_all = lambda message, rank=rank: (told[rank].append(message[1]), both.wait())
+            one._hear_all = lambda hear=one._hear_all: hear() if all(told.values()) else None
+    threads = [threading.Thread(target=fails, args=(rank, 0.2 * heard * (rank == 0))) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert orders == [[1, 0]] * 2 if heard else orders == [[0, 1]] * 2
+
+
 def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeypatch):
     """Seen twice, so that a rank that ends in good order has been heard of; the next rank of the host, in a ring."""
     said = []
@@ -217,12 +257,16 @@ def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeyp
     monkeypatch.setattr(roll_call.abort, "abort", aborted)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     ranks = roll_call.RollCall.__new__(roll_call.RollCall)
-    ranks._processes, ranks._suspects = {0: child.pid, 1: os.getpid()}, {}
+    ranks._processes, ranks._suspects, ranks._failed = {0: child.pid, 1: os.getpid()}, {}, {0: ("it failed", False)}
     ranks._comm = SimpleNamespace(rank=2, size=3)
     for _ in range(3):
         ranks._find_dead()
     child.kill()
     child.wait()
+    for _ in range(3):
+        ranks._find_dead()
+    assert said == [], "it has spoken, and ends the job"
+    ranks._failed.clear()
     ranks._find_dead()
     assert said == []
     ranks._find_dead()
@@ -348,7 +392,7 @@ def test_nccl_communicators_that_a_graph_holds_are_left_to_the_process(capturing
     comm._control = SimpleNamespace(
         depart=lambda: calls.append("depart"), close=lambda: calls.append("close"), enter=lambda *call: call
     )
-    comm._health, comm._groups = threading.Lock(), []
+    comm._health, comm._groups, comm.links = threading.Lock(), [], None
     followed = []
     comm._followed = {nccl._INLINE: SimpleNamespace(add=lambda call, done: followed.append(call))}
     comm._inline, comm._messages = Engine(), Engine()

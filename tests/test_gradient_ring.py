@@ -117,7 +117,7 @@ def test_what_a_ring_cannot_do_is_refused():
             model.backward(dy(), **options)
     with pytest.raises(RuntimeError, match="update before backward"):
         optimizer.step()
-    with pytest.raises(ValueError, match="accumulate must be 1 with a ring of gradients, got 2"):
+    with pytest.raises(ValueError, match="updates within the backward pass together with micro-batches"):
         EagerStep(model, optimizer, loss, accumulate=2)
     model.backward(dy())
     with pytest.raises(RuntimeError, match="the learning rate changes when part of a step is done"):
@@ -127,7 +127,7 @@ def test_what_a_ring_cannot_do_is_refused():
     optimizer.step()
     optimizer.set_lr(0.01)
     half = _model("resnet20", "fp16", "cpu")
-    with pytest.raises(ValueError, match="without loss scaling.*got 'fp16'; use bf16"):
+    with pytest.raises(ValueError, match="updates within the backward pass together with loss scaling"):
         m.SGD(half, 0.05).update_in_backward()
 
 

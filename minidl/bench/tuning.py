@@ -72,6 +72,9 @@ def _comm(a: argparse.Namespace) -> int:
             f"backward pass without messages: {record['compute_ms']:.2f} ms",
             f"messages of {record['group_bytes'] >> 10:,} KiB; kept in {path or 'no file, which cannot be written'}",
         ]
+        for kind, found in record["beside"].items():
+            exposed = ", ".join(f"{g['bytes'] >> 20}: {g['exposed_ms']:.2f}" for g in found["groups"])
+            notes.append(f"beside {kind} alone {found['group_bytes'] >> 10:,} KiB; MiB: exposed ms {exposed}")
         if grouping.disturbed(record):
             notes.append("other programs used this machine meanwhile: measure again when it is quiet")
         kibibytes = grouping.LAYER_BYTES[ops.name] >> 10

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from minidl.dist.agree import rank_list
 
@@ -31,6 +31,7 @@ __all__ = [
     "departure",
     "describe",
     "exit_code",
+    "hold",
     "install",
     "parted",
     "say",
@@ -66,6 +67,7 @@ class _Job:
 
 
 _job: _Job | None = None
+_stderr: TextIO | None = None  # as it was at the start: torch.distributed catches what an except hook prints
 _engines: list[Callable[[], None]] = []
 _aborting = threading.Lock()
 _end_process = os._exit
@@ -88,8 +90,8 @@ def install(
         calls: how many collectives this rank has called so far.
         alike: tells the others of a failure and waits some seconds; the ranks that told of the same.
     """
-    global _job, _parted
-    _parted = False
+    global _job, _parted, _stderr
+    _parted, _stderr = False, sys.stderr
     first, _job = _job is None, _Job(rank, size, kill, calls, alike, os.getpid())
     if first:
         sys.excepthook = _except_hook(sys.excepthook)
@@ -102,6 +104,12 @@ def parted() -> None:
     """All ranks have left: from here on each may end as it likes."""
     global _parted
     _parted = True
+
+
+def hold() -> None:
+    """Wait for the end where the job is being aborted: what the GPU was to wait for may have been let go by then."""
+    if _aborting.locked():
+        threading.Event().wait()
 
 
 def before_abort(action: Callable[[], None]) -> None:
@@ -181,8 +189,9 @@ def _ranks_alike(failure: str) -> list[int]:
 def _write(text: str) -> None:
     with contextlib.suppress(Exception):
         # One write: the lines of ranks that fail together stay together.
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        stream = _stderr or sys.stderr
+        stream.write(text)
+        stream.flush()
 
 
 def departure() -> Departure:

@@ -53,7 +53,7 @@ class Communicator(Protocol):
     Attributes:
         rank, size: this rank among all ranks.
         local_rank, local_size: this rank among the ranks of its host.
-        name: the engine: solo, shm, mpi, nccl or simulated.
+        name: the engine: solo, shm, mpi, nccl, staged or simulated.
     """
 
     rank: int
@@ -135,7 +135,8 @@ class Communicator(Protocol):
 def place(comm: Communicator, array: Any) -> Any:
     """``array``, or its copy in memory where ``comm`` adds up fastest; a collective.
 
-    For arrays that are sent again and again, such as gradients. Engines may offer it as a method ``place``.
+    For arrays that are sent again and again, such as gradients. Engines may offer it as a method ``place``. Of a placed
+    array of a GPU all ranks send the same part.
     """
     own = getattr(comm, "place", None)
     return array if own is None else own(array)

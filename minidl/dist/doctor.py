@@ -1,4 +1,4 @@
-"""What is installed and what works on this machine, as plain facts: the content of ``minidl info``."""
+"""What is installed and what works on this machine, as plain facts: what ``minidl doctor`` tells first."""
 
 from __future__ import annotations
 
@@ -152,14 +152,35 @@ _RANK_VARIABLES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "SLU
 
 
 def _mpi_library() -> str:
+    return _ask(_ASK_MPI)
+
+
+def _ask(program: str) -> str:
+    """What a process of its own answers."""
     # Without what makes a child of a rank look like one.
     alone = {key: value for key, value in os.environ.items() if not key.startswith(_RANK_VARIABLES)}
-    told = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=30, env=alone)
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, env=alone)
     answers = [line for line in told.stdout.splitlines() if line.startswith("minidl:")]
     if not answers:
         said = [line.strip() for line in told.stderr.splitlines() if line.strip()]
         raise RuntimeError((said or [f"mpi4py ended with status {told.returncode}"])[-1])
     return " ".join(answers[0].removeprefix("minidl:").split())
+
+
+# Only Open MPI answers before it is started.
+_ASK_CUDA_AWARE = """
+import ctypes
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+library = ctypes.CDLL(MPI.__file__)
+known = "Open MPI" in MPI.Get_library_version() and hasattr(library, "MPIX_Query_cuda_support")
+print("minidl:", ("yes" if library.MPIX_Query_cuda_support() else "no") if known else "it does not say")
+"""
+
+
+def _cuda_aware() -> str:
+    return f"{_ask(_ASK_CUDA_AWARE)}; arrays of GPUs go by NCCL, or through the host with MINIDL_ENGINE=staged"
 
 
 def _mpiexec() -> str:
@@ -191,6 +212,7 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("NCCL", _nccl, _GPU_EXTRA),
     ("mpi4py", _package("mpi4py"), "pip install 'minidl[mpi]'"),
     ("MPI library", _mpi_library, "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
+    ("CUDA-aware MPI", _cuda_aware, "an MPI that mpi4py can load, see above"),
     ("mpiexec", _mpiexec, "pip install 'minidl[mpi-wheel]'"),
     (
         "shared memory",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidl import backend, checks
+from minidl.dist import abort
 from minidl.dist.agree import by_value
 from minidl.dist.calls import Call, dtype_name
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_root, unseen
@@ -137,6 +138,7 @@ class HostCommunicator:
         Raises:
             RuntimeError: after `close`.
         """
+        abort.hold()
         if self._departed:
             raise checks.order("communicator", f"{kind} called after close")
         return self.roll_call.log.enter(kind, array, root, name)

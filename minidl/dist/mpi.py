@@ -187,6 +187,10 @@ class MPICommunicator(HostCommunicator):
             super().close()
             self._exchanges.Free()
 
+    def gather_to_part(self) -> None:
+        """Return when all ranks have called it; after `depart`, when there are no calls any more."""
+        self._ranks.Barrier()
+
     def split(self, color: int) -> MPICommunicator:
         self._groups.append(_Group(self, color))
         return self._groups[-1]

@@ -3,6 +3,9 @@
 Two NCCL communicators, because one runs its operations in the order of their calls whatever their streams: a batch
 norm's sum must not wait behind the gradients under way. Every rank enqueues on both in program order, and no kernel
 that a collective could wait for waits for it, so the two cannot block each other.
+
+Where all ranks are on one host and see each other's memory, small sums and those of gradients go by kernels of our own
+(`minidl.dist.ipc`), on the same two lanes.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import backend, checks
-from minidl.dist import abort
+from minidl.dist import abort, ipc
 from minidl.dist.agree import rank_list, require_same, together
 from minidl.dist.calls import Call, CallLog
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_exchange, check_root, unseen
@@ -132,12 +135,19 @@ class NCCLCommunicator:
 
     Sums: float32, float64, bfloat16 and float16 (these two rounded at each hop), int32, int64; other calls take any
     dtype. All calls but the control plane's (`barrier`, `share`) may be captured in a CUDA graph, by all ranks alike.
+
+    Attributes:
+        links: by which some sums go past NCCL, added in float32 in rank order and rounded once; None where there are
+            none.
     """
 
     name = "nccl"
 
-    def __init__(self, control: MPICommunicator, device: int) -> None:
+    def __init__(self, control: MPICommunicator, device: int, *, direct: bool = True) -> None:
         """Join all ranks of ``control``, each with its current device ``device`` (`bind_device`); a collective.
+
+        Args:
+            direct: have links, if the GPUs see each other's memory.
 
         Raises:
             RuntimeError, ValueError: on every rank, when NCCL is missing on one, or its versions differ.
@@ -156,6 +166,7 @@ class NCCLCommunicator:
         self._groups: list[NCCLCommunicator] = []
         self.rank, self.size = control.rank, control.size
         self.local_rank, self.local_size = control.local_rank, control.local_size
+        self._direct, self.links = direct, ipc.connect(control) if direct else None
         self._connect()
 
     def _connect(self) -> None:
@@ -181,7 +192,8 @@ class NCCLCommunicator:
     def all_reduce(self, array: Any) -> None:
         kind = self._summable("all_reduce", array)
         call, stream = self._enter("all_reduce", array), self._cuda.get_current_stream()
-        self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream.ptr)
+        if self.links is None or not self.links.sum("inline", array, stream, self._capturing):
+            self._inline.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self._nccl.NCCL_SUM, stream.ptr)
         self._follow(_INLINE, call, stream)
 
     def start_all_reduce(self, array: Any, span: Span = unseen, name: str = "") -> Work:
@@ -189,8 +201,15 @@ class NCCLCommunicator:
         call, pointer = self._enter("start_all_reduce", array, name=name), array.data.ptr
         self._wait_for_current()
         with span(self._stream):
-            self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
+            if not self._sent_directly(array):
+                self._messages.allReduce(pointer, pointer, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr)
         return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
+
+    def _sent_directly(self, array: Any) -> bool:
+        if self.links is None:
+            return False
+        with self._stream:
+            return self.links.sum("messages", array, self._stream, self._capturing)
 
     def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
         kind = self._summable("start_reduce_scatter", array)
@@ -230,7 +249,8 @@ class NCCLCommunicator:
         self._check("all_gather", array, written=False)
         call, stream = self._enter("all_gather", array), self._cuda.get_current_stream()
         out = self._ops.empty((self.size, *array.shape), array.dtype)
-        self._inline.allGather(array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, stream.ptr)
+        if self.links is None or not self.links.gather("inline", array, out, stream, self._capturing):
+            self._inline.allGather(array.data.ptr, out.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, stream.ptr)
         self._follow(_INLINE, call, stream)
         return out
 
@@ -258,8 +278,11 @@ class NCCLCommunicator:
         return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), *arrays)
 
     def split(self, color: int) -> NCCLCommunicator:
-        self._groups.append(NCCLCommunicator(self._control.split(color), self._device))
+        self._groups.append(NCCLCommunicator(self._control.split(color), self._device, direct=self._direct))
         return self._groups[-1]
+
+    def place(self, array: Any) -> Any:
+        return array if self.links is None else self.links.place(array)
 
     def follow(self, name: str) -> None:
         """Count what the current stream was given just now, such as a replayed graph that holds collectives, as one
@@ -283,6 +306,8 @@ class NCCLCommunicator:
         with self._health:
             self.closed = True
         self._cuda.Device(self._device).synchronize()
+        if self.links is not None:
+            self.links.close(self._control.gather_to_part)
         if self._captured:
             # NCCL ties a communicator to each graph that holds one of its calls, and a program's graphs may live to its
             # end: then the communicators do as well, and go with the process. Destroying them first was seen to crash.
@@ -336,6 +361,8 @@ class NCCLCommunicator:
                 followed.look()
             for engine in (self._inline, self._messages):
                 engine.check_async_error()
+            if self.links is not None:
+                self.links.check()
 
     def _destroy(self) -> None:
         with self._cuda.Device(self._device):
@@ -345,6 +372,8 @@ class NCCLCommunicator:
     def _abort(self) -> None:
         if self.closed:
             return
+        if self.links is not None:
+            self.links.abort()
         with self._cuda.Device(self._device):
             self._inline.abort()
             self._messages.abort()

@@ -46,7 +46,7 @@ class RollCall:
         self._processes = dict(processes)
         self._left: dict[int, int] = {}  # rank -> calls it made before it left in good order
         self._told = 0  # ranks that have told of leaving
-        self._failed: dict[int, str] = {}  # rank -> how it fails
+        self._failed: dict[int, tuple[str, bool]] = {}  # rank -> how it fails, and whether after another rank
         self._passed: dict[int, tuple[Passed, tuple[Call, ...]]] = {}  # rank -> what it called, to be compared
         self._compared = (0, 0.0)  # calls that were told to the next rank, and when
         self._answers: dict[int, Position] = {}
@@ -55,7 +55,7 @@ class RollCall:
         self._warned = 0
         self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
         self._sent: list[Any] = []
-        self._sending = threading.Lock()
+        self._sending, self._hearing = threading.Lock(), threading.Lock()
         self._health: list[Callable[[], None]] = []
         self._signals = _open_signals()
         self._interrupted: tuple[int, float] | None = None  # calls made when Ctrl-C came, and when
@@ -96,17 +96,26 @@ class RollCall:
         abort.parted()
 
     def alike(self, failure: str, seconds: float) -> list[int]:
-        """Tell the others of this rank's failure; the ranks, this one included, that told of the same in time."""
+        """Tell the others of this rank's failure; the ranks, this one included, that told of the same in time.
+
+        The first of them speaks for all: the lowest of those that had not heard of another's failure before.
+        """
         rank, end = self._comm.rank, time.monotonic() + seconds
         if self._gone.is_set():
             return [rank]
-        self._failed[rank] = failure
-        self._tell_all((_FAILED, failure))
-        while time.monotonic() < end and len(self._failed) < self._comm.size:
-            if threading.current_thread() is self._listener:
-                self._hear_all()
+        self._hear_all()
+        before = self._alike(failure)
+        self._failed[rank] = failure, bool(before)
+        self._tell_all((_FAILED, self._failed[rank]))
+        while not before and time.monotonic() < end and len(self._failed) < self._comm.size:
+            self._hear_all()
             time.sleep(0.01)
-        return sorted(other for other, text in self._failed.items() if text == failure)
+        return self._alike(failure)
+
+    def _alike(self, failure: str) -> list[int]:
+        """Ranks that told of it, those first that were first."""
+        told = [(late, rank) for rank, (text, late) in list(self._failed.items()) if text == failure]
+        return [rank for _, rank in sorted(told)]
 
     def _tell_all(self, message: tuple[int, Any]) -> None:
         for rank in range(self._comm.size):
@@ -142,8 +151,13 @@ class RollCall:
             self._passed[rank] = content
 
     def _hear_all(self) -> None:
-        while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
-            self._hear()
+        """From one thread at a time: the listener, or who fails while the listener does as well."""
+        if self._hearing.acquire(blocking=False):
+            try:
+                while self._comm.iprobe(source=self._mpi.ANY_SOURCE, tag=_TAG):
+                    self._hear()
+            finally:
+                self._hearing.release()
 
     def _position(self) -> Position:
         place, stack = watchdog.stack()
@@ -206,6 +220,8 @@ class RollCall:
         if not others:
             return
         rank = next((other for other in others if other > self._comm.rank), others[0])
+        if rank in self._failed:  # it has said so, and ends the job
+            return
         process = self._processes[rank]
         self._suspects[rank] = self._suspects.get(rank, 0) + 1 if _ended(process) else 0
         if self._suspects[rank] > 1:

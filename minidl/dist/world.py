@@ -11,15 +11,17 @@ from minidl import checks
 from minidl.dist import abort
 from minidl.dist.agree import by_value, rank_list, together
 from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.host import HostCommunicator
 from minidl.dist.mpi import MPICommunicator
 from minidl.dist.nccl import NCCLCommunicator, bind_device
 from minidl.dist.shm import ShmCommunicator
+from minidl.dist.staged import DeviceCopies, StagedCommunicator
 from minidl.dist.threads import cap_threads, ranks_sharing_cores
 
 __all__ = ["init", "launched_size", "world"]
 
 _DEVICES = ("auto", "cpu", "cuda")
-_ENGINES = ("auto", "shm", "mpi")
+_ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged")}
 ENGINE = "MINIDL_ENGINE"  # for programs that do not say
 
 # Number of ranks as told by Open MPI, by MPICH, Intel MPI and others with its process manager, by MVAPICH2, and by
@@ -45,13 +47,15 @@ def init(device: str = "auto", engine: str = "") -> Communicator:
     Args:
         device: where the arrays to be sent live: ``"cpu"``, ``"cuda"`` (NCCL), or ``"auto"``: cuda where every rank has
             a GPU, cpu where none has.
-        engine: how arrays of the cpu travel: ``"shm"`` (memory that the ranks of a host share, MPI between hosts),
-            ``"mpi"``, or ``"auto"``: shm where every host has the same number of ranks, two at least, and room for
-            it, else mpi. Default: $MINIDL_ENGINE, else auto.
+        engine: how arrays travel. Those of the cpu: ``"shm"`` (memory that the ranks of a host share, MPI between
+            hosts), ``"mpi"``, or ``"auto"``: shm where every host has the same number of ranks, two at least, and room
+            for it, else mpi. Those of GPUs: ``"nccl"``, ``"auto"``: NCCL, and by memory that the GPUs of a host share
+            where that is faster (`minidl.dist.ipc`), or ``"staged"``: through the host, as on the cpu. Default:
+            $MINIDL_ENGINE, else auto.
 
     Raises:
-        ValueError: for another device or engine, for shm where hosts have different numbers of ranks, or with
-            ``"auto"`` when only some ranks have a GPU.
+        ValueError: for another device or engine, or one of another device, for shm where hosts have different numbers
+            of ranks, or with ``"auto"`` when only some ranks have a GPU.
         ImportError: under a launcher without mpi4py.
         RuntimeError: when the job cannot be joined, on all ranks alike; when called again for another device.
     """
@@ -59,8 +63,8 @@ def init(device: str = "auto", engine: str = "") -> Communicator:
     engine = engine or os.environ.get(ENGINE) or "auto"
     if device not in _DEVICES:
         raise checks.unknown("device", device, _DEVICES)
-    if engine not in _ENGINES:
-        raise checks.unknown("engine", engine, _ENGINES)
+    if engine not in (known := sorted({name for names in _ENGINES.values() for name in names})):
+        raise checks.unknown("engine", engine, known)
     if getattr(_world, "closed", False):
         _world, _device = SOLO, None
     if _world is SOLO:  # nothing is joined yet, or this process is alone and may change its mind
@@ -112,7 +116,8 @@ def _join(device: str, engine: str, mpi: ModuleType) -> tuple[Communicator, str]
         sharing = ranks_sharing_cores(comm)
         together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
         device = _agree_on_device(comm, device)
-        joined = _on_host(comm, engine) if device == "cpu" else NCCLCommunicator(comm, bind_device(comm))
+        _agree_on_engine(comm, engine, device)
+        joined = _on_host(comm, engine) if device == "cpu" else _on_gpus(comm, engine)
     except BaseException:
         comm.close()
         raise
@@ -120,11 +125,24 @@ def _join(device: str, engine: str, mpi: ModuleType) -> tuple[Communicator, str]
     return joined, device
 
 
-def _on_host(comm: MPICommunicator, engine: str) -> Communicator:
-    """The engine for arrays of the host; the same everywhere, even where ranks were told differently."""
+def _agree_on_engine(comm: Communicator, engine: str, device: str) -> None:
     told = comm.share(engine)
     if len(set(told)) > 1:
         raise ValueError(f"init: {by_value(f'engine {name}' for name in told)}; all ranks need the same")
+    if engine not in _ENGINES[device]:
+        raise checks.bad_value("init", "engine", f"one of {', '.join(_ENGINES[device])} on {device}", engine)
+
+
+def _on_gpus(comm: MPICommunicator, engine: str) -> Communicator:
+    """The engine for arrays of GPUs, each rank bound to its own."""
+    device = bind_device(comm)
+    if engine == "staged":
+        return StagedCommunicator(_on_host(comm, "auto"), DeviceCopies(device))
+    return NCCLCommunicator(comm, device, direct=engine == "auto")
+
+
+def _on_host(comm: MPICommunicator, engine: str) -> HostCommunicator:
+    """The engine for arrays of the host; the same everywhere."""
     sizes = set(comm.share(comm.local_size))
     if engine == "mpi" or (engine == "auto" and (len(sizes) > 1 or min(sizes) < 2)):
         return comm

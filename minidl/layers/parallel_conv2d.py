@@ -264,6 +264,10 @@ class ChannelParallelConv2d(Conv2d):
 
         self.declare(name, (own.count, *shape[1:]), part, product=product)
 
+    @property
+    def parted(self) -> bool:
+        return self.group.size > 1
+
     def describe(self) -> str:
         return f"{super().describe()}, channels {self._own.begin} to {self._own.end - 1}"
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from types import ModuleType
@@ -32,9 +33,23 @@ from minidl.profile.all_reduce import fit
 from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
 
-__all__ = ["DEFAULT_BYTES", "Record", "choose", "disturbed", "group_bytes", "kept", "measure", "tune"]
+__all__ = [
+    "BESIDE_MEMORY",
+    "BESIDE_PRODUCTS",
+    "DEFAULT_BYTES",
+    "Neighbour",
+    "Record",
+    "by_neighbourhood",
+    "choose",
+    "disturbed",
+    "group_bytes",
+    "kept",
+    "measure",
+    "tune",
+]
 
 DEFAULT_BYTES = 4 << 20  # where nothing was measured
+BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # the same on GPUs: what was best on H200s with NVLink
 LAYERS = 64
 LAYER_BYTES = {"cpu": 256 << 10, "cuda": 1 << 20}
 SAMPLES = 15
@@ -42,15 +57,77 @@ COMPUTE_SHARE = 2.0  # of the exchange's own time, on a CPU
 WITHIN = 1.02  # of the best step: among those the smallest group, whose tail is shortest
 _MATRIX = 192
 _IMAGES, _FILTERS = (128, 56, 56, 64), (64, 3, 3, 64)  # on an H200 some 100 us, so that the host stays ahead
-_VERSION = 1
+_RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
+_TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
+_VERSION = 2
 
 Record = dict[str, Any]
 
 
-def group_bytes(ops: ModuleType, comm: Communicator) -> int:
-    """What was measured for this machine, engine and number of ranks, else 4 MiB; a collective on several ranks."""
+@dataclass(frozen=True)
+class Neighbour:
+    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work."""
+
+    name: str
+    nbytes: int
+    flop: int
+    bytes: int
+
+    def work(self, itemsize: int) -> tuple[float, bool]:
+        """(how long it takes, in bytes at the memory's rate; whether products bound it)."""
+        products = self.flop * itemsize / _RIDGE
+        return max(products, self.bytes), products > self.bytes
+
+
+def by_neighbourhood(
+    layers: Sequence[Neighbour], itemsize: int, beside_memory: int, beside_products: int
+) -> dict[str, int]:
+    """What is enough for a message that ends at each layer that sends something.
+
+    It travels beside the layers that come next, until they have gradients for ``beside_memory`` themselves. Where
+    products bound most of their time it is to hold ``beside_products``, else ``beside_memory``, but never much more
+    than what is left to be sent: the last messages grow smaller, for nothing is computed beside the end of the last.
+
+    Args:
+        layers: in the order of the backward pass.
+        itemsize: bytes of a stored element.
+    """
+    enough, left = {}, sum(layer.nbytes for layer in layers)
+    for i, layer in enumerate(layers):
+        left -= layer.nbytes
+        if layer.nbytes:
+            wanted = beside_products if _among_products(layers[i + 1 :], itemsize, beside_memory) else beside_memory
+            enough[layer.name] = min(wanted, max(left, beside_memory // _TAIL_SHARE))
+    return enough
+
+
+def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -> bool:
+    total = products = sent = 0.0
+    for layer in following:
+        ms, bound = layer.work(itemsize)
+        total, products, sent = total + ms, products + ms * bound, sent + layer.nbytes
+        if sent >= until:
+            break
+    return 2 * products > total
+
+
+def group_bytes(
+    ops: ModuleType, comm: Communicator, layers: Sequence[Neighbour] = (), itemsize: int = 4
+) -> int | dict[str, int]:
+    """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
+
+    Args:
+        layers, itemsize: as for `by_neighbourhood`, which is followed on GPUs, and where neighbourhoods were measured
+            apart.
+    """
     record = kept(ops, comm) if comm.size > 1 else None
-    return DEFAULT_BYTES if record is None else record["group_bytes"]
+    if record is None:
+        usual = comm.size > 1 and ops.name == "cuda" and layers
+        return by_neighbourhood(layers, itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS) if usual else DEFAULT_BYTES
+    apart = record["beside"]
+    if not apart or not layers:
+        return record["group_bytes"]
+    return by_neighbourhood(layers, itemsize, apart["memory"]["group_bytes"], apart["products"]["group_bytes"])
 
 
 def kept(ops: ModuleType, comm: Communicator) -> Record | None:
@@ -75,7 +152,8 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
     Returns:
         The record: group_bytes, latency_us and bus_gb_per_s (an alpha-beta model of the messages alone), compute_ms of
         the backward pass without messages, and ``groups``: for each size bytes, step_ms, exposed_ms, alone_ms (the
-        exchange without compute). The slowest rank's times, of several samples the fastest.
+        exchange without compute). On a GPU ``beside``: group_bytes and groups beside products and beside memory-bound
+        passes alone. The slowest rank's times, of several samples the fastest.
 
     Raises:
         ValueError: on one rank alone.
@@ -87,28 +165,34 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
     sizes = [layer_bytes << i for i in range(LAYERS.bit_length())]
     step = partial(_step, ops, comm, arena)
     exchange = _slowest(comm, [step(sizes[-1], None) for _ in range(3)])
-    compute = _products(comm, COMPUTE_SHARE * exchange / LAYERS) if ops.name == "cpu" else _kernels(ops)
-    arms: dict[tuple[int, bool], list[float]] = {(size, beside): [] for size in (0, *sizes) for beside in (True, False)}
-    del arms[0, False]
+    computes = _products(comm, COMPUTE_SHARE * exchange / LAYERS) if ops.name == "cpu" else _kernels(ops)
+    arms: dict[tuple[str, int], list[float]] = {(kind, size): [] for kind in ("", *computes) for size in (0, *sizes)}
+    del arms["", 0]
     for sample in range(SAMPLES):
         if progress is not None and comm.rank == 0:
             progress(f"group sizes, sample {sample + 1} of {SAMPLES}")
-        for size, beside in arms:
-            arms[size, beside].append(step(size, compute if beside else None))
+        for kind, size in arms:
+            arms[kind, size].append(step(size, computes.get(kind)))
     best = {arm: _slowest(comm, times) for arm, times in arms.items()}
-    base = best[0, True]
-    groups = [
-        {
-            "bytes": size, "step_ms": best[size, True], "exposed_ms": best[size, True] - base,
-            "alone_ms": best[size, False],
-        }
-        for size in sizes
-    ]  # fmt: skip
-    messages = [(wire_bytes(g["bytes"], comm.size), g["alone_ms"] * g["bytes"] / arena.nbytes) for g in groups]
+    whole, *apart = ({"group_bytes": choose(groups), "groups": groups} for groups in _groups(best, computes, sizes))
+    messages = [(wire_bytes(size, comm.size), best["", size] * size / arena.nbytes) for size in sizes]
     latency_us, bus_gb_per_s = fit(messages)
-    figures = {"latency_us": latency_us, "bus_gb_per_s": bus_gb_per_s, "compute_ms": base, "groups": groups}
-    head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "group_bytes": choose(groups)}
-    return _identity(ops, comm) | head | figures
+    figures = {"latency_us": latency_us, "bus_gb_per_s": bus_gb_per_s, "compute_ms": best[next(iter(computes)), 0]}
+    beside = dict(zip(list(computes)[1:], apart, strict=True))
+    head = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+    return _identity(ops, comm) | head | whole | figures | {"beside": beside}
+
+
+def _groups(best: Record, kinds: Iterable[str], sizes: Sequence[int]) -> Iterator[list[Record]]:
+    """What was measured for each size of group, beside each kind of compute."""
+    for kind in kinds:
+        yield [
+            {
+                "bytes": size, "step_ms": best[kind, size], "exposed_ms": best[kind, size] - best[kind, 0],
+                "alone_ms": best["", size],
+            }
+            for size in sizes
+        ]  # fmt: skip
 
 
 def choose(groups: Sequence[Record]) -> int:
@@ -140,19 +224,22 @@ def _step(ops: ModuleType, comm: Communicator, arena: Any, size: int, compute: C
     return (time.perf_counter() - started) * 1e3
 
 
-def _kernels(ops: ModuleType) -> Callable[[], None]:
-    """A convolution, which the products bound, and a pass that the memory bounds."""
+def _kernels(ops: ModuleType) -> dict[str, Callable[[], None]]:
+    """A convolution, which the products bound, and a pass that the memory bounds: both in turn, and each alone."""
     x, w = (
         ops.from_host(np.random.default_rng(0).random(shape, np.float32), bfloat16) for shape in (_IMAGES, _FILTERS)
     )
 
-    def compute() -> None:
+    def products() -> None:
+        ops.conv2d(x, w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+
+    def both() -> None:
         ops.relu(ops.conv2d(x, w, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1))
 
-    return compute
+    return {"both": both, "products": products, "memory": lambda: ops.relu(x)}
 
 
-def _products(comm: Communicator, milliseconds: float) -> Callable[[], None]:
+def _products(comm: Communicator, milliseconds: float) -> dict[str, Callable[[], None]]:
     """Matrix products of about so long, equally many on all ranks."""
     a = np.random.default_rng(0).standard_normal((_MATRIX, _MATRIX), np.float32)
     out = np.empty_like(a)
@@ -167,7 +254,7 @@ def _products(comm: Communicator, milliseconds: float) -> Callable[[], None]:
         for _ in range(count):
             np.matmul(a, a, out=out)
 
-    return compute
+    return {"both": compute}
 
 
 def _slowest(comm: Communicator, own: Sequence[float]) -> float:

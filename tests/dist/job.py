@@ -37,6 +37,7 @@ TIMEOUT_SECONDS = 20.0
 # How a rank can fail (functions of workers/faults.py): the status of the job, and what somebody must have said.
 FAULTS = {
     "uncaught_exception": (1, "ZeroDivisionError: broken on purpose"),
+    "exception_behind_another_hook": (1, "ZeroDivisionError: broken on purpose"),
     "exception_while_a_message_is_awaited": (1, "ZeroDivisionError: broken on purpose"),
     "exception_through_finally_close": (1, "ZeroDivisionError: broken on purpose"),
     "exception_in_thread": (1, "uncaught exception in thread loader-3"),
@@ -44,6 +45,7 @@ FAULTS = {
     "exit_with_status": (3, "sys.exit(3) called from"),
     "exit_with_text": (1, "sys.exit('no data') called from"),
     "ends_without_a_word": (1, "os._exit(0) called"),
+    "nan_on_one_rank": (1, "not finite before they are summed: on rank 0: finite; on rank 1: in layer fc"),
     "early_end": (1, "(all_reduce), but rank 1 ended after"),
     "early_end_while_a_message_is_awaited": (1, "(start_all_reduce), but rank 1 ended after"),
     "early_close": (1, "(all_reduce), but rank 1 ended after"),

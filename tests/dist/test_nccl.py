@@ -9,7 +9,7 @@ import pytest
 
 from minidl import backend
 from tests.dist import job
-from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS, LIMIT_SECONDS
+from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS
 
 
 def _gpus() -> int:
@@ -25,7 +25,7 @@ def _gpus() -> int:
 GPUS = _gpus()
 RANKS = [n for n in (2, 3, 4, 8) if n <= GPUS] or [2]
 
-LIMIT = {"MINIDL_TIMEOUT": str(LIMIT_SECONDS)}
+LIMIT = {"MINIDL_TIMEOUT": "6"}  # NCCL takes seconds to connect, and is watched as well
 
 pytestmark = [
     pytest.mark.mpi,
@@ -42,13 +42,15 @@ def patient(monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
 
 
+@pytest.mark.parametrize("engine", ["auto", "nccl", "staged"])
 @pytest.mark.parametrize("ranks", RANKS)
-def test_laws_hold(ranks, tmp_path):
-    done = job.run("laws", ranks, tmp_path, "cuda")
+def test_laws_hold(ranks, engine, tmp_path):
+    done = job.run("laws", ranks, tmp_path, "cuda", engine)
     assert done.status == 0, done.output
     assert [answer["rank"] for answer in done.answers] == list(range(ranks))
     for answer in done.answers:
-        assert answer["name"] == "nccl" and answer["size"] == ranks and answer["count"] > 100
+        assert answer["name"] == ("staged" if engine == "staged" else "nccl")
+        assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
 
@@ -69,8 +71,31 @@ def test_compiled_training_gives_the_bits_of_eager_training(ranks, tmp_path):
         assert answer["name"] == "nccl" and answer["found"] == done.answers[0]["found"], "ranks must agree to the bit"
         for case, (eager, compiled) in answer["found"].items():
             assert eager == compiled, case
-            losses = [loss for loss, _, _ in eager["losses"]]
+            losses = [read[0] for read in eager["losses"]]
             assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
+    """To the bit, whatever the way, size, type and place; and a kernel that waits gives up in time."""
+    done = job.run("links", ranks, tmp_path)
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["links"] and answer["wrong"] == {}
+        assert set(answer["replays"].values()) == {0} and max(answer["regions"]) <= 2
+        if answer["rank"] == 0:
+            assert 0.2 <= answer["seconds"] < 2 and "has waited too long for another rank" in answer["said"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_grouping_changes_no_bit_where_gpus_see_each_other(ranks, tmp_path):
+    """With NCCL it may: the size of a message decides how it adds."""
+    found = set()
+    for group_bytes in (0, 5000, 1 << 30):
+        done = job.run("training", ranks, tmp_path, "cuda", str(group_bytes))
+        assert done.status == 0, done.output
+        found |= {json.dumps([answer["weights"], answer["losses"]]) for answer in done.answers}
+    assert len(found) == 1
 
 
 def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
@@ -138,7 +163,7 @@ def test_a_stopped_rank_is_named_whoever_it_is(fault, culprit, tmp_path):
 def test_a_killed_rank_ends_the_job(tmp_path):
     done = job.run("faults", 2, tmp_path, "killed", "cuda")
     assert done.status != 0, done.output
-    assert done.seconds < 45 and done.answers == []
+    assert done.seconds < 45
 
 
 @pytest.mark.parametrize("name", ["late_rank", "message_never_awaited", "all_exit_with_status"])

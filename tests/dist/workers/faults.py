@@ -6,6 +6,7 @@ Rank RANK (default 1) misbehaves, the others wait for it.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,8 @@ import minidl as m
 from minidl.backend import get_ops
 from minidl.dist import abort, init
 from minidl.dist.nccl import _Followed
+from minidl.nonfinite import GradientWatch
+from minidl.step import EagerStep
 
 out, name, device = sys.argv[1:4]
 comm = init(device)
@@ -38,6 +41,19 @@ def uncaught_exception():
         abort.context.update(step=12, layer="layer1.0.conv2")
         raise ZeroDivisionError("broken on purpose")
     wait_for_the_others()
+
+
+def exception_behind_another_hook():
+    """As torch.distributed has one, which keeps what is printed until the hook before it returns: never."""
+    before = sys.excepthook
+
+    def hook(*error):
+        stderr, sys.stderr = sys.stderr, io.StringIO()
+        before(*error)
+        stderr.write(sys.stderr.getvalue())
+
+    sys.excepthook = hook
+    uncaught_exception()
 
 
 def exception_while_a_message_is_awaited():
@@ -200,6 +216,21 @@ def other_weights():
     graph = m.Graph()
     graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
     m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
+
+
+def nan_on_one_rank():
+    """In one pixel: after the sum all ranks would have it."""
+    graph = m.Graph()
+    x = m.ReLU(name="relu")(m.Conv2d(3, 4, 3, name="conv1")(graph.input((6, 6, 3))))
+    graph.output(m.Linear(64, 4, name="fc")(m.Flatten()(x)))
+    model = m.Model(graph, device=device, comm=comm)
+    watch, step = GradientWatch(model.arena), EagerStep(model, m.SGD(model, 0.1), m.SoftmaxCrossEntropy(comm=comm))
+    images = np.ones((2, 6, 6, 3), "float32")
+    for number in range(3):
+        if misbehaves and number == 2:
+            images[1, 2, 3, 0] = np.nan
+        step(ops.from_host(images), ops.from_host(np.zeros(2, "int32")))
+        watch.check(comm, number)
 
 
 def missing_replay():

@@ -1,4 +1,7 @@
-"""Runs the communicator laws on this rank, all ranks in the same order: ``laws.py OUT DEVICE [ENGINE]``."""
+"""Runs the communicator laws on this rank, all ranks in the same order: ``laws.py OUT DEVICE [ENGINE]``.
+
+The engine ``played`` is that of staged arrays, on arrays that play those of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,39 @@ import json
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 
 from minidl.backend import get_ops
 from minidl.dist import init
+from minidl.dist.staged import StagedCommunicator
 from tests.dist.laws import CommunicatorLaws
+
+
+class Played(np.ndarray):
+    """An array that the engines of the host would not take: it is no plain NumPy array."""
+
+
+class PlayedCopies:
+    """Copies between the host and a GPU that is not there."""
+
+    ops = SimpleNamespace(
+        Array=Played, to_host=np.array, copy_into=np.copyto, from_host=lambda host: np.array(host).view(Played)
+    )
+
+    def host(self, array):
+        return np.full_like(array, 77, subok=False)
+
+    def ready(self):
+        return "ready"
+
+    def fetch(self, host, array, ready):
+        assert ready == "ready"
+        np.copyto(host, array.view(np.ndarray))
+
+    def put(self, array, host):
+        np.copyto(array, host)
 
 
 def cases(law):
@@ -21,9 +53,12 @@ def cases(law):
 
 
 def main(out: str, device: str, engine: str = "") -> None:
-    comm = init(device, engine)
     laws = CommunicatorLaws()
-    laws.comm, laws.ops = comm, get_ops(device)
+    if engine == "played":
+        comm, laws.ops = StagedCommunicator(init(device), PlayedCopies()), PlayedCopies.ops
+    else:
+        comm, laws.ops = init(device, engine), get_ops(device)
+    laws.comm = comm
     failures, count = {}, 0
     for name in sorted(name for name in dir(laws) if name.startswith("test_")):
         for case in cases(getattr(laws, name)):

@@ -1,0 +1,368 @@
+"""Training steps on several ranks: images per second, efficiency, and what communication adds, beside PyTorch's DDP.
+
+    mpirun -n 2 python benchmarks/bench_scaling.py --cases resnet50/256 vgg16/64 unet/32 --json out.json
+    python benchmarks/bench_scaling.py --ranks 2 --device cpu --cases resnet20/32 --arms shm mpi
+
+A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
+A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
+a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
+memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
+on GPUs: links (sums by our own kernels where they have a route; links8: of eight blocks at most), nccl; on CPUs: shm,
+mpi. All arms take turns in blocks of steps on one model, among them the same step without messages, on all ranks at
+once: efficiency is its time over the arm's. What communication adds is told twice: the arm less the step without
+messages, and, for the first arm, what events say the update waited in a step that is watched. Sums of batch norms stay
+in the step without messages, and go by links there.
+
+PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from minidl import checks, dist, launch, models
+from minidl.bench.setup import Setup, device_of
+from minidl.bench.step import TrainingStep
+from minidl.bench.warm import compile_ahead, this_gpu
+from minidl.dist import Communicator, ipc
+from minidl.dist.shm import ShmCommunicator
+from minidl.fusion import fuse
+from minidl.layers import BatchNorm2d
+from minidl.precision import precision
+from minidl.profile.grouping import BESIDE_MEMORY, BESIDE_PRODUCTS, by_neighbourhood
+from minidl.profile.results import machine_record, result, write
+from minidl.profile.steps import StepProfiler
+from minidl.profile.tables import show
+from minidl.profile.timing import Timing
+
+CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
+ARMS = {
+    "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "links8/25", "nccl/0", "nccl/4", "nccl/25"],
+    "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
+}
+NEAR = "near"
+PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
+SILENT = "without messages"
+WATCHED = 5  # steps
+TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
+
+Step = Callable[[], Any]
+
+
+class Arm(NamedTuple):
+    """How messages go; ``group`` in MiB, or ``near``; None: as this machine is tuned."""
+
+    engine: str
+    group: str | None
+    dtype: str
+
+    @classmethod
+    def parse(cls, text: str, device: str) -> Arm:
+        engine, *rest = text.split("/")
+        known = ROUTES if device == "cuda" else ("shm", "mpi")
+        if engine not in known:
+            raise checks.unknown("engine of an arm", engine, known)
+        sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
+        if len(rest) > 2 or not sized or rest[1:] not in ([], ["fp32"], ["bf16"]):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE]]", text)
+        return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32")
+
+
+ROUTES = {
+    "links": ipc.Routes(),
+    "links8": ipc.Routes(blocks=8),
+    "nccl": ipc.BY_NCCL,
+}
+
+
+def arguments() -> argparse.Namespace:
+    """The options."""
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--ranks", type=int, default=2, help="where no launcher started it")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
+    p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
+    p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE]]")
+    p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
+    p.add_argument("--blocks", type=int, default=9, help="timed blocks of steps of each arm")
+    p.add_argument("--steps", type=int, default=5, help="steps in a block")
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
+    a = p.parse_args()
+    checks.at_least("bench_scaling", "--blocks", a.blocks, 2)
+    return a
+
+
+class Ours:
+    """Our step in all its arms, on one model."""
+
+    def __init__(self, setup: Setup, comm: Communicator, fusion: str, synchronised: bool):
+        self.comm, self.setup, self.synchronised, graph = comm, setup, synchronised, setup.graph()
+        for layer in graph.layers:
+            if isinstance(layer, BatchNorm2d):
+                layer.sync = synchronised
+        self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
+        fuse(self.step.model, fusion)
+        self.tuned_bytes = self.step.model.arena.group_bytes
+        self.messages: dict[str, int] = {}
+
+    def connect(self, arm: Arm) -> None:
+        """Cut and send messages as the arm does; a collective."""
+        arena, comm = self.step.model.arena, self.comm
+        if self.setup.device == "cuda":
+            if comm.links is None and arm.engine != "nccl":
+                raise checks.impossible("bench_scaling", f"arm {arm.engine} without links between the GPUs")
+            if comm.links is not None:
+                comm.links.routes = ROUTES[arm.engine]
+        elif arm.engine == "mpi":
+            comm = comm.control
+        arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
+        arena.settle()
+
+    def group_bytes(self, arm: Arm) -> int | Mapping[str, int]:
+        """As `Model` takes it."""
+        if arm.group == NEAR:
+            itemsize = self.step.model.precision.storage.itemsize
+            return by_neighbourhood(self.step.model.neighbours(), itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS)
+        return self.tuned_bytes if arm.group is None else int(arm.group) << 20
+
+    def ready(self, arm: Arm | None) -> tuple[Step, Callable[[], None]]:
+        """(a step as the arm takes it, started by the call; what to do before a run of them); None: without messages.
+
+        A collective.
+        """
+        arena, comm = self.step.model.arena, self.comm
+
+        def prepare() -> None:
+            if arm is None:
+                arena.connect(dist.SOLO, self.tuned_bytes)
+            else:
+                self.connect(arm)
+
+        prepare()
+        self.messages[str(arm)] = len(arena.messages)
+        if self.setup.device == "cpu":
+            return self.step, prepare
+        replay, wire = self.step.capture(), arena.wire
+
+        def step() -> Any:
+            assert wire is not None  # the graph writes to it
+            return replay()
+
+        arena.connect(comm, self.tuned_bytes)
+        return step, lambda: None
+
+    def waited(self, arm: Arm) -> float:
+        """Milliseconds that the update of a watched step waits for messages, on the slowest rank; a collective."""
+        self.connect(arm)
+        gpu = self.setup.device == "cuda"
+        profiler = StepProfiler(self.step.ops, captured=gpu)
+        found = []
+        if gpu:
+            replay = self.step.capture(profiler)
+            with replay.stream:
+                for _ in range(WATCHED + 1):
+                    self.comm.barrier()
+                    replay()
+                    found += profiler.read()
+        else:
+            self.step.observe(profiler)
+            for _ in range(WATCHED + 1):
+                with profiler.step():
+                    self.step()
+            found = profiler.read()
+            self.step.observe()
+        names = {message.name for message in self.step.model.arena.messages}
+        waits = [sum(s.ms for s in one.spans if s.pass_name == "wait" and s.layer in names) for one in found[1:]]
+        return max(self.comm.share(statistics.median(waits)))
+
+
+def nothing() -> None:
+    """Before a run of steps that need none of it."""
+
+
+def block_ms(comm: Communicator, step: Step, steps: int, settle: Callable[[], None]) -> float:
+    """Milliseconds of a step, on the slowest rank; a collective."""
+    settle()
+    comm.barrier()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    settle()
+    return max(comm.share((time.perf_counter() - started) / steps * 1e3))
+
+
+def made(comm: Communicator, name: str, make: Callable[[], Any], expected: Callable[[float], bool]) -> Any:
+    """What PyTorch makes, having taken a step with and without messages, or None, told on rank 0; a collective.
+
+    Args:
+        expected: of the loss of its first step on all ranks.
+    """
+    peer, loss, failure = None, 0.0, ""
+    try:
+        peer = make()
+        loss = float(peer())
+        peer.silent()()
+    except Exception:  # the rows of ours are worth having without it
+        failure = traceback.format_exc()
+    losses, failures = zip(*comm.share((loss, failure)), strict=True)
+    if not any(failures) and not expected(statistics.mean(losses)):
+        failures = (f"it computes something else: its losses are {losses}",)
+    if any(failures) and comm.rank == 0:
+        print(f"{name} is left out:\n{next(filter(None, failures))}", flush=True)
+    return None if any(failures) else peer
+
+
+def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, Any]:
+    """PyTorch's steps, with and without messages, which compute what ours does; a collective."""
+    if not a.peers:
+        return {}
+    from benchmarks.ddp import Peer
+
+    found: dict[str, Any] = {}
+    for name in a.peers:
+        make = partial(Peer, setup.graph(), ours.step, compiled=PEERS[name], synchronised=ours.synchronised)
+        peer = made(ours.comm, name, make, partial(math.isclose, loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)))
+        if peer is not None:
+            found[name], found[f"{name} {SILENT}"] = (peer, nothing), (peer.silent(), nothing)
+    return found
+
+
+def measure(
+    a: argparse.Namespace, comm: Communicator, setup: Setup, synchronised: bool, arms: dict[str, Arm]
+) -> list[dict[str, Any]]:
+    """The rows of one case; a collective."""
+    if setup.device == "cuda" and comm.local_rank == 0:
+        compile_ahead(setup.graph(), setup.batch, setup.precision, a.fusion, this_gpu())
+    comm.barrier()
+    ours = Ours(setup, comm, a.fusion, synchronised)
+    with_weights = ours.step.model.forward(ours.step.x)
+    loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
+    steps = peers_of(a, setup, ours, loss)
+    peers = [name for name in a.peers if name in steps]
+    steps[SILENT] = ours.ready(None)
+    steps |= {name: ours.ready(arm) for name, arm in arms.items()}
+
+    def settle() -> None:
+        if setup.device == "cuda":
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for block in range(a.blocks + 1):
+        for name, (step, prepare) in steps.items():
+            prepare()
+            ms = block_ms(comm, step, a.steps if block else 2, settle)
+            if block:
+                samples[name].append(ms)
+    times = {name: Timing(tuple(values)) for name, values in samples.items()}
+    first = next(iter(arms))
+    waited = {first: ours.waited(arms[first])}
+    return [row(setup, name, arm, ours, times, peers, waited.get(name)) for name, arm in arms.items()]
+
+
+def row(
+    setup: Setup, name: str, arm: Arm, ours: Ours, times: dict[str, Timing], peers: list[str], waited: float | None
+) -> dict[str, Any]:
+    """A row of the result file."""
+    mine, alone, images = times[name], times[SILENT], setup.batch * setup.ranks
+    efficiency = {peer: times[f"{peer} {SILENT}"].ms / times[peer].ms for peer in peers}
+    return {
+        "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
+        "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks,
+        "images_per_s": images / mine.ms * 1e3,
+        "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
+        "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
+        "group": arm.group or "tuned", "message_dtype": arm.dtype,
+        "parameters": ours.step.model.num_parameters,
+        "peers": {peer: times[peer].ms for peer in peers}, "peer_spreads": {p: times[p].spread for p in peers},
+        "peer_images_per_s": {peer: images / times[peer].ms * 1e3 for peer in peers}, "peer_efficiency": efficiency,
+        "peer_exposed_ms": {peer: times[peer].ms - times[f"{peer} {SILENT}"].ms for peer in peers},
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
+    """Print all rows, those that scale worst first."""
+    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "by events"]
+    for peer in peers:
+        columns += [f"{peer} ms", "images/s", "efficiency", "adds ms", "its ms / ours"]
+    cells = []
+    for r in sorted(rows, key=lambda r: r["efficiency"]):
+        events = r["exposed_by_events_ms"]
+        cells.append([
+            r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
+            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", "" if events is None else f"{events:.3f}",
+        ])  # fmt: skip
+        for p in (p for p in peers if p in r["peers"]):
+            cells[-1] += [
+                f"{r['peers'][p]:.3f}", f"{r['peer_images_per_s'][p]:.0f}", f"{r['peer_efficiency'][p]:.2%}",
+                f"{r['peer_exposed_ms'][p]:.3f}", f"{r['peers'][p] / r['ms']:.2f}",
+            ]  # fmt: skip
+    show(f"training steps on {rows[0]['ranks']} ranks, worst efficiency first", columns, cells)
+
+
+def clean(device: str) -> None:
+    """Give back what the case before has left in the pools of both sides."""
+    gc.collect()
+    if device == "cuda":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+
+def joined(device: str) -> Communicator:
+    """All ranks; on CPUs in shared memory, with the engine of MPI underneath."""
+    if device == "cpu":
+        return ShmCommunicator(dist.init("cpu", "mpi"))
+    return dist.init(device)
+
+
+def main() -> None:
+    """Measure all cases and show them."""
+    a = arguments()
+    if dist.launched_size() == 1:
+        sys.exit(launch.main(["-n", str(a.ranks), *sys.argv]))
+    comm = joined(a.device)
+    device = device_of(a.device, comm)
+    arms = {text: Arm.parse(text, device) for text in a.arms or ARMS[device]}
+    mode = precision(a.precision or ("bf16" if device == "cuda" else "fp32")).name
+    if a.peers:
+        from benchmarks import ddp
+
+        ddp.join(comm, device)
+    rows: list[dict[str, Any]] = []
+    for case in a.cases or CASES[device]:
+        (model, _, batch), synchronised = case.removesuffix("/sync").partition("/"), case.endswith("/sync")
+        if model not in models.MODELS or not batch.isdecimal():
+            raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH or MODEL/BATCH/sync", case)
+        clean(device)
+        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), synchronised, arms)
+        if comm.rank == 0:
+            latest = [r for r in rows if r["case"] == rows[-1]["case"]]
+            print(f"{case}: " + ", ".join(f"{r['arm']} {r['ms']:.2f} ms" for r in latest), flush=True)
+            if a.json:
+                write(Path(a.json), result("bench_scaling", rows, machine_record()))
+    if comm.rank == 0:
+        table(rows, a.peers)
+    if a.peers:
+        ddp.leave()
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

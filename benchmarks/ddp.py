@@ -1,0 +1,93 @@
+"""PyTorch's DistributedDataParallel on the same ranks, weights and batches: the peer of bench_scaling.py."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from minidl.bench.step import DECAY, LR, MOMENTUM, TrainingStep
+from minidl.bench.torch_twin import TorchGraph, from_nhwc
+from minidl.dist import Communicator
+from minidl.graph import Graph
+
+__all__ = ["Peer", "join", "leave"]
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def join(comm: Communicator, device: str) -> None:
+    """Make PyTorch's process group of all ranks; a collective."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = comm.share(_address(comm))[0]
+    if device == "cuda":
+        import cupy
+
+        torch.cuda.set_device(cupy.cuda.runtime.getDevice())
+        torch.backends.cudnn.benchmark = True
+    engine = "nccl" if device == "cuda" else "gloo"
+    distributed.init_process_group(engine, rank=comm.rank, world_size=comm.size)
+
+
+def _address(comm: Communicator) -> tuple[str, str]:
+    """(host, port) at which rank 0 can be found."""
+    host = "127.0.0.1" if comm.local_size == comm.size else socket.gethostname()
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return host, str(found.getsockname()[1])
+
+
+def leave() -> None:
+    """End the process group; a collective."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+class Peer:
+    """A training step of the same network: SGD with momentum, autocast in 16-bit types, channels last.
+
+    Args:
+        graph: made for this.
+        ours: whose weights and batch it takes, as they are.
+        compiled: by ``torch.compile``.
+        synchronised: batch norms take the statistics of all ranks.
+    """
+
+    def __init__(self, graph: Graph, ours: TrainingStep, *, compiled: bool, synchronised: bool = False):
+        device = ours.ops.name
+        network = TorchGraph(graph).load(ours.model.state_dict()).to(device)
+        if synchronised:
+            network = torch.nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        options = {"device_ids": [torch.cuda.current_device()]} if device == "cuda" else {}
+        self._parallel = DistributedDataParallel(
+            network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
+        )
+        self._run = torch.compile(self._parallel) if compiled else self._parallel
+        self._optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY)
+        self._device, self._half = device, _HALF.get(ours.model.precision.name)
+        images, labels = (ours.ops.to_host(array) for array in (ours.x, ours.labels))
+        self._x = from_nhwc(images.astype(np.float32), device)
+        self._labels = torch.from_numpy(labels).long().to(device)
+
+    def __call__(self) -> Any:
+        """One step, started; the loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self._device, dtype=self._half or torch.bfloat16, enabled=self._half is not None):
+            loss = torch.nn.functional.cross_entropy(self._run(self._x), self._labels)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    def silent(self) -> Callable[[], Any]:
+        """The step without messages; the ranks' weights differ afterwards."""
+
+        def step() -> Any:
+            with self._parallel.no_sync():
+                return self()
+
+        return step

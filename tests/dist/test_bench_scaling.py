@@ -1,0 +1,82 @@
+"""Steps on several ranks as the benchmark measures them, on CPU ranks; and the table that is made of its rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist import job
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "benchmarks" / "bench_scaling.py")
+
+
+@pytest.fixture
+def tables():
+    """benchmarks/rank_tables.py as a module."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import rank_tables
+
+        return rank_tables
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
+def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
+    out = tmp_path / "out" / "scaling.json"
+    arms = ["shm/near", "mpi/0", "shm/1/bf16"]
+    options = ["--device", "cpu", "--cases", "lenet/4", "resnet20/2/sync", "--arms", *arms, "--peers"]
+    done = job.run_program([SCRIPT, *options, "--blocks", "2", "--steps", "1", "--json", str(out)], 2, tmp_path)
+    assert done.status == 0, done.output
+    content = json.loads(out.read_text())
+    rows = content["rows"]
+    assert [row["arm"] for row in rows] == 2 * arms
+    assert [row["case"] for row in rows[::3]] == ["lenet/32x32/b4", "resnet20/32x32/b2, synchronised"]
+    for row in rows:
+        assert row["efficiency"] == pytest.approx(row["alone_ms"] / row["ms"], rel=1e-5)
+        assert row["exposed_ms"] == pytest.approx(row["ms"] - row["alone_ms"], abs=1e-4)
+        batch = 2 * int(row["case"].partition("/b")[2].partition(",")[0])
+        assert row["images_per_s"] == pytest.approx(batch / row["ms"] * 1e3, rel=1e-5)
+        assert (row["exposed_by_events_ms"] is None) == (row["arm"] != arms[0])
+    assert rows[1]["messages"] > rows[0]["messages"] >= 1 and rows[2]["message_dtype"] == "bf16"
+    table = tables.scaling([content])
+    assert all(table.count(f"| {row['arm']} |") == 2 for row in rows[:3])
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--arms", "links"], "unknown engine of an arm 'links'"),
+        (["--arms", "shm/x"], "--arms must be ENGINE"),
+        (["--cases", "lenet"], "--cases must be MODEL/BATCH"),
+    ],
+)
+def test_what_it_cannot_measure_is_refused(options, said, tmp_path):
+    done = job.run_program([SCRIPT, "--device", "cpu", "--peers", *options], 2, tmp_path)
+    assert done.status != 0 and said in done.output
+
+
+def test_tables_begin_with_the_worst(tables):
+    row = {
+        "case": "net/b1", "dtype": "bf16", "ranks": 2, "images_per_s": 10.0, "exposed_ms": 1.0, "ms": 2.0,
+        "peers": {"torch-ddp": 3.0}, "peer_images_per_s": {"torch-ddp": 5.0}, "peer_efficiency": {"torch-ddp": 0.5},
+        "peer_exposed_ms": {"torch-ddp": 1.5},
+    }  # fmt: skip
+    rows = [row | {"arm": "good", "efficiency": 0.9}, row | {"arm": "bad", "efficiency": 0.6, "peers": {}}]
+    lines = tables.scaling([{"rows": rows}]).splitlines()
+    assert [("bad" in line, "1.50" in line) for line in lines[-2:]] == [(True, False), (False, True)]
+    sums = [
+        {"bytes": size, "ranks": 2, "arm": arm, "ms": ms, "peers": {"nccl": 0.01}}
+        for size, arm, ms in ((1024, "a", 0.002), (1024, "b", 0.004), (4096, "a", 0.02), (4096, "b", 0.0125))
+    ]
+    lines = tables.sums_of_gpus([{"rows": sums}]).splitlines()[-2:]
+    assert "| b | 10.0 | 0.80 |" in lines[0] and "| a | 10.0 | 5.00 |" in lines[1]

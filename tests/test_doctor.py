@@ -1,0 +1,79 @@
+"""What the doctor finds between ranks: clocks that differ, ports that do not answer, wrong sums; and a real run."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from minidl.bench import doctor
+from minidl.dist import SOLO
+from minidl.profile import scaling
+from minidl.profile.results import load
+from tests.dist import job
+from tests.test_nccl_engine import Control, Meeting
+
+
+def ranks(size, program):
+    """What ``program`` answers on so many ranks, which are threads."""
+    meeting, answers = Meeting(size), [None] * size
+
+    def rank(index):
+        answers[index] = program(Control(index, size, meeting))
+
+    threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return answers
+
+
+def test_clocks_that_are_ahead_are_found(monkeypatch):
+    ahead = [0.0, 2.5, -40.0]
+    own = threading.local()
+    true = doctor.time.time
+
+    def program(comm):
+        own.offset = ahead[comm.rank]
+        return doctor.clock_offsets(comm)
+
+    monkeypatch.setattr(doctor.time, "time", lambda: true() + own.offset)
+    for found in ranks(3, program):
+        np.testing.assert_allclose(found, ahead, atol=0.2)
+
+
+def test_a_rank_that_cannot_reach_the_first_is_named(monkeypatch):
+    assert ranks(3, doctor.unreachable) == [[]] * 3
+    monkeypatch.setattr(doctor, "_SECONDS", 0.5)
+    for found in ranks(3, lambda comm: doctor.unreachable(comm, "nobody.invalid")):
+        assert [rank for rank, _ in found] == [1, 2] and "nobody.invalid, port " in found[0][1]
+
+
+@pytest.mark.parametrize("wrong", ["all_reduce", "start_all_reduce"])
+def test_wrong_sums_are_noticed(wrong, monkeypatch):
+    assert doctor.sums_are_right(SOLO, "cpu", (1, 1000))
+    honest = getattr(type(SOLO), wrong)
+
+    def spoilt(self, array, *rest):
+        if array.size == 1000:
+            array[-1] += 1
+        return honest(self, array, *rest)
+
+    monkeypatch.setattr(type(SOLO), wrong, spoilt)
+    assert doctor.sums_are_right(SOLO, "cpu", (1,))
+    assert not doctor.sums_are_right(SOLO, "cpu", (1, 1000))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
+def test_it_looks_at_ranks_and_keeps_what_the_simulator_reads(tmp_path):
+    path = tmp_path / "links.json"
+    program = "from minidl.profile import all_reduce as a; a.SIZES, a.SAMPLES = a.SIZES[:3], 2; import sys; "
+    program += f"from minidl.cli import main; sys.exit(main(['doctor', '--device', 'cpu', '--json', {str(path)!r}]))"
+    done = job.run_program(["-c", program], 2, tmp_path)
+    assert done.status == 0, done.output
+    assert "2 ranks joined by shm" in done.output and "all is well between the ranks" in done.output
+    found, points = scaling.points_of(load(path), str(path))
+    assert found == 2 and len(points) == 3 and all(ms > 0 for _, ms in points)
