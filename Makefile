@@ -96,7 +96,7 @@ distclean: clean ## remove .venv too
 	if [ "$$python" = none ]; then echo "minidl needs Python 3.11 or newer; none was found on the PATH" >&2; exit 1; fi; \
 	echo "environment: .venv from $$("$$python" --version)"; \
 	[ -x .venv/bin/python ] || "$$python" -m venv .venv
-	@extras=cli,data,plot,dev; \
+	@extras=cli,data,plot,tensorboard,dev; \
 	if command -v mpicc >/dev/null && command -v mpiexec >/dev/null; then mpi=mpi; else mpi=mpi-wheel; fi; \
 	case $$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA[A-Za-z ]*Version *: *([0-9]+)\..*/\1/p' | head -n 1) in \
 		'' | [0-9] | 1[01]) cuda=nvrtc ;; \

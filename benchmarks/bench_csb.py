@@ -158,7 +158,14 @@ def _on_cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _on_gpu(args: argparse.Namespace) -> list[dict[str, Any]]:
     from benchmarks import csb_cuda
 
-    return list(csb_cuda.measure(args.only, args.sparsity or csb_cuda.SPARSITIES, args.rounds, args.dtype, args.short))
+    rows: list[dict[str, Any]] = []
+    wanted = args.only, args.sparsity or csb_cuda.SPARSITIES, args.rounds, args.dtype, args.short
+    try:
+        for row in csb_cuda.measure(*wanted):
+            rows.append(row)
+    except KeyboardInterrupt:
+        print(f"bench_csb: stopped after {len(rows)} rows", file=sys.stderr)
+    return rows
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from minidl.fusion.apply import machine_of
 from minidl.fusion.cost import heuristic
 from minidl.fusion.map import measure_map
 from minidl.fusion.piece import cut
-from minidl.fusion.plans import candidates, proven_plans
+from minidl.fusion.plans import candidates
 from minidl.fusion.tune import PASSES, DeviceClock, Group, compile_ahead, groups, measure
 from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
@@ -51,7 +51,6 @@ from minidl.profile.timing import Timing
 Row = dict[str, Any]
 LOSSES = 3  # steps whose losses are compared
 TOLERANCE = 2e-2  # of their losses, in 16 bits
-ARMS = [*proven_plans(), "auto", "adaptive"]
 CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen
 
 
@@ -64,7 +63,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--image-size", type=int)
     p.add_argument("--classes", type=int)
     p.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
-    p.add_argument("--arms", nargs="+", default=ARMS, choices=fusion.CHOICES, help="plans of the steps")
+    p.add_argument("--arms", nargs="+", default=list(fusion.CHOICES), choices=fusion.CHOICES, help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")
     p.add_argument("--samples", type=int, default=7)
     p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
@@ -109,8 +108,7 @@ def sites(a: argparse.Namespace, case: str) -> list[Row]:
         if not counts[key] or not record["timed"]:
             continue
         chosen = [tuned.ways[name] for name in group.names]
-        timed = [row for row in record["rows"] if row["forward_ms"] is not None]
-        for row, which in itertools.product(timed, PASSES):
+        for row, which in itertools.product(record["rows"], PASSES):
             rows.append({
                 "case": tuned.setup.title, "site": " and ".join(group.names), "shape": record["shape"], "pass": which,
                 "dtype": a.precision, "arm": " and ".join(row["ways"]), "ms": row[f"{which}_ms"],

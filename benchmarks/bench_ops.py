@@ -1,6 +1,6 @@
 """Every memory-bound operation of the CUDA table on large tensors, against a device-to-device copy and against PyTorch.
 
-    python benchmarks/bench_ops.py [--only NAME] [--json PATH]        on a GPU
+    python benchmarks/bench_ops.py [--only NAME ...] [--json PATH]    on a GPU
     python benchmarks/bench_ops.py --dry-run                          anywhere: launchers and least bytes, no times
 
 The floor of a row is its least bytes (each input read once, each output written once) at the copy's bandwidth, measured
@@ -168,9 +168,11 @@ def within_samples(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[C
     gate, small = (n, 1, 1, channels), (n, height // 2, wide // 2, channels)
 
     def case(name: str, direction: str, moved: float, call: Callable[..., Any], shapes: list[tuple[int, ...]],
-             peer: Callable[..., Any]) -> Case:  # fmt: skip
+             peer: Callable[..., Any], planes: bool = False) -> Case:  # fmt: skip
+        """``planes``: PyTorch takes NCHW in memory only."""
         make = lambda: bound(call, [noise(s, kind) for s in shapes])  # noqa: E731
-        theirs = lambda: bound(peer, [torch_noise(s, dtype) for s in shapes])  # noqa: E731
+        drawn = lambda s: torch_noise(s, dtype).contiguous() if planes else torch_noise(s, dtype)  # noqa: E731
+        theirs = lambda: bound(peer, [drawn(s) for s in shapes])  # noqa: E731
         return Case(f"{name}/{label}", direction, dtype, int(moved * width), make, {"torch-eager": theirs})
 
     for function in ("silu", "gelu", "hardswish"):
@@ -216,7 +218,7 @@ def within_samples(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[C
     yield case("group_norm", "backward", 5 * size, group_gradients, [shape] * 2,
                lambda dy, x: aten().native_group_norm_backward(
                    dy, x, *torch_moments((n, groups), dtype), torch_parameters(channels, dtype)[0], n, channels,
-                   height * wide, groups, [True] * 3))  # fmt: skip
+                   height * wide, groups, [True] * 3), planes=True)  # fmt: skip
     yield case("layer_norm", "forward", 2 * size, lambda x: ops.layer_norm(x, *parameters(channels), eps=1e-5), [rows],
                lambda x: torch_norms().layer_norm(x, [channels], *torch_parameters(channels, dtype)))  # fmt: skip
     yield case("layer_norm", "backward", 5 * size, layer_gradients, [rows] * 2,
@@ -345,6 +347,58 @@ def loss(dtype: str) -> Iterator[Case]:
                    partial(backward, *arguments), {"torch-eager": lambda a=arguments: torch_both(*a)[1]})  # fmt: skip
 
 
+def whole_losses(dtype: str) -> Iterator[Case]:
+    """Losses that PyTorch makes of several kernels: forward and backward together, by its autograd."""
+    kind, rows, classes = DTYPES[dtype], 32 * 256 * 256, 21
+    size, width = rows * classes, DTYPES[dtype].itemsize
+
+    def smoothed() -> Call:
+        labels = ops.from_host(np.random.default_rng(1).integers(0, classes, rows))
+
+        def call(x: Any, t: Any) -> Any:
+            totals, lse = ops.smoothed_cross_entropy(x, t, smoothing=0.1, ignore_index=-100)
+            return ops.smoothed_cross_entropy_backward(x, t, lse, totals, smoothing=0.1, ignore_index=-100)
+
+        return bound(call, [noise((rows, classes), kind), labels])
+
+    def torch_smoothed() -> Call:
+        import torch
+
+        t = torch.randint(0, classes, (rows,), device="cuda")
+        return torch_gradient(partial(torch_norms().cross_entropy, label_smoothing=0.1), torch_rows(), t)
+
+    def soft() -> Call:
+        def call(x: Any, t: Any) -> Any:
+            totals, lse = ops.soft_cross_entropy(x, t)
+            return ops.soft_cross_entropy_backward(x, t, lse, totals)
+
+        return bound(call, [noise((many, 1000), kind), ops.softmax(noise((many, 1000), float32))])
+
+    def torch_soft() -> Call:
+        x, t = torch_noise((many, 1000), dtype), torch_noise((many, 1000), dtype).softmax(1)
+        return torch_gradient(torch_norms().cross_entropy, x, t)
+
+    def bce() -> Call:
+        def call(x: Any, t: Any) -> Any:
+            totals = ops.pointwise_loss(x, t, "bce_with_logits")
+            return ops.pointwise_loss_backward(x, t, totals, None, "bce_with_logits")
+
+        return bound(call, [noise((rows, classes), kind) for _ in range(2)])
+
+    def torch_bce() -> Call:
+        return torch_gradient(torch_norms().binary_cross_entropy_with_logits, torch_rows(), torch_rows().sigmoid())
+
+    def torch_rows() -> Any:
+        return torch_noise((rows, classes), dtype)
+
+    label, many = "32x256x256x21", 32768
+    yield Case(f"soft_cross_entropy/{many}x1000", "step", dtype, many * 1000 * (3 * width + 8), soft,
+               {"torch-eager": torch_soft})  # fmt: skip
+    yield Case(f"smoothed_cross_entropy/{label}", "step", dtype, 3 * size * width + rows * (2 * 8 + 2 * 4), smoothed,
+               {"torch-eager": torch_smoothed})  # fmt: skip
+    yield Case(f"bce_with_logits/{label}", "step", dtype, 5 * size * width, bce, {"torch-eager": torch_bce})
+
+
 def optimizer(dtype: str) -> Iterator[Case]:
     working = dtype != "fp32"
 
@@ -356,16 +410,25 @@ def optimizer(dtype: str) -> Iterator[Case]:
         control = ops.from_host(np.array([1e-9, 0.9, 1, 0, 0, 0, 2000, 0], np.float32))
         return lambda: ops.sgd_update(master, grad, momentum, copy, segment_of, segments, control, nesterov=False)
 
-    def torch_make() -> Call:
+    def adamw() -> Call:
+        master, grad, first, second = (noise((PARAMETERS,), float32) for _ in range(4))
+        copy = ops.empty(PARAMETERS, DTYPES[dtype]) if working else None
+        segment_of = ops.zeros(PARAMETERS // 64, np.int32)
+        segments = ops.from_host(np.array([[1, 1e-4, 1, 0]], np.float32))
+        control = ops.from_host(np.array([1e-9, 0, 1, 0, 0, 0, 2000, 0], np.float32))
+        record = ops.from_host(np.array([0.9, 0.999, 1e-8, 1, 0.1, 0.001, 0, 0], np.float32))
+        return lambda: ops.adamw_update(master, grad, first, second, copy, segment_of, segments, control, record)
+
+    def torch_make(kind: str, **options: Any) -> Call:
         import torch
 
         weight = torch.nn.Parameter(torch.randn(PARAMETERS, device="cuda"))
         weight.grad = torch.randn(PARAMETERS, device="cuda")
-        sgd = torch.optim.SGD([weight], lr=1e-9, momentum=0.9, weight_decay=1e-4, fused=True)
+        peer = getattr(torch.optim, kind)([weight], lr=1e-9, weight_decay=1e-4, fused=True, **options)
         copy = torch.empty(PARAMETERS, device="cuda", dtype=torch.bfloat16)
 
         def step() -> None:
-            sgd.step()
+            peer.step()
             if working:
                 copy.copy_(weight.detach())
 
@@ -376,7 +439,9 @@ def optimizer(dtype: str) -> Iterator[Case]:
         return lambda: ops.find_nonfinite(grad, control)
 
     moved = PARAMETERS * (20 + (2 if working else 0)) + PARAMETERS // 16
-    yield Case("sgd_update/25.6M", "step", dtype, moved, make, {"torch-eager": torch_make})
+    yield Case("sgd_update/25.6M", "step", dtype, moved, make, {"torch-eager": lambda: torch_make("SGD", momentum=0.9)})
+    yield Case("adamw_update/25.6M", "step", dtype, moved + 8 * PARAMETERS, adamw,
+               {"torch-eager": lambda: torch_make("AdamW", capturable=True)})  # fmt: skip
     if not working:
         yield Case("find_nonfinite/25.6M", "step", dtype, 4 * PARAMETERS, check)
 
@@ -433,6 +498,13 @@ def torch_resize(mode: str) -> Callable[..., Any]:
     return getattr(aten(), f"upsample_{mode.replace('nearest', 'nearest2d').replace('bilinear', 'bilinear2d')}")
 
 
+def torch_gradient(loss: Callable[..., Any], x: Any, target: Any) -> Call:
+    import torch
+
+    x = x.requires_grad_()
+    return lambda: torch.autograd.grad(loss(x, target), x)
+
+
 def aten() -> Any:
     import torch
 
@@ -451,7 +523,7 @@ def torch_type(dtype: str) -> Any:
     return torch.bfloat16 if dtype == "bf16" else torch.float32
 
 
-def cases(dtypes: list[str], only: str) -> list[Case]:
+def cases(dtypes: list[str], only: list[str]) -> list[Case]:
     found = []
     for dtype in dtypes:
         for label, size in ACTIVATIONS.items():
@@ -459,8 +531,8 @@ def cases(dtypes: list[str], only: str) -> list[Case]:
             found += batch_norm(label, (BATCH, *size), dtype)
         for label in ("64@56", "256@56"):
             found += within_samples(label, (BATCH, *ACTIVATIONS[label]), dtype)
-        found += [*images(dtype), *pooling(dtype), *loss(dtype), *optimizer(dtype)]
-    return [case for case in found if only in case.name]
+        found += [*images(dtype), *pooling(dtype), *loss(dtype), *whole_losses(dtype), *optimizer(dtype)]
+    return [case for case in found if not only or any(name in case.name for name in only)]
 
 
 def measure(case: Case, bandwidth: float, peers: bool) -> dict[str, Any]:
@@ -528,7 +600,7 @@ def rehearse(found: list[Case]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="NAME", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="cases whose name contains one of these")
     parser.add_argument("--dtype", choices=[*DTYPES], action="append", help="default: all")
     parser.add_argument("--no-peers", action="store_true", help="without PyTorch")
     parser.add_argument("--dry-run", action="store_true", help="call every launcher without a GPU")

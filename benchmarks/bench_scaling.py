@@ -26,6 +26,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,23 +168,20 @@ class Ours:
     def waited(self, arm: Arm) -> float:
         """Milliseconds that the update of a watched step waits for messages, on the slowest rank; a collective."""
         self.connect(arm)
-        gpu = self.setup.device == "cuda"
-        profiler = StepProfiler(self.step.ops, captured=gpu)
-        found = []
-        if gpu:
-            replay = self.step.capture(profiler)
-            with replay.stream:
-                for _ in range(WATCHED + 1):
-                    self.comm.barrier()
-                    replay()
-                    found += profiler.read()
+        profiler = StepProfiler(self.step.ops)
+        if self.setup.device == "cuda":
+            step = self.step.capture(profiler)
+            around: Any = step.stream
         else:
             self.step.observe(profiler)
+            step, around = self.step, nullcontext()
+        with around:
             for _ in range(WATCHED + 1):
+                self.comm.barrier()
                 with profiler.step():
-                    self.step()
+                    step()
             found = profiler.read()
-            self.step.observe()
+        self.step.observe()
         names = {message.name for message in self.step.model.arena.messages}
         waits = [sum(s.ms for s in one.spans if s.pass_name == "wait" and s.layer in names) for one in found[1:]]
         return max(self.comm.share(statistics.median(waits)))

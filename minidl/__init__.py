@@ -30,6 +30,7 @@ from minidl.layers import (
     Sigmoid,
     SiLU,
     Softmax,
+    StochasticDepth,
     Tanh,
     Upsample,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "SoftmaxCrossEntropy",
+    "StochasticDepth",
     "Tanh",
     "TopK",
     "Upsample",

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
+
+import numpy as np
 
 from minidl import checkpoint, checks, data, dist, models, pruning, schedule
 from minidl.adaptive import LAMB, LARS, AdamW
@@ -17,16 +20,18 @@ from minidl.bench import command as bench
 from minidl.bench import compare_backends, doctor, plan, simulate, tuning, warm
 from minidl.bench.setup import device_of, join
 from minidl.bench.training import TrainingProfile
-from minidl.config import use_config
+from minidl.callbacks import Callback, EarlyStop, KeepBest, TensorBoard
+from minidl.config import Help, use_config
 from minidl.dist import abort
 from minidl.fusion import CHOICES, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.memory import limit_memory
+from minidl.metrics import Confusion, TopK
 from minidl.model import Model
 from minidl.optim import SGD
-from minidl.precision import precision
+from minidl.precision import Precision, precision
 from minidl.profile import plots
 from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
@@ -36,6 +41,14 @@ __all__ = ["main", "parser", "train"]
 _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
+_ON_DISK = ("cifar10", "folder", "mnist")
+_MANY_CLASSES = 100  # from here on the first five guesses are usually told
+_EXAMPLES = """examples:
+  minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
+  minidl train --epochs 60 --resume                  the same, longer
+  minidl train --config scripts/unet_coins.toml      a recipe; options given here win over the file's
+  mpirun -n 4 minidl train --model resnet50 --data folder --data-path DIR --precision bf16 --batch 1024 --lr 0.4
+"""
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
@@ -44,9 +57,11 @@ def parser() -> argparse.ArgumentParser:
     about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
     top = argparse.ArgumentParser(prog="minidl", description=about)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    shown = argparse.ArgumentDefaultsHelpFormatter
-    _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown))
-    pruner = verbs.add_parser("prune", help="train a network while it is pruned", formatter_class=shown)
+    shown = Help
+    training = {"usage": "minidl train [options]", "epilog": _EXAMPLES}
+    _add_train(verbs.add_parser("train", help="train a network", formatter_class=shown, **training))
+    pruning_too = {"usage": "minidl prune [options]", "formatter_class": shown}
+    pruner = verbs.add_parser("prune", help="train a network while it is pruned", **pruning_too)
     _add_train(pruner)
     pruning.add_arguments(pruner)
     plan.add_arguments(verbs.add_parser("plan", help="what a limit of GPU memory costs", formatter_class=shown))
@@ -71,31 +86,56 @@ def _verb(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
 
 
 def _add_train(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
+    _add_network(p.add_argument_group("network and data"))
+    _add_learning(p.add_argument_group("learning"))
+    _add_speed(p.add_argument_group("speed and memory"))
+    _add_output(p.add_argument_group("output"))
+
+
+def _add_network(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model-options", metavar="TEXT", help="arguments of the network: 'width=16 depth=3' of unet")
     p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
-    p.add_argument("--data-path", help="folder of the data set's files")
-    p.add_argument("--image-size", type=int, help="side of the images of synthetic data and image folders")
+    p.add_argument("--data-path", metavar="DIR", help="folder of the data set's files")
+    p.add_argument("--loader", default="threads", choices=["threads", "dali"], help="dali: NVIDIA's, for image folders")
+    p.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images of synthetic, coins and folder")
     p.add_argument("--classes", type=int, help="classes of synthetic data")
     p.add_argument("--samples", type=int, help="samples of synthetic data")
-    p.add_argument("--epochs", type=int, default=30)
+    p.add_argument(
+        "--augment", action=argparse.BooleanOptionalAction, default=True, help="as is customary for the data"
+    )
+    p.add_argument("--color-jitter", type=float, metavar="STRENGTH", help="of brightness, contrast and saturation")
+    p.add_argument("--mixup", type=float, metavar="ALPHA", help="mix images and their labels in pairs; 0.2 is usual")
+    p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
+
+
+def _add_learning(p: argparse._ArgumentGroup) -> None:
+    p.add_argument("--epochs", type=int, default=30, help="in all, counting those before --resume")
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
-    p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
-    p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
-    p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
     p.add_argument(
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
-    p.add_argument("--warmup", type=float, default=1.0, help="epochs of linear warm-up")
-    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS))
+    p.add_argument("--warmup", type=float, default=1.0, metavar="EPOCHS", help="of linear warm-up")
+    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS), help="what updates the weights")
     p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
-    p.add_argument("--label-smoothing", type=float, default=0.0)
+    p.add_argument("--weight-decay", type=float, default=5e-4, help="not of biases and normalisations")
+    p.add_argument("--label-smoothing", type=float, default=0.0, help="share of each label spread over all classes")
     p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
-    p.add_argument("--weight-decay", type=float, default=5e-4)
-    p.add_argument("--precision", default="fp32", help="fp32, tf32 (GPU), bf16 or fp16")
-    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
+    p.add_argument("--seed", type=int, default=0, help="of starting weights, order, augmentation and dropout")
+    p.add_argument("--patience", type=int, metavar="EPOCHS", help="end when the test loss gets no better for so long")
+
+
+def _add_speed(p: argparse._ArgumentGroup) -> None:
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
+    p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
+    p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
+    p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
     plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
+    p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument(
         "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
     )
@@ -103,18 +143,20 @@ def _add_train(p: argparse.ArgumentParser) -> None:
         "--gradients", default="keep", choices=["keep", "ring"],
         help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
     )  # fmt: skip
-    p.add_argument("--seed", type=int, default=0)
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
-    p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
+
+
+def _add_output(p: argparse._ArgumentGroup) -> None:
+    p.add_argument("--output", default="runs/train", metavar="DIR", help="folder for metrics and checkpoints")
+    p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
+    p.add_argument("--keep", type=int, default=2, help="newest checkpoints to keep")
     p.add_argument(
-        "--augment", action=argparse.BooleanOptionalAction, default=True, help="as is customary for the data"
-    )
-    p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
-    p.add_argument("--output", default="runs/train", help="folder for metrics and checkpoints")
+        "--keep-best", nargs="?", const="test_accuracy", metavar="METRIC",
+        help="keep the best epoch too, as best.safetensors, by test_accuracy or another column of metrics.csv",
+    )  # fmt: skip
+    p.add_argument("--tensorboard", action="store_true", help="write event files to OUTPUT/tensorboard")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
     p.add_argument("--profile-every", type=int, default=50, help="steps from one profiled step to the next")
-    p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
-    p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
 
 
 def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
@@ -141,6 +183,10 @@ def _momentum(a: argparse.Namespace) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     top = parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        top.print_help()
+        return 2
     arguments = top.parse_args(argv)
     try:
         if getattr(arguments, "config", None):
@@ -150,7 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.world().close()
         return status
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
-        abort.tell(f"minidl {arguments.verb}: {error}")  # all ranks of the same: once
+        missing = isinstance(error, FileNotFoundError) and error.filename is not None
+        words = f"there is no file {error.filename}" if missing else error
+        abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
         sys.exit(2)
     except KeyboardInterrupt:
         _interrupted(arguments)
@@ -182,6 +230,8 @@ def _prune(a: argparse.Namespace) -> int:
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test set; options only where they apply."""
+    if a.data in _ON_DISK and a.data_path is None:
+        raise ValueError(f"--data {a.data} needs --data-path DIR, the folder of its files")
     given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
     options: dict[str, Any] = {}
     sizes: tuple[dict[str, int], dict[str, int]] = ({}, {})
@@ -192,7 +242,9 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
         options["task"] = "segmentation" if a.model == "unet" else "classification"
     elif a.data == "folder":
         options = {"size": given(a.image_size, 224)}
-    taken = {"synthetic": ("image_size", "classes", "samples"), "folder": ("image_size",)}
+    elif a.data == "coins" and a.image_size is not None:
+        options = {"size": a.image_size}
+    taken = {"synthetic": ("image_size", "classes", "samples"), "folder": ("image_size",), "coins": ("image_size",)}
     for name in ("image_size", "classes", "samples"):
         if getattr(a, name) is not None and name not in taken.get(a.data, ()):
             fits = " or ".join(data_set for data_set, names in taken.items() if name in names)
@@ -219,7 +271,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
     image_shape = tuple(train_set[0][0].shape)
-    options = {"sync_batch_norm": True} if a.sync_batch_norm else {}
+    options = _model_options(a)
     if device == "cuda":
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
@@ -230,36 +282,27 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         pruning.begin(model, a.start)
     optimizer = _optimizer(model, a, len(train_set))
 
-    # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
-    transfer = {"transfer": ops.uploader(), "normalise": ops.normalise if ops.name == "cuda" else None}
-
-    def loader(dataset: Any, **kwargs: Any) -> data.Loader:
-        normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
-        return data.Loader(
-            dataset, a.batch, rank=comm.rank, size=comm.size, seed=a.seed, dtype=mode.storage,
-            workers=a.workers, **transfer, **normal, **kwargs,
-        )  # fmt: skip
-
     if a.gradients == "ring":
         optimizer.update_in_backward()
     memory = None
     if a.memory_limit is not None:
-        if a.optimizer != "sgd":
-            raise ValueError(f"--memory-limit plans steps of sgd, not of {a.optimizer}")
+        if a.optimizer != "sgd" or a.mixup is not None:
+            other = a.optimizer if a.optimizer != "sgd" else "mixed images"
+            raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
         memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
 
-    train_loader = loader(train_set, shuffle=True, augment=getattr(train_set, "augment", None) if a.augment else None)
-    steps = len(train_loader)
+    train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
     loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
     trainer = Trainer(
-        model, optimizer, loss, train_loader, loader(test_set, shuffle=False),
-        schedule=schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup),
-        epochs=a.epochs, output=a.output, profile=profile, compile=False if a.eager else None, accumulate=a.accumulate,
+        model, optimizer, loss, train_loader, test_loader,
+        schedule=schedule.parse(
+            a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=len(train_loader), warmup=a.warmup
+        ),
+        epochs=a.epochs, output=a.output, keep=a.keep, profile=profile, compile=False if a.eager else None,
+        accumulate=a.accumulate, metrics=_metrics(train_set, comm), callbacks=_callbacks(a),
         watch_gradients=a.watch_gradients,
-        settings={"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
-        | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
-        | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
+        settings=_settings(a, mode) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
     )  # fmt: skip
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
@@ -278,6 +321,62 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     return row, trainer
 
 
+def _model_options(a: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of the network from ``width=16 depth=3``."""
+    options: dict[str, Any] = {"sync_batch_norm": True} if a.sync_batch_norm else {}
+    for word in (a.model_options or "").split():
+        name, equals, value = word.partition("=")
+        try:
+            options[name] = int(value) if value.lstrip("-").isdecimal() else float(value)
+        except ValueError as error:
+            expected = "NAME=NUMBER words, such as 'width=16 depth=3'"
+            raise checks.bad_value("--model-options", "text", expected, a.model_options) from error
+    return options
+
+
+def _loaders(
+    a: argparse.Namespace, train_set: Any, test_set: Any, comm: Any, ops: ModuleType, dtype: Any
+) -> tuple[data.Loader, data.Loader]:
+    augment = getattr(train_set, "augment", None) if a.augment else None
+    if a.color_jitter is not None:
+        jitter = data.ColorJitter(a.color_jitter, a.color_jitter, a.color_jitter)
+        augment = data.Compose(*([augment] if augment else []), jitter)
+    mix = data.MixUp(train_set.num_classes, a.mixup) if a.mixup is not None else None
+
+    def loader(dataset: Any, **options: Any) -> data.Loader:
+        options |= {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None), "dtype": dtype}
+        options |= {"rank": comm.rank, "size": comm.size, "seed": a.seed, "workers": a.workers}
+        if a.loader == "dali":
+            return data.DaliLoader(dataset, a.batch, device=ops.name, **options)
+        # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.
+        normalise = ops.normalise if ops.name == "cuda" else None
+        return data.Loader(dataset, a.batch, transfer=ops.uploader(), normalise=normalise, **options)
+
+    return loader(train_set, shuffle=True, augment=augment, mix=mix), loader(test_set, shuffle=False)
+
+
+def _metrics(train_set: Any, comm: Any) -> dict[str, Any]:
+    """What is usual beside loss and accuracy: IoU where pixels have labels, the first five where classes are many."""
+    if np.ndim(train_set[0][1]):
+        return {"iou": Confusion(comm=comm)}
+    return {"top5": TopK(5, comm=comm)} if train_set.num_classes >= _MANY_CLASSES else {}
+
+
+def _callbacks(a: argparse.Namespace) -> list[Callback]:
+    found: list[Callback] = [KeepBest(a.keep_best)] if a.keep_best is not None else []
+    if a.patience is not None:
+        found.append(EarlyStop(patience=a.patience))
+    return [*found, TensorBoard()] if a.tensorboard else found
+
+
+def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
+    """What a run must share with the checkpoint that it goes on from."""
+    settings = {"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
+    optional = {"model_options": a.model_options, "color_jitter": a.color_jitter, "mixup": a.mixup}
+    settings |= {name: value for name, value in optional.items() if value is not None}
+    return settings | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
+
+
 def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:
     """Compile what the step will launch on all cores, by one rank of each host: one by one it takes minutes."""
     if comm.local_rank == 0:
@@ -292,10 +391,16 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
     if trainer.stopped is not None:
         print(f"stopped by {trainer.stopped.name} after step {trainer.step}; the same with --resume goes on")
         return
+    if not row and trainer.ended is not None:
+        print(f"nothing left to do: {trainer.ended}; raise --patience to go on")
+        return
     if not row:
         print(f"nothing left to do: {a.output} is at epoch {trainer.epochs}; raise --epochs to go on")
         return
-    print(f"test accuracy {row['test_accuracy']:.4f}")
+    if trainer.ended is not None:
+        print(f"ended after epoch {row['epoch'] + 1}: {trainer.ended}")
+    for name in ("test_accuracy", *trainer.metrics):
+        print(f"{name.replace('_', ' ')} {row[name]:.4f}")
     print(f"wrote {Path(a.output) / 'metrics.csv'}, metrics.jsonl and checkpoints beside them")
     if profile is not None:
         told = f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short

@@ -103,7 +103,7 @@ class CompiledStep:
         if self.batch is None and not eager:
             self.batch = len(images)
         if eager or len(images) != self.batch or not _graphs_suit(self.model.observer):
-            return self._lent(lambda: self.eager(images, labels, first_sample))
+            return self._lent(lambda: (self.eager(images, labels, first_sample), None))[0]
         key = *(_form(array) for array in (images, labels)), self.model.modes()
         program = self._programs.get(key)
         if program is None:
@@ -116,21 +116,24 @@ class CompiledStep:
         """As `EagerStep.observe`. A `GraphProfiler` sees the marks of a graph that has them; any other, eager steps."""
         self.eager.observe(profiler)
 
-    def evaluate(self, images: Any, labels: Any) -> Totals:
+    def evaluate(self, images: Any, labels: Any) -> tuple[Totals, Any]:
         """As `EagerStep.evaluate`, in the memory of the steps."""
         return self._lent(lambda: self.eager.evaluate(images, labels))
 
-    def _lent(self, work: Callable[[], Totals]) -> Totals:
-        """The totals of ``work``, whose arrays lie where the steps have theirs: none of them may outlive it."""
+    def _lent(self, work: Callable[[], tuple[Totals, Any]]) -> tuple[Totals, Any]:
+        """What ``work`` gives, copied: its arrays lie where the steps have theirs, and none of them may outlive it."""
         if self._block is None:
             return work()
         lending = engine.Lending(Lender(self._block.mem.size), self._block.ptr, engine.pooled)
         with engine.lent(lending):
-            totals = work()
-            ops, array = totals.ops, totals.array
-        kept = ops.empty(array.shape, array.dtype)
-        ops.copy_into(kept, array)
-        return Totals(ops, kept, totals.num_classes, totals.of)
+            totals, logits = work()
+        totals = Totals(totals.ops, self._copied(totals.array), totals.num_classes, totals.of)
+        return totals, None if logits is None else self._copied(logits)
+
+    def _copied(self, array: Any) -> Any:
+        kept = self.model.ops.empty(array.shape, array.dtype)
+        self.model.ops.copy_into(kept, array)
+        return kept
 
 
 def _graphs_suit(observer: Profiler) -> bool:

@@ -15,7 +15,15 @@ from typing import Any
 
 from minidl import checks
 
-__all__ = ["use_config"]
+__all__ = ["Help", "use_config"]
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help of options with the defaults that say something, and with descriptions as they are written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default is None or action.default is False or action.default == []
+        return action.help if plain else super()._get_help_string(action)
 
 
 def use_config(parser: argparse.ArgumentParser, path: str | Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,20 @@ _SPELLINGS = (
     (re.compile(r"^pre_logits\.fc2\."), "classifier.3."),
     (re.compile(r"^head\.fc\."), "classifier.6."),
 )
+
+
+# timm's names of what torchvision numbers: in the first stage of MobileNetV2 and EfficientNet, and in the others.
+_FIRST_STAGE = {
+    "conv_dw": ("0.0", "0.0"), "bn1": ("0.1", "0.1"), "conv_pw": ("2.0", "1"), "bn2": ("2.1", "2"),
+    "se.conv_reduce": ("1.fc1", ""), "se.conv_expand": ("1.fc2", ""),
+}  # fmt: skip
+_STAGES = {
+    "conv_pw": ("0.0", "0.0"), "bn1": ("0.1", "0.1"), "conv_dw": ("1.0", "1.0"), "bn2": ("1.1", "1.1"),
+    "se.conv_reduce": ("2.fc1", ""), "se.conv_expand": ("2.fc2", ""), "conv_pwl": ("3.0", "2"), "bn3": ("3.1", "3"),
+}  # fmt: skip
+_ENDS = {"conv_stem": "0.0", "bn1": "0.1", "conv_head": "{last}.0", "bn2": "{last}.1"}
+_BLOCK = re.compile(r"^blocks\.(\d+)\.(\d+)\.(.+)\.(\w+)$")
+_MOBILENET_DEPTHS = (1, 2, 3, 4, 3, 3, 1)
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,21 @@ def _own_name(name: str, own: Mapping[str, np.ndarray]) -> str | None:
         name = pattern.sub(replacement, name)
         if name in own:
             return name
-    return None
+    return next((other for other in _names_of_timm(name) if other in own), None)
+
+
+def _names_of_timm(name: str) -> Iterator[str]:
+    """What a tensor of timm's EfficientNet-B0 or MobileNetV2 may be called by torchvision."""
+    layer, _, field = name.rpartition(".")
+    if layer == "classifier":
+        yield f"classifier.1.{field}"
+    if layer in _ENDS:
+        yield from (f"features.{_ENDS[layer].format(last=last)}.{field}" for last in (8, 18))
+    if match := _BLOCK.match(name):
+        stage, block, layer, field = int(match[1]), int(match[2]), match[3], match[4]
+        efficient, mobile = (_STAGES if stage else _FIRST_STAGE).get(layer, ("", ""))
+        yield f"features.{stage + 1}.{block}.block.{efficient}.{field}"
+        yield f"features.{1 + sum(_MOBILENET_DEPTHS[:stage]) + block}.conv.{mobile}.{field}"
 
 
 def _flattened(graph: Graph) -> dict[str, tuple[int, int, int]]:

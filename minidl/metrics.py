@@ -70,6 +70,10 @@ class _Counts:
     def _size(self) -> int:
         raise NotImplementedError
 
+    def value(self) -> float:
+        """The one figure of the metric, for a training log."""
+        raise NotImplementedError
+
 
 class TopK(_Counts):
     """How often the label is among the ``k`` largest logits, and the largest; equal logits count in order of class.
@@ -104,6 +108,10 @@ class TopK(_Counts):
             raise out_of_range(self._classes, outside)
         return first / max(labels, 1), within / max(labels, 1)
 
+    def value(self) -> float:
+        """Top-k accuracy."""
+        return self.read()[1]
+
 
 class Confusion(_Counts):
     """The confusion matrix, and intersection over union of each class.
@@ -134,6 +142,12 @@ class Confusion(_Counts):
         if outside:
             raise out_of_range(self._classes, outside)
         return np.array(counts).astype(np.int64).reshape(self._classes, self._classes)
+
+    def value(self) -> float:
+        """Mean intersection over union of the classes that occur; NaN where none does."""
+        found = self.iou(self.read())
+        found = found[~np.isnan(found)]
+        return float(found.mean()) if found.size else float("nan")
 
     @staticmethod
     def iou(matrix: np.ndarray) -> np.ndarray:

@@ -40,7 +40,7 @@ class Model:
     Args:
         graph: the network; its layers are bound to this model and to no other.
         device: ``"cpu"`` or ``"cuda"``.
-        precision: ``"fp32"``, ``"tf32"`` (GPU), ``"bf16"`` or ``"fp16"``.
+        precision: ``"fp32"``, ``"tf32"``, ``"tf32x3"`` (GPU), ``"bf16"`` or ``"fp16"``.
         comm: communicator over the ranks that train this model together.
         seed: starting weights and dropout are functions of it.
         frozen: patterns of parameter names that are not trained (``"layer1.*"``).

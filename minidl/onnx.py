@@ -323,6 +323,7 @@ _FORMS: dict[type[Layer], Callable[..., str]] = {
     layers.SiLU: _silu,
     layers.Sigmoid: _elementwise("Sigmoid"),
     layers.Softmax: _elementwise("Softmax", axis=1),
+    layers.StochasticDepth: _dropout,
     layers.Tanh: _elementwise("Tanh"),
     layers.Upsample: _upsample,
 }

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,6 +112,9 @@ class MetricsLog:
     """``metrics.jsonl``, one object per report, and ``metrics.csv``, one row per epoch, in ``folder``.
 
     Going on from a checkpoint, reports after ``step`` and rows after ``epoch`` of the interrupted run are dropped.
+
+    Args:
+        metrics: names of further columns.
     """
 
     FILES = ("metrics.jsonl", "metrics.csv")
@@ -119,14 +122,15 @@ class MetricsLog:
         "epoch", "step", "lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds", "images_per_s",
     )  # fmt: skip
 
-    def __init__(self, folder: Path, *, step: int = 0, epoch: int = 0):
+    def __init__(self, folder: Path, *, step: int = 0, epoch: int = 0, metrics: Sequence[str] = ()):
+        self.columns = (*self.COLUMNS, *metrics)
         folder.mkdir(parents=True, exist_ok=True)
         self.lines, self.table = (folder / name for name in self.FILES)
         kept = [line for line in _lines(self.lines) if _step(line) <= step] if step else []
         self.lines.write_text("".join(f"{line}\n" for line in kept))
         rows = [row for row in csv.DictReader(_lines(self.table)) if _epoch(row) < epoch] if epoch else []
         with self.table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.COLUMNS)
+            writer = csv.DictWriter(file, self.columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
 
@@ -138,7 +142,7 @@ class MetricsLog:
     def epoch(self, row: Mapping[str, Any]) -> None:
         """Append one row of the table."""
         with self.table.open("a", newline="") as file:
-            csv.DictWriter(file, self.COLUMNS).writerow({name: row.get(name, "") for name in self.COLUMNS})
+            csv.DictWriter(file, self.columns).writerow({name: row.get(name, "") for name in self.columns})
 
 
 def _step(line: str) -> float:

@@ -7,7 +7,7 @@ kernel width, in channels per group) everywhere in minidl.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 Pair = tuple[int, int]
 
@@ -90,13 +90,16 @@ def resize_axis(size: int, out: int, mode: str, align_corners: bool) -> tuple[in
     """How an axis of ``size`` pixels is resized to ``out``: (a, b, d, size, out, 1 if bilinear).
 
     Output o lies at max((a·o + b) / d, 0) of the input: a quotient of whole numbers, so that every device finds the
-    same pixels and weights.
+    same pixels and weights. In lowest terms.
     """
     if mode == "nearest":
-        return size, 0, out, size, out, 0
-    if align_corners:
-        return size - 1 if out > 1 else 0, 0, max(out - 1, 1), size, out, 1
-    return 2 * size, size - out, 2 * out, size, out, 1
+        a, b, d = size, 0, out
+    elif align_corners:
+        a, b, d = size - 1 if out > 1 else 0, 0, max(out - 1, 1)
+    else:
+        a, b, d = 2 * size, size - out, 2 * out
+    common = gcd(a, b, d)
+    return a // common, b // common, d // common, size, out, int(mode == "bilinear")
 
 
 def pixel_pitch(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int | None:

@@ -92,6 +92,7 @@ class EagerStep:
         self.model.observe(profiler)
         self.loss.profiler = profiler
 
-    def evaluate(self, images: Any, labels: Any) -> Totals:
-        """The loss of a batch without a step; in what mode, the model decides."""
-        return self.loss.forward(self.model.forward(images, grad=False), labels, grad=False)
+    def evaluate(self, images: Any, labels: Any) -> tuple[Totals, Any]:
+        """The loss and the logits of a batch without a step; in what mode, the model decides."""
+        logits = self.model.forward(images, grad=False)
+        return self.loss.forward(logits, labels, grad=False), logits

@@ -6,13 +6,14 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from minidl import checkpoint, checks, legality
+from minidl.callbacks import Callback, Metric, StepWatch, Unwatched
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
@@ -28,27 +29,7 @@ from minidl.shapes import ceil_div
 from minidl.step import EagerStep
 from minidl.stopping import StopRequest
 
-__all__ = ["StepWatch", "Trainer"]
-
-
-class StepWatch(Protocol):
-    """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
-
-    def step(self, trainer: Trainer, samples: int | None) -> AbstractContextManager[None]:
-        """Around each step of ``samples`` samples on this rank; None where the batch is a last, smaller one."""
-
-    def finish(self, trainer: Trainer) -> Path | None:
-        """After the last step, on all ranks; a file that was written."""
-
-
-class _Unwatched:
-    _nothing = nullcontext()
-
-    def step(self, trainer: Trainer, samples: int | None) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def finish(self, trainer: Trainer) -> None:
-        pass
+__all__ = ["Trainer"]
 
 
 @dataclass
@@ -89,6 +70,8 @@ class Trainer:
         epochs: to train in all, counting those before a resume.
         output: folder for metrics and checkpoints, of one run at a time; None writes nothing.
         keep: newest checkpoints to keep.
+        metrics: counted over the test set, by name: ``{"iou": Confusion(comm=comm)}`` makes a column ``test_iou``.
+        callbacks: told what happens, in this order; see `minidl.callbacks`.
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
         profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
@@ -102,6 +85,7 @@ class Trainer:
 
     Attributes:
         stopped: the signal that ended `fit` before its time.
+        ended: why a callback ended it (`stop`).
 
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
@@ -122,6 +106,8 @@ class Trainer:
         epochs: int,
         output: str | Path | None = None,
         keep: int = 2,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
         report_every: int = 20,
         settings: dict[str, Any] | None = None,
         profile: StepWatch | None = None,
@@ -140,9 +126,13 @@ class Trainer:
         self.report_every = checks.at_least("Trainer", "report_every", report_every, 1)
         self.settings = settings or {}
         checkpoint.require_json(self.settings, "settings")
-        self.profile = profile or _Unwatched()
+        self.profile = profile or Unwatched()
         self.step = 0
         self.stopped: signal.Signals | None = None
+        self.ended: str | None = None
+        self._wish: str | None = None
+        self.metrics = {f"test_{name}": metric for name, metric in (metrics or {}).items()}
+        self.callbacks = list(callbacks)
         self.comm = model.comm
         self.display = display or progress(self.comm.rank)
         self.log: MetricsLog | None = None
@@ -174,6 +164,12 @@ class Trainer:
                     "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
                 )
 
+        keys = [callback.key for callback in self.callbacks]
+        if len(set(keys)) < len(keys):
+            raise checks.bad_value("Trainer", "callbacks", "of different keys", keys)
+        if self.metrics and self.test_loader is None:
+            raise checks.bad_value("Trainer", "metrics", "left out without a test_loader", sorted(self.metrics))
+
     def _choose_step(self) -> EagerStep | CompiledStep:
         reason = obstacle(self.model, self.optimizer)
         if self.compile is None and reason is not None and self.model.ops.name == "cuda":
@@ -200,6 +196,7 @@ class Trainer:
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
             f"optimizer {self.optimizer.plan()}",
             f"loss {self.loss.plan()}",
+            f"metrics {list(self.metrics)}, callbacks {[callback.key for callback in self.callbacks]}",
             f"random seed {self.model.random.seed}",
         ]
 
@@ -222,6 +219,12 @@ class Trainer:
             raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} is a file")
         if not os.access(there, os.W_OK | os.X_OK):
             raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} cannot be written to")
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of what an epoch is told by, as in metrics.csv."""
+        names = [*MetricsLog.COLUMNS, *self.metrics]
+        return [name for name in names if self.test_loader is not None or not name.startswith("test_")]
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Let rank 0 deal with files; a collective.
@@ -251,15 +254,29 @@ class Trainer:
         """
         self._on_rank_0(self._open_output)
         row: dict[str, float] = {}
+        for callback in self.callbacks:
+            callback.begin(self)
+        self._heed()
         with StopRequest(self.comm) if self.output is not None else nullcontext() as request:
-            while self.train_loader.epoch < self.epochs and self.stopped is None:
+            while self.train_loader.epoch < self.epochs and self.stopped is None and self.ended is None:
                 try:
                     row = self._epoch(request)
                 except BaseException:
                     self.display.finish()  # a bar would go on drawing, and hide the cursor for good
                     raise
+        for callback in self.callbacks:
+            callback.finish(self)
         self.profile.finish(self)
         return row
+
+    def stop(self, reason: str) -> None:
+        """End `fit` after this epoch; for callbacks, on any rank."""
+        self._wish = reason
+
+    def _heed(self) -> None:
+        """Let the ranks agree whether one of them wants to end."""
+        if self.callbacks:
+            self.ended = next((reason for reason in self.comm.share(self._wish) if reason is not None), None)
 
     def _open_output(self) -> None:
         if self.output is None:
@@ -267,7 +284,7 @@ class Trainer:
         previous = checkpoint.set_aside(self.output, self.step, MetricsLog.FILES)
         if previous is not None:
             print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
-        self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch)
+        self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch, metrics=list(self.metrics))
 
     def _epoch(self, request: StopRequest | None) -> dict[str, float]:
         epoch = self.train_loader.epoch
@@ -294,13 +311,23 @@ class Trainer:
         summary = f"loss {loss:.4f}  accuracy {accuracy:.4f}  {row['images_per_s']:.0f} images/s"
         if self.test_loader is not None:
             row["test_loss"], row["test_accuracy"] = self.evaluate()
-            summary += f"  test accuracy {row['test_accuracy']:.4f}"
+            row |= {name: metric.value() for name, metric in self.metrics.items()}
+            for name in ("test_accuracy", *self.metrics):
+                summary += f"  {name.replace('_', ' ')} {row[name]:.4f}"
         self.display.finish(summary)
         if self.log is not None:
             self.log.epoch(row)
+        self._tell_epoch(row)
         if self.output is not None:
             self.save()
         return row
+
+    def _tell_epoch(self, row: dict[str, float]) -> None:
+        if self.callbacks:
+            row = self.comm.share(row)[0]  # the ranks' clocks differ
+            for callback in self.callbacks:
+                callback.epoch(self, row)
+            self._heed()
 
     def _stop_here(self, running: _Running) -> dict[str, float]:
         """In the middle of an epoch, for somebody who resumes."""
@@ -339,8 +366,11 @@ class Trainer:
             raise FloatingPointError(
                 f"training loss is {loss} at or before step {self.step}; lower the learning rate, or warm it up"
             )
+        record = {"step": self.step, "loss": loss, "lr": self.optimizer.lr}
         if self.log is not None:
-            self.log.report({"step": self.step, "loss": loss, "lr": self.optimizer.lr})
+            self.log.report(record)
+        for callback in self.callbacks:
+            callback.report(self, record)
         return loss
 
     def observe(self, profiler: Profiler) -> None:
@@ -348,7 +378,7 @@ class Trainer:
         self._step.observe(profiler)
 
     def evaluate(self, loader: Loader | None = None) -> tuple[float, float]:
-        """(mean loss, accuracy) over a whole loader, counted exactly over all ranks."""
+        """(mean loss, accuracy) over a whole loader, counted exactly over all ranks; `metrics` count along."""
         loader = loader or self.test_loader
         if loader is None:
             raise checks.order("Trainer", "nothing to evaluate on", "pass a loader")
@@ -356,25 +386,33 @@ class Trainer:
         self.model.average_buffers()
         self.model.eval()
         running = _Running()
+        for metric in self.metrics.values():
+            metric.reset()
         for batch in loader:
-            running.pending.append(self._step.evaluate(batch.images, batch.labels))
+            totals, logits = self._step.evaluate(batch.images, batch.labels)
+            running.pending.append(totals)
+            for metric in self.metrics.values():
+                metric.update(logits, batch.labels)
         running.collect()
         self.model.train(training)
         return running.means
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
+    def save(self, path: Path | None = None) -> Path:
         """Write a checkpoint (rank 0; the others wait). Everything a bit-exact continuation needs is in it.
+
+        Args:
+            path: default: named by the step, in the output folder.
 
         Raises:
             OSError: on every rank, when rank 0 could not write.
         """
-        if self.output is None:
+        if path is None and self.output is None:
             raise checks.order("Trainer", "it has no output folder", "pass output=")
         self.optimizer.collect()
         self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
-        path = checkpoint.step_path(self.output, self.step)
+        path = path or checkpoint.step_path(self.output, self.step)
         self._on_rank_0(lambda: self._write(path))
         return path
 
@@ -383,7 +421,8 @@ class Trainer:
         tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
         try:
             checkpoint.save(path, tensors, self._state())
-            checkpoint.prune(self.output, self.keep)
+            if self.output is not None:
+                checkpoint.prune(self.output, self.keep)
         except OSError as error:
             raise OSError(f"{path}: {error}") from error
 
@@ -393,6 +432,7 @@ class Trainer:
             "random": {"seed": self.model.random.seed, "step": self.model.random.step},
             "loader": self.train_loader.state(),
             "settings": self.settings,
+            "callbacks": {callback.key: callback.state() for callback in self.callbacks},
         }
 
     def resume(self, path: str | Path) -> None:
@@ -428,6 +468,10 @@ class Trainer:
         self.train_loader.restore(state["loader"])
         self.step = state["step"]
         self.model.random.seed, self.model.random.step = state["random"]["seed"], state["random"]["step"]
+        kept = state.get("callbacks", {})
+        for callback in self.callbacks:
+            if kept.get(callback.key):
+                callback.restore(kept[callback.key])
         self._agree_on_resumed()
 
     def _agree_on_resumed(self) -> None:

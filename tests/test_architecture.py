@@ -25,7 +25,7 @@ LEVELS = [
     {"fusion"},
     {"loss", "nonfinite", "optim", "stopping"},
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
-    {"compile"},
+    {"compile", "callbacks"},
     {"train"},
     {"bench", "pruning"},
     {"launch", "cli"},

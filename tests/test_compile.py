@@ -28,7 +28,7 @@ def dropping():
     graph = m.Graph()
     x = m.Conv2d(3, 8, 3, padding=1, name="conv")(graph.input((8, 8, 3)))
     x = m.Dropout(0.3, name="drop1")(m.ReLU(name="relu")(m.BatchNorm2d(8, name="bn")(x)))
-    x = m.Dropout(0.5, name="drop2")(m.Flatten(name="flat")(x))
+    x = m.Dropout(0.5, name="drop2")(m.StochasticDepth(0.4, name="depth")(m.Flatten(name="flat")(x)))
     return graph.output(m.Linear(8 * 64, 4, name="fc")(x))
 
 
@@ -50,13 +50,15 @@ def optimizer_of(step):
     return step.optimizer if isinstance(step, EagerStep) else step.eager.optimizer
 
 
-def batches(step, count=STEPS, samples=6, seed=0):
+def batches(step, count=STEPS, samples=6, seed=0, mixed=False):
     rng = np.random.default_rng(seed)
     model = step.model
     *image, classes = model.graph.output_node.shape
     for _ in range(count):
         x = rng.standard_normal((samples, *model.graph.nodes[0].shape)).astype(model.precision.storage)
         labels = rng.integers(0, classes, (samples, *image)).astype(np.int32)
+        if mixed:
+            labels = rng.dirichlet([1.0] * classes, samples).astype(np.float32)
         yield model.ops.from_host(x), model.ops.from_host(labels)
 
 
@@ -87,9 +89,9 @@ def run(step, between=lambda step, number: None, **options):
     return losses
 
 
-def assert_equal_runs(cuda_ops, between=lambda step, number: None, samples=6, **options):
+def assert_equal_runs(cuda_ops, between=lambda step, number: None, samples=6, mixed=False, **options):
     steps = [make(kind, **options) for kind in (EagerStep, CompiledStep)]
-    eager, compiled = (run(step, between, samples=samples) for step in steps)
+    eager, compiled = (run(step, between, samples=samples, mixed=mixed) for step in steps)
     assert eager == compiled and len(set(eager)) == len(eager)
     assert_same(*steps)
     return steps[1]
@@ -119,6 +121,11 @@ def test_micro_batches_compile(accumulate, samples, graphs, cuda_ops):
     assert replays(compiled) == graphs
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_mixed_labels_compile(accumulate, cuda_ops):
+    assert_equal_runs(cuda_ops, accumulate=accumulate, mixed=True)
+
+
 def test_whatever_happens_between_steps_is_seen(cuda_ops):
     """Weights loaded, evaluation, a layer in another mode, another plan, an eager step, other messages."""
 
@@ -130,7 +137,10 @@ def test_whatever_happens_between_steps_is_seen(cuda_ops):
         if number == 4:
             x, labels = next(batches(step, seed=9))
             model.eval()
-            step.evaluate(x, labels)
+            totals, logits = step.evaluate(x, labels)
+            found = model.ops.to_host(logits).astype(np.float32).argmax(axis=-1)
+            labels_ = model.ops.to_host(labels)
+            assert totals.read().correct == np.count_nonzero((found == labels_) & (labels_ != IGNORED))
             model.train()
             x, labels = next(batches(step, samples=5, seed=9))
             take(step, x, labels, number)

@@ -168,6 +168,7 @@ def test_weight_gradients_with_every_tile(cuda_ops, case, division, rng, monkeyp
         forced = conv2d_weight_hopper.taken(choice, conv, True)
         if forced is not None:
             monkeypatch.setattr(conv2d_weight_hopper, "taken", lambda *_, forced=forced: forced)
+            monkeypatch.setattr(conv2d_weight_hopper, "normalizes", lambda _: True)
             with family("hopper"):
                 check_weight(cuda_ops, case, *hosts, division[1] > 1)
             monkeypatch.undo()
@@ -181,9 +182,11 @@ LONG = [
 ]
 
 
+@pytest.mark.parametrize("on_the_way", [True, False])
 @cases(LONG)
-def test_long_sums_in_whole_numbers(cuda_ops, case, rng):
+def test_long_sums_in_whole_numbers(cuda_ops, case, on_the_way, rng, monkeypatch):
     """Many stages for each block, whose copies need not come in order; twice, to the bit."""
+    monkeypatch.setattr(conv2d_weight_hopper, "normalizes", lambda _: on_the_way)
     x, norm, dy = whole(rng, case, bfloat16)
     w = draw_integers(rng, case.w, bfloat16, limit=1)
     x, w, dy, norm = *put(cuda_ops, x, w, dy), put(cuda_ops, *norm)
@@ -197,6 +200,20 @@ def test_long_sums_in_whole_numbers(cuda_ops, case, rng):
         cuda_ops.conv2d_backward_weight(dy, x, norm=norm, out=found, **case.options)
         np.testing.assert_array_equal(cuda_ops.to_host(found), cuda_ops.to_host(expected))
         assert cuda_ops.to_host(cuda_ops.conv2d(x, w, norm=norm, **case.options)).tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize(("side", "pays"), [(56, True), (7, False)])
+def test_the_weight_gradient_of_a_small_image_is_preceded_by_a_pass(side, pays):
+    from minidl import cuda as ops
+
+    options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    channels = 64 * 56 // side
+    with dry_run(BUILT_IN["H200"]) as log:
+        x, dy = (ops.empty((256, side, side, c), bfloat16) for c in (channels, 4 * channels))
+        norm = ops.empty((2, channels), float32), ops.empty(channels, float32), ops.empty(channels, float32)
+        ops.conv2d_backward_weight(dy, x, norm=norm, out=ops.empty((4 * channels, 1, 1, channels), float32), **options)
+    names = [launch.name for launch in log.launches]
+    assert ("batch_norm_apply_kernel" in names) != pays
 
 
 @pytest.mark.parametrize("device", ["A100", "H200"])

@@ -74,6 +74,7 @@ BY_HAND = {
     "average pool": (m.AvgPool2d(2), (1, 4, 4, 3), 4, [(12 * 5, 4 * 60), (12 * 5, 4 * 60), (0, 0)]),
     "global average": (m.AdaptiveAvgPool2d(1), (2, 7, 7, 8), 2, [(784 + 16, 1600), (784 + 16, 1600), (0, 0)]),
     "dropout": (m.Dropout(0.3), (5, 7), 2, [(35, 140), (35, 140), (0, 0)]),
+    "stochastic depth": (m.StochasticDepth(0.3), (5, 7), 2, [(35, 140), (35, 140), (0, 0)]),
     "flatten": (m.Flatten(), (2, 3, 3, 4), 4, [(0, 0), (0, 0), (0, 0)]),
     "ReLU6": (m.ReLU6(), (2, 3, 3, 4), 2, [(144, 288), (144, 432), (0, 0)]),
     "LeakyReLU": (m.LeakyReLU(), (2, 3, 3, 4), 2, [(144, 288), (144, 432), (0, 0)]),
@@ -183,7 +184,7 @@ CASES = [
 def test_every_layer_is_computed_by_hand_and_counted():
     every = {getattr(m.layers, name) for name in m.layers.__all__}
     assert {type(layer) for layer, *_ in BY_HAND.values()} | {m.Add, m.Mul, m.Concat} == every
-    own_tests = {m.Dropout, m.Flatten, m.Add, m.Mul, m.Concat}  # below: random, a view, several inputs
+    own_tests = {m.Dropout, m.StochasticDepth, m.Flatten, m.Add, m.Mul, m.Concat}  # below: random, a view, joins
     assert {type(make()) for _, make, _ in CASES} | own_tests == every
 
 
@@ -232,9 +233,10 @@ def test_batch_norm_in_evaluation_mode_is_one_multiply_per_gradient(affine, rng)
     assert counters[1].flop == x.size
 
 
+@pytest.mark.parametrize("kind", [m.Dropout, m.StochasticDepth])
 @pytest.mark.parametrize("itemsize", [4, 2])
-def test_dropout_multiplies_what_it_keeps_and_stores_no_mask(itemsize, rng):
-    layer, shape = m.Dropout(0.4), (3, 5, 2)
+def test_dropout_multiplies_what_it_keeps_and_stores_no_mask(itemsize, kind, rng):
+    layer, shape = kind(0.4), (3, 5, 2)
     x, dy = drawn(rng, layer, shape)
     kept = (run(layer, np.ones(shape, np.float32), dy, training=True)[0] > 0).astype(float)
     counters = Counter(), Counter()
@@ -244,12 +246,12 @@ def test_dropout_multiplies_what_it_keeps_and_stores_no_mask(itemsize, rng):
         for at in np.ndindex(*shape):
             out[at] = source[at] * (kept[at] / 0.6)  # random numbers and their comparison are integers
         results.append(counter.write(out, itemsize))
-    found = run(m.Dropout(0.4), np.ones(shape, np.float32), dy, training=True)
+    found = run(kind(0.4), np.ones(shape, np.float32), dy, training=True)
     np.testing.assert_allclose(found[0], results[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], results[1], rtol=1e-6)
     assert costs(layer.cost(shape, itemsize=itemsize)) == [c.counts for c in counters] + [(0, 0)]
     layer.training = False
-    assert layer.cost(shape) == m.Dropout(0.0).cost(shape) == Cost()
+    assert layer.cost(shape) == kind(0.0).cost(shape) == Cost()
     assert layer.forward(x) is x, "in evaluation nothing is computed"
 
 

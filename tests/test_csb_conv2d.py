@@ -174,6 +174,23 @@ def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage):
             np.testing.assert_array_equal(a.backward_data(cuda_ops.from_host(dy)).astype(float), dx, err_msg=name)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+def test_routes_of_float32_give_the_same_bits(cuda_ops, rng, stride):
+    """Also where thread blocks take large tiles, and several."""
+    from minidl.cuda.csb_routes import conv_routes, route
+    from minidl.cuda.device import current_device
+
+    a = Case(cuda_ops, rng, ((96, 14, 14, 64), (256, 3, 3), 64, (stride, stride), (1, 1), (1, 1)), values=draw)
+    x, dy = (cuda_ops.from_host(v) for v in (draw(rng, a.images, float32), a.gradient(rng, values=draw)))
+    found = []
+    for name in conv_routes(64, np.dtype(float32), current_device()):
+        with route(name):
+            found.append((a.forward(x), a.backward_data(dy)))
+    for other in found[1:]:
+        for got, expected in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
 def test_a_convolution_cannot_take_any_route(rng):
     from minidl.cuda.csb_routes import choose_conv_route, conv_routes, route
     from minidl.cuda.device import BUILT_IN

@@ -283,7 +283,8 @@ def call_dropout() -> None:
     key = ops.zeros(4, np.uint32)
     for dtype in STORAGE:
         for x in _activations(dtype):
-            ops.dropout(x, 0.5, key, 3)
+            for whole in (False, True):
+                ops.dropout(x, 0.5, key, 3, whole=whole)
         ops.dropout(ops.empty((6, 4099), dtype), 0.1, key, 0)
 
 
@@ -373,6 +374,18 @@ def call_smoothed_loss() -> None:
         ops.dice_backward(logits, labels, sums, scale, smooth=1.0, ignore_index=255)
         if shape[-1] <= 1000:
             ops.confusion_counts(logits, labels, ignore_index=255)
+
+
+def call_soft_loss() -> None:
+    scale = ops.empty(1, np.float32)
+    for dtype, shape in itertools.product(STORAGE, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
+        logits, targets, weights = (
+            ops.empty(shape, dtype),
+            ops.empty(shape, np.float32),
+            ops.empty(shape[-1], np.float32),
+        )
+        totals, lse = ops.soft_cross_entropy(logits, targets, weights, smoothing=0.1)
+        ops.soft_cross_entropy_backward(logits, targets, lse, totals, weights, scale, smoothing=0.1)
 
 
 def call_pointwise_loss() -> None:

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from minidl import data
 from minidl.data import Loader, cifar10, dataset, digits, mnist, synthetic
 
 # ---- data sets ---------------------------------------------------------------------------------------------------
@@ -189,3 +190,47 @@ def test_damaged_files_of_mnist_are_named(mnist_folder, name, content, words):
         (mnist_folder / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         mnist(mnist_folder)
+
+
+# ---- coins ---------------------------------------------------------------------------------------------------------
+
+
+def test_coins_are_a_photograph_of_24_coins_in_windows():
+    pytest.importorskip("skimage", reason="needs scikit-image")
+    from skimage.measure import label
+
+    from minidl.data.coins import _load
+
+    image, labels = _load()
+    assert image.shape == labels.shape == (303, 384) and set(np.unique(labels)) == {0, 1}
+    assert label(labels).max() == 24
+    assert image[labels == 1].mean() > image[labels == 0].mean() + 50
+    train, test = data.coins("train"), data.coins("test")
+    assert train.images.shape == (300, 72, 72, 1) and test.images.shape == (8, 72, 72, 1)
+    assert train.images.dtype == np.uint8 and train.labels.shape == train.images.shape[:3]
+    np.testing.assert_array_equal(train.images[0, ..., 0], image[:72, :72])
+    np.testing.assert_array_equal(train.labels[-1], labels[228:300, 168:240])
+    np.testing.assert_array_equal(test.labels[3], labels[72:144, 312:384])
+    scaled = train.images / 255
+    assert abs(scaled.mean() - train.mean[0]) < 1e-3 and abs(scaled.std() - train.std[0]) < 1e-3
+
+
+def test_coins_refuses_what_it_does_not_have(monkeypatch):
+    pytest.importorskip("skimage", reason="needs scikit-image")
+    with pytest.raises(ValueError, match="size must be at most 144, got 200"):
+        data.coins(size=200)
+    with pytest.raises(ValueError, match="unknown split"):
+        data.coins("val")
+    with pytest.raises(ValueError, match="path must be left out"):
+        data.dataset("coins", "somewhere")
+
+
+def test_coins_without_scikit_image_name_their_extra(monkeypatch):
+    import sys
+
+    from minidl.data.coins import _load
+
+    _load.cache_clear()
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(ImportError, match=r"the coins data set is not available.*pip install 'minidl\[data\]'"):
+        data.coins()

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from minidl.cuda import nvrtc
+from tests.conftest import CUDA
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
@@ -39,29 +42,73 @@ def shell(tmp_path):
     return run
 
 
+@pytest.fixture
+def run_page(shell, tmp_path, monkeypatch, capsys):
+    """Runs the blocks of a page in an empty folder; (what Python printed, what the commands did)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(page: str) -> tuple[str, list[subprocess.CompletedProcess]]:
+        if not (ROOT / "docs" / page).exists():
+            pytest.skip("the pages are not here")
+        names: dict = {"__name__": page}
+        commands = []
+        for language, text in blocks(ROOT / "docs" / page):
+            if language == "python":
+                exec(compile(text, page, "exec"), names)
+                continue
+            assert language == "sh", language
+            done = shell(text)
+            assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+            commands.append(done)
+        return capsys.readouterr().out, commands
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_the_first_hour_runs_as_it_is_written(shell, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("mpi4py", reason="needs mpi4py")
-    for extra in ("sklearn", "matplotlib", "onnx"):
+def test_the_first_hour_runs_as_it_is_written(run_page, tmp_path):
+    for extra in ("mpi4py", "sklearn", "matplotlib", "onnx"):
         pytest.importorskip(extra, reason=f"needs {extra}")
-    monkeypatch.chdir(tmp_path)
-    names: dict = {"__name__": "first_hour"}
-    for language, text in blocks(ROOT / "docs" / "first_hour.md"):
-        if language == "python":
-            exec(compile(text, "first_hour.md", "exec"), names)
-            continue
-        assert language == "sh", language
-        done = shell(text)
-        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-        if "killed.py" in text:
-            assert re.search(r"signal:? 9", done.stdout + done.stderr, re.IGNORECASE), done.stdout + done.stderr
-    printed = capsys.readouterr().out
+    printed, commands = run_page("first_hour.md")
+    assert any(re.search(r"signal:? 9", done.stdout + done.stderr, re.IGNORECASE) for done in commands)
     assert "(4, 16, 16, 8) (4, 16, 16, 3) (8, 3, 3, 3)" in printed
     assert "conv2d: x must have shape (N, H, W, 3)" in printed
     share = int(re.search(r"(\d+)% of the weights are left", printed).group(1))
     assert 10 <= share < 20
     assert (tmp_path / "resnet20.onnx").exists() and list((tmp_path / "plots").glob("*.png"))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_a_kernel_of_ones_own_is_compiled_and_obeys_the_laws(device, run_page):
+    try:
+        nvrtc.version()
+    except ImportError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    printed, _ = run_page("own_kernel.md")
+    assert "49 microseconds" in printed and "squared_relu_backward" in printed and "SquaredReLU" in printed
+    assert "the GPU agrees to the bit" in printed or device == "cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_the_run_on_a_cluster_runs_as_it_is_written(run_page, tmp_path):
+    for extra in ("mpi4py", "sklearn"):
+        pytest.importorskip(extra, reason=f"needs {extra}")
+    printed, commands = run_page("cluster.md")
+    assert re.search(r"status 138 checkpoint-\d+\.safetensors$", printed, re.MULTILINE)
+    told = "".join(done.stdout + done.stderr for done in commands)
+    assert "epoch 3/3" in told and "training plan differs between ranks" in told and "Cosine(lr=0.2" in told
+    assert (tmp_path / "one.json").exists()
+
+
+@pytest.mark.slow
+def test_the_roofline_page_runs_as_it_is_written(run_page, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    printed, _ = run_page("roofline.md")
+    assert len(re.findall(r" ms, roof \d+%, gain [\d.]+ ms$", printed, re.MULTILINE)) == 5
+    assert list((tmp_path / "plots").glob("*.png"))
 
 
 @pytest.mark.slow

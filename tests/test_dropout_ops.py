@@ -32,15 +32,16 @@ def test_reference_gives_the_known_answers(counter, key, words):
     assert reference.philox4x32(counter, key) == words
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dropout_equals_the_reference_exactly(ops, rng, dtype, shape, p, layout):
+def test_dropout_equals_the_reference_exactly(ops, rng, dtype, shape, p, layout, whole):
     x, key = draw(rng, shape, dtype), make_key(ops)
-    y = ops.dropout(place(ops, x, layout), p, key, 11)
+    y = ops.dropout(place(ops, x, layout), p, key, 11, whole=whole)
     assert y.dtype == dtype
     # The product in float32, rounded there once and at the store once.
-    expected = reference.dropout(x, p, ops.to_host(key), 11).astype(np.float32).astype(dtype)
+    expected = reference.dropout(x, p, ops.to_host(key), 11, whole).astype(np.float32).astype(dtype)
     np.testing.assert_array_equal(ops.to_host(y), expected)
 
 
@@ -67,23 +68,26 @@ def test_dropping_everything(ops):
     assert not ops.to_host(ops.dropout(x, 1.0, make_key(ops), 0)).any()
 
 
-def test_dropped_values_are_zero_whatever_they_were(ops):
-    x = np.full((4, 64), np.nan, np.float32)
-    y, key = ops.to_host(ops.dropout(ops.from_host(x), 0.5, make_key(ops), 0)), ops.to_host(make_key(ops))
-    kept = reference.mask(x.shape, 0.5, key, 0)
+@pytest.mark.parametrize("whole", [False, True])
+def test_dropped_values_are_zero_whatever_they_were(ops, whole):
+    x = np.full((16, 64), np.nan, np.float32)
+    y, key = ops.to_host(ops.dropout(ops.from_host(x), 0.5, make_key(ops), 0, whole=whole)), ops.to_host(make_key(ops))
+    kept = reference.dropout(np.ones_like(x), 0.5, key, 0, whole) > 0
+    assert 0 < kept.sum() < kept.size
     assert np.isnan(y[kept]).all() and not y[~kept].any()
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("first_sample", [0, 2**32 - 2])
-def test_shards_join_to_the_whole(ops, rng, first_sample):
+def test_shards_join_to_the_whole(ops, rng, first_sample, whole):
     """The mask belongs to the global sample, however samples are spread over ranks; sample numbers wrap."""
     x = draw(rng, (5, 3, 3, 3), float32)
-    whole = ops.to_host(ops.dropout(ops.from_host(x), 0.5, make_key(ops, first_sample=first_sample), 1))
+    joint = ops.dropout(ops.from_host(x), 0.5, make_key(ops, first_sample=first_sample), 1, whole=whole)
     parts = [
-        ops.dropout(ops.from_host(x[a:b]), 0.5, make_key(ops, first_sample=(first_sample + a) % 2**32), 1)
+        ops.dropout(ops.from_host(x[a:b]), 0.5, make_key(ops, first_sample=(first_sample + a) % 2**32), 1, whole=whole)
         for a, b in ((0, 1), (1, 1), (1, 4), (4, 5))
     ]
-    np.testing.assert_array_equal(np.concatenate([ops.to_host(part) for part in parts]), whole)
+    np.testing.assert_array_equal(np.concatenate([ops.to_host(part) for part in parts]), ops.to_host(joint))
 
 
 @pytest.mark.parametrize("change", ["seed_low", "seed_high", "step", "first_sample", "stream"])

@@ -336,7 +336,7 @@ def test_costs_count_passes_by_hand():
     mixed = [fusion.site_cost(s, w, 2, 2) for s, w in ((own, "elementwise"), (partner, "elementwise+gradients"))]
     assert sum(c.backward_bytes for c in mixed) == 10 * size
     for site in sites.values():  # each mode spares a pass
-        costs = {way: fusion.site_cost(site, way, 2, 2).bytes for way in candidates(site, unproven=True)}
+        costs = {way: fusion.site_cost(site, way, 2, 2).bytes for way in candidates(site)}
         for way, mode in itertools.product(costs, fusion.MODES):
             fewer = way_of(set(modes_of(way)) - {mode})
             if fewer in costs and fewer != way:

@@ -15,7 +15,7 @@ from minidl.fusion import chain, cost, kept
 from minidl.fusion.apply import machine_of
 from minidl.fusion.map import between, measure_map, points
 from minidl.fusion.piece import Piece, cut
-from minidl.fusion.plans import MODES, candidates, fingerprint, modes_of, switches, way_of
+from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way_of
 from minidl.fusion.tune import DeviceClock, groups, measure, tune
 from minidl.precision import precision
 from minidl.profile.timing import Budget, Timing
@@ -41,12 +41,6 @@ class Fake:
         words = [repr(cut.key), which, *sorted(f"{place[name]} {word}" for name, word in on)]
         ms = 1 + np.random.default_rng([self.seed, *"".join(words).encode()]).random()
         return Timing((ms, ms))
-
-
-@pytest.fixture
-def prologue(monkeypatch):
-    """The mode may be chosen."""
-    monkeypatch.setitem(MODES, "prologue", MODES["prologue"]._replace(proven=True))
 
 
 # -- the dynamic programme ----------------------------------------------------------------------------------------
@@ -85,7 +79,7 @@ def piece_groups(graph, precision):
 
 
 @pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
-def test_a_piece_computes_the_same_in_every_way(ops, build, prologue):
+def test_a_piece_computes_the_same_in_every_way(ops, build):
     """In 16 bits against the same piece in float32: what is fused errs no more."""
     graph = build()
     for group in groups(graph, 2, BF16, H200, everything=True):
@@ -157,7 +151,7 @@ def test_a_clock_times_every_candidate_of_a_network(cpu_ops):
 # -- candidates ---------------------------------------------------------------------------------------------------
 
 
-def test_candidates_are_the_sets_of_modes_that_a_site_can_have(prologue):
+def test_candidates_are_the_sets_of_modes_that_a_site_can_have():
     sites = {site.name: site for site in fusion.find_sites(preactivation())}
     assert candidates(sites["bn0"]) == ["none", "statistics"]
     assert candidates(sites["bn1"]) == [
@@ -186,26 +180,12 @@ def test_equal_pieces_are_timed_once():
     assert len(pieces) < len(plan.evidence)
 
 
-def test_what_never_ran_is_not_chosen():
-    """Whatever a clock would say; it can be forced."""
-    graph = models.build("resnet50", (64, 64, 3), 10)
-    sites = fusion.find_sites(graph)
-    unproven = {name for name, mode in MODES.items() if not mode.proven}
-    plans = [tune(graph, 4, BF16, H200, Fake(), everything=True), cost.heuristic(graph, sites, BF16, H200)]
-    for plan in plans:
-        assert not unproven & {mode for way in plan.sites.values() for mode in modes_of(way)}
-    assert "prologue" in fusion.choose(sites, "bnff").sites["layer1.0.bn1"]
-
-
 # -- the choice ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["resnet50", "densenet121", "vgg16_bn"])
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("proven", [False, True], ids=["without", "with the prologue"])
-def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed, proven, request):
-    if proven:
-        request.getfixturevalue("prologue")
+def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed):
     graph = models.build(name, (64, 64, 3), 10)
     found = groups(graph, 8, BF16, H200)
     terms = measure(graph, 8, found, Fake(seed)).terms
@@ -218,7 +198,7 @@ def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed, proven,
             assert chain.total(plan.sites, terms) <= chain.total(plan.sites | {site.name: way}, terms) + 1e-9
 
 
-def test_modes_that_meet_in_a_kernel_are_timed_together(prologue):
+def test_modes_that_meet_in_a_kernel_are_timed_together():
     """What a convolution normalises as it reads, and the statistics of what it writes."""
 
     def clock(cut, which, variants):
@@ -350,7 +330,7 @@ def test_explaining_needs_no_gpu(capsys, plan):
     assert "there is no GPU to measure on" in capsys.readouterr().err
 
 
-def test_memory_that_ways_free_is_what_layers_no_longer_keep(cpu_ops, prologue):
+def test_memory_that_ways_free_is_what_layers_no_longer_keep(cpu_ops):
     """Of each piece, and together of the network, where every ReLU is read by one convolution."""
     graph = m.Graph()
     x = graph.input((8, 8, 8))

@@ -79,11 +79,12 @@ def test_a_round_trip_gives_the_same_bits(rng, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["weights.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "mobilenet_v2", "efficientnet_b0"])
-def test_models_export_the_shapes_of_torchvision(name):
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "mobilenet_v2", "efficientnet_b0", "unet"])
+def test_models_export_the_names_and_shapes_of_pytorch(name):
     model = m.Model(models.build(name, (64, 64, 3), 10))
     state = torch_state(model)
     spatial = {"resnet18": ("conv1.weight", (64, 3, 7, 7)), "densenet121": ("features.conv0.weight", (64, 3, 7, 7)),
+               "unet": ("up1.up.weight", (1024, 512, 2, 2)),
                "mobilenet_v2": ("features.1.conv.0.0.weight", (32, 1, 3, 3)),
                "efficientnet_b0": ("features.1.0.block.1.fc1.weight", (8, 32, 1, 1))}[name]  # fmt: skip
     assert state[spatial[0]].shape == spatial[1]
@@ -110,6 +111,34 @@ def test_other_spellings_of_densenets_and_vggs():
     assert import_weights(model, state).complete
     expected = filters.transpose(0, 2, 3, 1).reshape(5, 24)
     np.testing.assert_array_equal(model.state_dict()["classifier.0.weight"], expected)
+
+
+def timms_names(depths, gated):
+    """Layers of timm's networks of inverted residuals, in order, convolutions and normalisations."""
+    yield from ("conv_stem", "bn1")
+    for stage, depth in enumerate(depths):
+        for block in range(depth):
+            gate = ["se.conv_reduce", "se.conv_expand"] if gated else []
+            wide = ["conv_pw", "bn1", "conv_dw", "bn2", *gate, "conv_pwl", "bn3"]
+            for layer in ["conv_dw", "bn1", *gate, "conv_pw", "bn2"] if stage == 0 else wide:
+                yield f"blocks.{stage}.{block}.{layer}"
+    yield from ("conv_head", "bn2", "classifier")
+
+
+@pytest.mark.parametrize(
+    ("name", "depths"), [("mobilenet_v2", (1, 2, 3, 4, 3, 3, 1)), ("efficientnet_b0", (1, 2, 2, 3, 3, 4, 1))]
+)
+def test_timms_names_of_inverted_residuals(name, depths):
+    """They stand in the order of torchvision's, so the n-th layer of one is the n-th of the other."""
+    model = m.Model(models.build(name, (32, 32, 3), 7), seed=1)
+    state = torch_state(model)
+    layers = [layer.name for layer in model.layers if layer.specs]
+    renamed = dict(zip(layers, timms_names(depths, gated=name == "efficientnet_b0"), strict=True))
+    other = {f"{renamed[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": values for key, values in state.items()}
+    again = m.Model(models.build(name, (32, 32, 3), 7), seed=2)
+    assert import_weights(again, other).complete
+    for key, values in model.state_dict().items():
+        np.testing.assert_array_equal(values, again.state_dict()[key])
 
 
 def test_what_does_not_fit_is_told_and_left_alone(rng):

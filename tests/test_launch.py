@@ -175,6 +175,19 @@ def test_source_includes_each_header_once_and_keeps_line_numbers(tmp_path):
 
 
 @needs_nvrtc
+def test_a_kernel_elsewhere_finds_its_own_headers_first_and_ours_behind(tmp_path, monkeypatch):
+    (tmp_path / "own.cu").write_text('#include "grid.cuh"\n#include "common.cuh"\nOWN\n')
+    (tmp_path / "grid.cuh").write_text("MINE\n")
+    text = nvrtc.source_of(str(tmp_path / "own.cu"))
+    assert "MINE" in text and "struct Place" not in text and "#define DEVICE" in text and text.endswith("OWN\n")
+    if _nvrtc_reason() is None:
+        monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
+        (tmp_path / "own.cu").write_text('extern "C" __global__ void k(float* x) { *x = SCALE; }\n')
+        assert nvrtc.build(str(tmp_path / "own.cu"), "sm_80", {"SCALE": 2}).kernels[0].name == "k"
+        [cubin] = (tmp_path / "cache").iterdir()
+        assert cubin.name.startswith("own-sm_80-")
+
+
 def test_cache_key_covers_header_defines_and_architecture(cache):
     def key(arch="sm_80", **defines):
         return nvrtc.cache_key(nvrtc.source_of("trivial"), arch, defines)

@@ -270,6 +270,7 @@ CONSTRUCTORS = {
     "dropout": (lambda: m.Dropout(1.0), "p must be"),
     "eps": (lambda: m.BatchNorm2d(3, eps=0), "eps"),
     "no momentum": (lambda: m.BatchNorm2d(3, momentum=None), "momentum must be a number in"),
+    "depth": (lambda: m.StochasticDepth(1.0), "p must be"),
     "dropout of text": (lambda: m.Dropout("0.5"), "p must be a number in"),
     "half a pixel": (lambda: m.Pad(1.5), "padding must be an integer"),
     "padding with text": (lambda: m.Pad(1, "0"), "value must be a number"),
@@ -340,6 +341,18 @@ def test_grad_false_saves_nothing():
     assert layer.store.saved_bytes == 0
     with pytest.raises(RuntimeError):
         layer.backward(np.zeros((1, 2, 2, 4), f32))
+
+
+def test_stochastic_depth_keeps_or_drops_whole_samples(ops, dtype):
+    layer, ones = m.StochasticDepth(0.25), ops.from_host(np.ones((64, 3, 2, 5), dtype))
+    y, dx = (ops.to_host(a).astype(f32) for a in (layer.forward(ones), layer.backward(ones)))
+    kept = y[:, 0, 0, 0] > 0
+    assert 0 < kept.sum() < 64
+    np.testing.assert_array_equal(y, np.where(kept[:, None, None, None], f32(dtype.type(f32(4 / 3))), f32(0)) + 0 * y)
+    np.testing.assert_array_equal(dx, y)
+    assert layer.training and (ops.to_host(layer.forward(ones)).astype(f32)[:, 0, 0, 0] > 0).tolist() != kept.tolist()
+    layer.training = False
+    assert layer.forward(ones) is ones
 
 
 # -- wrong use -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.step import EagerStep
 from tests.reference import losses as reference
 
 f32 = np.float32
@@ -32,6 +33,7 @@ LOSSES = {
     "plain": (lambda **c: m.SoftmaxCrossEntropy(**c), True),
     "smoothed": (lambda **c: m.SoftmaxCrossEntropy(label_smoothing=0.2, **c), True),
     "weighted": (lambda **c: m.SoftmaxCrossEntropy(weight=[1, 2, 0.5], **c), True),
+    "soft": (lambda **c: m.SoftmaxCrossEntropy(label_smoothing=0.1, **c), False),
     "dice": (lambda **c: m.DiceLoss(**c), True),
     "bce": (lambda **c: m.BCEWithLogitsLoss(2.0, **c), False),
     "mse": (lambda **c: m.MSELoss(**c), False),
@@ -88,6 +90,20 @@ def test_a_few_steps_lower_the_loss(name, ops, rng):
     assert seen[-1] < 0.6 * seen[0], seen
 
 
+def test_micro_batches_of_mixed_labels_add_up_to_the_whole(ops, rng):
+    x = ops.from_host(rng.standard_normal((7, 4, 4, 2)).astype(f32))
+    target = ops.from_host(rng.dirichlet([1, 1, 1], 7).astype(f32))
+    states = []
+    for accumulate in (1, 3):
+        model = m.Model(models.mlp(3, (4, 4, 2), (16,)), device=ops.name)
+        step = EagerStep(model, m.SGD(model, 0.1), m.SoftmaxCrossEntropy(), accumulate=accumulate)
+        states.append((step(x, target).read(), model.state_dict()))
+    (whole, expected), (parts, found) = states
+    assert parts == pytest.approx(whole, rel=1e-6)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6)
+
+
 CONSTRUCTORS = {
     "smoothing": (lambda: m.SoftmaxCrossEntropy(label_smoothing=1.5), r"label_smoothing must be a number in \[0, 1\]"),
     "negative weight": (lambda: m.SoftmaxCrossEntropy(weight=[1, -1]), "weight must be a finite number of at least 0"),
@@ -114,6 +130,12 @@ def test_doors_say_what_does_not_fit():
         m.MSELoss().forward(x, np.zeros(2, f32))
     with pytest.raises(TypeError, match=r"targets must be float32 like the predictions, got int64; .*astype"):
         m.BCEWithLogitsLoss().forward(x, np.zeros((2, 3), np.int64))
+    with pytest.raises(
+        ValueError, match=r"probabilities must have shape \(2, 3\) like the logits, or labels, got \(2, 4\)"
+    ):
+        m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 4), f32))
+    with pytest.raises(TypeError, match="probabilities must be float32, got float64"):
+        m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 3)))
     with pytest.raises(ValueError, match="a class for each weight"):
         m.SoftmaxCrossEntropy(weight=[1, 2]).forward(x, np.zeros(2, np.int64))
     with pytest.raises(ValueError, match="at least two classes"):

@@ -62,6 +62,61 @@ def test_smoothed_gradient_is_the_difference(ops, rng, dtype, shape, smoothing, 
     assert_close(ops.to_host(dx), gradient(mean, logits, 8.0), dtype, scale=4.0)
 
 
+def mixed(rng, shape, dtype):
+    """Logits, some of them equal, and what two labels each make of a row; some shares tie."""
+    logits, _ = labelled(rng, shape, dtype)
+    one, other = (np.eye(shape[-1], dtype=float32)[rng.integers(0, shape[-1], shape[:-1])] for _ in range(2))
+    share = rng.choice(np.float32([0.5, 0.25, 0.9, 1.0]), (*shape[:-1], 1))
+    return logits, share * one + (1 - share) * other
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_soft_totals_equal_the_reference(ops, rng, dtype, shape, smoothing, weighted):
+    logits, targets = mixed(rng, shape, dtype)
+    weights = rng.uniform(0.2, 2, shape[-1]).astype(np.float32) if weighted else None
+    expected = reference.soft_cross_entropy(logits, targets, weights, smoothing)
+    w = ops.from_host(weights) if weighted else None
+    for layout in LAYOUTS:
+        totals, lse = ops.soft_cross_entropy(place(ops, logits, layout), ops.from_host(targets), w, smoothing=smoothing)
+        found = ops.to_host(totals)
+        assert found.dtype == np.float64 and lse.dtype == float32 and lse.shape == shape[:-1]
+        np.testing.assert_array_equal(found[1:], expected[1:])
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(7, 10), (2, 3, 2, 5), (4, 33), (2, 64)])
+def test_soft_gradient_is_the_difference(ops, rng, dtype, shape, smoothing, weighted):
+    logits, targets = mixed(rng, shape, dtype)
+    weights = rng.uniform(0.2, 2, shape[-1]).astype(np.float32) if weighted else None
+    arrays, w = (ops.from_host(logits), ops.from_host(targets)), ops.from_host(weights) if weighted else None
+    totals, lse = ops.soft_cross_entropy(*arrays, w, smoothing=smoothing)
+    dx = ops.soft_cross_entropy_backward(*arrays, lse, totals, w, ops.from_host(np.float32([8])), smoothing=smoothing)
+    assert dx.dtype == dtype
+
+    def mean(x):
+        return np.divide(*reference.soft_cross_entropy(x, targets, weights, smoothing)[:2])
+
+    assert_close(ops.to_host(dx), gradient(mean, logits, 8.0), dtype, scale=4.0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_probabilities_of_one_class_are_its_label(ops, rng, dtype, smoothing):
+    logits = draw(rng, (31, 10), dtype, scale=3.0)
+    labels = rng.integers(0, 10, 31)
+    hard, soft = ops.from_host(labels), ops.from_host(np.eye(10, dtype=float32)[labels])
+    x, options = ops.from_host(logits), {"smoothing": smoothing, "ignore_index": IGNORE}
+    totals, lse = ops.smoothed_cross_entropy(x, hard, **options)
+    dx = ops.smoothed_cross_entropy_backward(x, hard, lse, totals, **options)
+    joint, norm = ops.soft_cross_entropy(x, soft, smoothing=smoothing)
+    np.testing.assert_allclose(ops.to_host(joint)[:3], ops.to_host(totals)[:3], rtol=1e-6)
+    found = ops.soft_cross_entropy_backward(x, soft, norm, joint, smoothing=smoothing)
+    assert_close(ops.to_host(found), ops.to_host(dx).astype(np.float64), dtype, scale=2.0)
+
+
 def test_shards_of_a_weighted_loss_give_the_gradient_of_the_whole(ops, rng):
     logits, labels = labelled(rng, (30, 7), float32)
     labels[12:15] = IGNORE

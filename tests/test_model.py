@@ -21,7 +21,7 @@ def residual(sync=False):
     x = m.ReLU(name="relu1")(m.BatchNorm2d(4, sync=sync, name="bn1")(x))
     a = m.Conv2d(4, 4, 3, padding=1, name="conv2")(x)
     b = m.ReLU(name="relu2")(m.Conv2d(4, 4, 1, name="conv3")(x))
-    y = m.Concat()(m.Add()(a, x), b)
+    y = m.Concat()(m.Add()(m.StochasticDepth(0.3)(a), x), b)
     y = m.Flatten()(m.AdaptiveAvgPool2d(2, name="pool")(m.MaxPool2d(2, name="maxpool")(y)))
     y = m.Dropout(0.3)(y)
     return graph.output(m.Linear(32, 5, name="fc")(y))

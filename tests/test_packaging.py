@@ -45,7 +45,7 @@ def test_what_layers_on_the_cpu_need_is_required_and_all_else_an_extra():
     required = {_name(line) for line in PROJECT["project"]["dependencies"]}
     assert required == {"numpy", "ml_dtypes", "safetensors"}
     extras = PROJECT["project"]["optional-dependencies"]
-    optional = {"cli", "data", "plot", "energy", "onnx", "compress", "docs", "dev"}
+    optional = {"cli", "data", "dali", "tensorboard", "plot", "energy", "onnx", "compress", "docs", "dev"}
     assert {"cuda12", "cuda13", "nvrtc", "mpi", "mpi-wheel"} | optional == set(extras)
     assert not required & {_name(line) for lines in extras.values() for line in lines}
 

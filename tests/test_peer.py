@@ -145,6 +145,7 @@ TWINS = {
     "adaptive pool": (lambda: m.AdaptiveAvgPool2d((2, 3)), [(2, 5, 7, 3)]),
     "global pool": (lambda: m.AdaptiveAvgPool2d(1), [(2, 5, 7, 3)]),
     "no dropout": (lambda: m.Dropout(0.0), [(4, 6)]),
+    "no stochastic depth": (lambda: m.StochasticDepth(0.0), [(4, 3, 3, 6)]),
     "flatten": (lambda: m.Flatten(), [(2, 3, 4, 5)]),
     "add": (lambda: m.Add(), [(2, 3, 4, 5)] * 2),
     "concat": (lambda: m.Concat(), [(2, 3, 4, 5), (2, 3, 4, 1), (2, 3, 4, 2)]),

@@ -261,6 +261,32 @@ def test_the_command_augments_unless_told_not_to(tmp_path, capsys, monkeypatch):
     assert status == 2 and "augment: False there, True here" in err
 
 
+def test_the_command_mixes_changes_colours_and_keeps_the_best(tmp_path, capsys):
+    size = ("--data", "synthetic", "--image-size", "8", "--samples", "40", "--classes", "3", "--batch", "20")
+    options = ("--mixup", "0.4", "--color-jitter", "0.2", "--keep-best", "--keep", "1", "--patience", "1")
+    common = ("train", "--device", "cpu", "--model", "mlp", "--lr", "1e-6", "--warmup", "0", "--output", str(tmp_path))
+    status, out, err = run_cli(capsys, *common, *size, *options, "--epochs", "60")
+    assert status == 0 and err == ""
+    assert "ended after epoch" in out and "test_loss has not become better than" in out
+    assert (tmp_path / "best.safetensors").exists() and len(list(tmp_path.glob("checkpoint-*"))) == 1
+    settings = checkpoint.load(tmp_path / "best.safetensors")[1]["settings"]
+    assert (settings["mixup"], settings["color_jitter"]) == (0.4, 0.2)
+    status, out, _ = run_cli(capsys, *common, *size, *options, "--epochs", "60", "--resume")
+    assert status == 0 and "nothing left to do: test_loss" in out and "--patience" in out
+    status, _, err = run_cli(capsys, *common, *size, "--mixup", "0.2", "--resume")
+    assert status == 2 and "mixup: 0.4 there, 0.2 here" in err
+
+
+def test_the_command_tells_iou_of_label_maps_and_top5_of_many_classes(tmp_path, capsys):
+    common = ("train", "--device", "cpu", "--data", "synthetic", "--epochs", "1", "--batch", "4", "--samples", "8")
+    unet = ("--model", "unet", "--model-options", "width=2 depth=2", "--image-size", "16", "--classes", "3")
+    status, out, _ = run_cli(capsys, *common, *unet, "--output", str(tmp_path / "unet"))
+    assert status == 0 and "test iou 0." in out and float(table(tmp_path / "unet" / "metrics.csv")[0]["test_iou"]) > 0
+    many = ("--model", "mlp", "--image-size", "4", "--classes", "100")
+    status, out, _ = run_cli(capsys, *common, *many, "--output", str(tmp_path / "many"))
+    assert status == 0 and "test top5 0." in out
+
+
 ERRORS = {
     ("--model", "resnet81"): "unknown model 'resnet81'; did you mean",
     ("--data", "imagenet"): "unknown data set 'imagenet'",
@@ -269,6 +295,18 @@ ERRORS = {
     ("--device", "cpu", "--precision", "tf32"): "tf32",
     ("--image-size", "64"): "--image-size is for --data synthetic",
     ("--data-path", "x"): "has no files",
+    (
+        "--model-options",
+        "width",
+    ): "--model-options: text must be NAME=NUMBER words, such as 'width=16 depth=3', got 'width'",
+    ("--model-options", "widht=3"): "resnet20: options must be arguments that this model has, got ['widht']",
+    ("--mixup", "0"): "MixUp: alpha must be a number in (0, 1]",
+    ("--color-jitter", "0.1"): "ColorJitter: images must have shape (n, H, W, 3)",
+    ("--data", "folder"): "--data folder needs --data-path DIR, the folder of its files",
+    ("--config", "nothere.toml"): "there is no file nothere.toml",
+    ("--loader", "dali"): "DaliLoader: dataset must be an ImageFolder",
+    ("--keep", "0"): "keep must be an integer of at least 1",
+    ("--patience", "0"): "patience must be an integer of at least 1",
     ("--batch", "0"): "batch must be",
     ("--lr", "-1"): "lr must be",
     ("--epochs", "0"): "--epochs: number must be an integer of at least 1, got 0",
@@ -312,6 +350,11 @@ def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     status, _, err = run_cli(capsys, "train", "--device", "cpu", "--output", str(tmp_path), "--resume")
     assert status == 2 and path.name in err and "truncated or damaged" in err
+
+
+def test_without_a_verb_all_are_listed(capsys):
+    status, out, _ = run_cli(capsys)
+    assert status == 2 and "train a network" in out and "compare-backends" in out
 
 
 def test_info_names_what_is_here(capsys):

@@ -14,6 +14,7 @@ from minidl.bench import layers, sweep
 from minidl.bench.run import bench_layer, bench_network, merged, new_step
 from minidl.bench.setup import Setup, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
+from minidl.config import Help
 from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES
 from minidl.profile import ceilings, compare
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verbs below ``minidl bench``."""
     verbs = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
     for name, (text, add, _) in VERBS.items():
-        add(verbs.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+        add(verbs.add_parser(name, help=text, formatter_class=Help))
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:

@@ -65,6 +65,17 @@ class _Sum(nn.Module):
         return a + b
 
 
+class _StochasticDepth(nn.Module):
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.p == 0:
+            return x
+        return x * x.new_empty((len(x), *[1] * (x.ndim - 1))).bernoulli_(1 - self.p).div_(1 - self.p)
+
+
 class _Concat(nn.Module):
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, dim=1)
@@ -149,6 +160,8 @@ def twin(layer: Layer) -> nn.Module:
             )
         case m.AdaptiveAvgPool2d():
             return nn.AdaptiveAvgPool2d(layer.output_size)
+        case m.StochasticDepth():
+            return _StochasticDepth(layer.p)
         case m.Dropout():
             return nn.Dropout(layer.p)
         case m.Flatten():
@@ -219,6 +232,8 @@ def layer_of(module: nn.Module) -> Layer | None:
             return None if _open(module.output_size) else m.AdaptiveAvgPool2d(module.output_size)
         case nn.Dropout() if module.p < 1:
             return m.Dropout(module.p)
+        case _StochasticDepth():
+            return m.StochasticDepth(module.p)
         case _Sum():
             return m.Add()
         case _Concat():

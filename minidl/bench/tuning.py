@@ -19,6 +19,7 @@ from minidl.backend import get_ops
 from minidl.bench import conv_tuning
 from minidl.bench.conv_tuning import case, of_layer, of_network, spelt
 from minidl.bench.setup import Setup, device_of, join, parse_layer, parse_shape
+from minidl.config import Help
 from minidl.cuda import nvrtc
 from minidl.cuda.conv2d_tuned import NOTHING, Table, identity, install, question_of, table_path
 from minidl.cuda.device import current_device
@@ -34,7 +35,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what = p.add_subparsers(dest="what", required=True, metavar="WHAT")
     comm = what.add_parser("comm", help="how many bytes of gradients a message should carry, between these ranks")
     comm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    shown = argparse.ArgumentDefaultsHelpFormatter
+    shown = Help
     conv = what.add_parser(
         "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=shown
     )

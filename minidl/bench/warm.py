@@ -13,8 +13,7 @@ from minidl.bench.step import TrainingStep
 from minidl.cuda import conv2d_tuned, nvrtc
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
 from minidl.cuda.launch import dry_run
-from minidl.fusion import CHOICES, fuse
-from minidl.fusion.plans import proven_plans
+from minidl.fusion import CHOICES, PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
 
@@ -97,7 +96,7 @@ def kernels_of(graph: Graph, batch: int, precision: str, fusion: str, device: De
     """
     with dry_run(device) as log:
         step = TrainingStep(blank(graph), batch=batch, device="cuda", precision=precision)
-        for how in proven_plans() if fusion == "adaptive" else (fusion,):  # one of these, or between them
+        for how in PLANS if fusion == "adaptive" else (fusion,):  # one of these, or between them
             fuse(step.model, how)
             step()
         step.model.eval()

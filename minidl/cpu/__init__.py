@@ -79,6 +79,7 @@ from minidl.cpu.pool2d import (
 )
 from minidl.cpu.segmentation import confusion_counts, dice_backward, dice_sums
 from minidl.cpu.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
+from minidl.cpu.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
 from minidl.cpu.softmax import softmax, softmax_backward
 from minidl.cpu.transfer import from_dlpack, uploader
 from minidl.cpu.upsample2d import upsample2d, upsample2d_backward
@@ -127,6 +128,8 @@ __all__ = [
     "activate_backward",
     "relu",
     "relu_backward",
+    "soft_cross_entropy",
+    "soft_cross_entropy_backward",
     "softmax",
     "softmax_backward",
     "add",

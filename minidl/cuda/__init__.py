@@ -80,6 +80,7 @@ from minidl.cuda.pool2d import (
 )
 from minidl.cuda.segmentation import confusion_counts, dice_backward, dice_sums
 from minidl.cuda.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
+from minidl.cuda.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
 from minidl.cuda.softmax import softmax, softmax_backward
 from minidl.cuda.transfer import from_dlpack, uploader
 from minidl.cuda.upsample2d import upsample2d, upsample2d_backward
@@ -128,6 +129,8 @@ __all__ = [
     "activate_backward",
     "relu",
     "relu_backward",
+    "soft_cross_entropy",
+    "soft_cross_entropy_backward",
     "softmax",
     "softmax_backward",
     "add",

@@ -235,7 +235,7 @@ def conv2d_backward_weight(
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 
     The pixels are summed in chunks that depend on the sizes, and on a tuned table if there is one; the chunks in order.
-    ``norm``: as in `conv2d`.
+    ``norm``: as in `conv2d`; the input is made on the way where that should be faster than a pass of its own.
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
@@ -248,7 +248,8 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice, wide = _choose(who, question), _widened(conv, code)
-    if norm is not None and (choice.family != "hopper" or wide is not conv or conv.depthwise):
+    able = choice.family == "hopper" and wide is conv and not conv.depthwise
+    if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
@@ -303,26 +304,19 @@ def _choose(who: str, question: Question) -> Choice:
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
     which, conv, code, tf32 = question
-    units = tf32 == 1 or code > 0  # matrix units would round float32
-    if which == "backward_data":
-        grouped = conv2d_grouped.applies(conv, code, True)
-        fits = {
-            "grouped": grouped,
-            "hopper": units and conv2d_hopper.applies(conv, code, True, device),
-            "generic": True,
-        }
-        return fits, () if conv2d_hopper.pays(conv, code, True) else ("hopper",)
-    stem, wide = conv2d_stem.applies(conv, STORAGE[code]), _widened(conv, code)
-    if which == "forward":
-        hopper, grouped = (
-            units and conv2d_hopper.applies(wide, code, False, device),
-            conv2d_grouped.applies(conv, code, False),
-        )
-        fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
-        return fits, () if conv2d_hopper.pays(wide, code, False) else ("hopper",)
-    hopper, grouped = conv2d_weight_hopper.applies(wide, code, device), conv2d_grouped.applies_to_weight(conv, code)
+    backward, units = which == "backward_data", tf32 == 1 or code > 0  # matrix units would round float32
+    wide = conv if backward else _widened(conv, code)
+    if which == "backward_weight":
+        grouped = conv2d_grouped.applies_to_weight(conv, code)
+        hopper, pays = conv2d_weight_hopper.applies(wide, code, device), conv2d_weight_hopper.pays(wide)
+    else:
+        grouped = conv2d_grouped.applies(conv, code, backward)
+        hopper = units and conv2d_hopper.applies(wide, code, backward, device)
+        pays = conv2d_hopper.pays(wide, code, backward)
+    stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
     fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
-    return fits, () if conv2d_weight_hopper.pays(wide) else ("hopper",)
+    slower = {"grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    return fits, tuple(name for name, slow in slower.items() if slow)
 
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:

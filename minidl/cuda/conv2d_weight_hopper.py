@@ -28,6 +28,7 @@ from minidl.cuda.conv2d_weight_tiles import (
     choose,
     halo,
     halo_views,
+    normalizes,
     options,
     taken,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "backward_weight",
     "choose",
     "halo",
+    "normalizes",
     "options",
     "pays",
     "plan",

@@ -28,6 +28,7 @@ __all__ = [
     "choose",
     "halo",
     "halo_views",
+    "normalizes",
     "options",
     "taken",
 ]
@@ -203,7 +204,8 @@ _EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer do
 _ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
 _START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
-_NORMALIZED = 0.2  # microseconds for a block of 64 pixels x 64 channels
+# Microseconds to normalise a block of 64 pixels x 64 channels, and in the halo kernel; bytes of a pass of its own.
+_NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.7, 1.0, 4.0e6
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -214,6 +216,14 @@ def choose(conv: Convolution, normalized: bool = False) -> tuple[WeightTile | Ha
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
     best = min(_candidates(conv, normalized), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
+
+
+@functools.lru_cache(maxsize=1024)
+def normalizes(conv: Convolution) -> bool:
+    """Whether normalising x on the way should take less time than a pass that reads and writes it before."""
+    apart, together = (min(_microseconds(conv, one) for one in _candidates(conv, n)) for n in (False, True))
+    x = ITEMSIZE * conv.images * conv.height * conv.width * conv.channels
+    return together < apart + _SECOND + 2 * x / _PASSED
 
 
 def options(conv: Convolution) -> list[Choice]:
@@ -267,7 +277,7 @@ def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candid
         tiles = ceil_div(conv.out_channels, SPAN), spans
         for division in _divisions(tiles[0] * tiles[1], steps, 1):
             copied, copy = _copy(tiles, division, 1, SPAN, SPAN)
-            step = max(SPAN * area / _HALO_PRODUCTS, copy)
+            step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
             yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], copied, step)
 
 

@@ -19,6 +19,7 @@
 //   Block: LANES vectors of channels x DEEP threads that take every DEEP-th item (a strip of a run of rows) of a chunk;
 //   their sums are added up in order. Grid: chunks x slabs of channels, slabs fastest.
 //   Dynamic shared memory: 4 * DEEP * R * S * LANES * VEC bytes.
+//   Outside of an image dy and x are zeros that are multiplied: a NaN reaches all taps of its own filter.
 //   FLOP: 2 * R * S per value of dy. Bytes: dy and x once, and 4 * chunks * |dw| twice.
 //
 // Macros: DTYPE, VEC, COLUMNS; CHANNELS, SOURCE_PITCH (x in the weight gradient) and OTHER_PITCH (add, or dy in the weight

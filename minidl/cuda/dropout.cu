@@ -5,7 +5,8 @@
 //   `channels` elements at `pitch` elements per pixel, else it is one run. y: (N, size) dense.
 //   key: u32[4] [seed_low, seed_high, step, first_sample]
 //   Element e of sample n has word e % 4 of Philox4x32-10 at counter (e / 4, first_sample + n, step, stream); it is
-//   kept, times `scale`, where the word is at least `threshold`.
+//   kept, times `scale`, where the word is at least `threshold`. With -DWHOLE=1 word 0 of counter (0, first_sample + n,
+//   step, stream) decides for the whole sample (stochastic depth, Huang et al., ECCV 2016).
 //
 // A thread owns SPANS spans of SPAN neighbouring elements of a sample, blockDim.x spans apart, moved VEC at a time; all
 // loads are in flight while words are drawn.
@@ -44,11 +45,18 @@ dropout(const T* __restrict__ x, T* __restrict__ y, const u32* __restrict__ key,
 #endif
         }
     T* out = y + at.row * size;
+#if WHOLE
+    const u32 word = philox4x32(0, key[3] + at.row, key[2], stream, key[0], key[1]).word[0];
+#endif
 #pragma unroll
     for (int s = 0; s < SPANS; ++s) {
         const int span = at.item + s * blockDim.x;
         if (span >= spans) break;
         u32 words[SPAN];
+#if WHOLE
+#pragma unroll
+        for (int i = 0; i < SPAN; ++i) words[i] = word;
+#else
 #pragma unroll
         for (int i = 0; i < SPAN / 4; ++i) {
             const u32 counter = u32(span) * (SPAN / 4) + i;
@@ -56,6 +64,7 @@ dropout(const T* __restrict__ x, T* __restrict__ y, const u32* __restrict__ key,
 #pragma unroll
             for (int j = 0; j < 4; ++j) words[4 * i + j] = drawn.word[j];
         }
+#endif
 #pragma unroll
         for (int i = 0; i < SPAN / VEC; ++i) {
             if (!inside(span, i)) break;

@@ -18,7 +18,7 @@ __all__ = ["dropout"]
 SPANS = 3  # per thread
 
 
-def dropout(x: Any, p: float, key: Any, stream: int) -> Any:
+def dropout(x: Any, p: float, key: Any, stream: int, *, whole: bool = False) -> Any:
     """Zero each element of ``x`` (N, ...) with probability ``p`` and scale the others by ``1 / (1 - p)``.
 
     Element e of sample n is kept when word ``e % 4`` of the Philox counter ``(e // 4, first_sample + n, step, stream)``
@@ -29,6 +29,7 @@ def dropout(x: Any, p: float, key: Any, stream: int) -> Any:
         p: in [0, 1].
         key: (4,) uint32 ``[seed_low, seed_high, step, first_sample]``.
         stream: 32-bit number of the layer.
+        whole: element 0 of a sample decides for all of it.
     """
     x = as_rows(x)
     threshold = math.ceil(p * 2.0**32)
@@ -46,7 +47,7 @@ def dropout(x: Any, p: float, key: Any, stream: int) -> Any:
     assert not pitched or size <= 2**32, "a pitched sample is numbered in 32 bits"
     spans = ceil_div(size, max(vec, 4))
     grid, block = row_grid(n, spans, SPANS)
-    defines = {"DTYPE": dtype_code(x, "dropout"), "VEC": vec, "PITCHED": pitched, "SPANS": SPANS}
+    defines = {"DTYPE": dtype_code(x, "dropout"), "VEC": vec, "PITCHED": pitched, "SPANS": SPANS, "WHOLE": int(whole)}
     launch(
         "dropout", "dropout", grid, block, x, y, key, np.int32(n), np.int64(size), np.int32(spans),
         np.int64(sample_pitch), np.uint32(channels), np.int64(pitch), np.uint32(stream), np.uint32(threshold),

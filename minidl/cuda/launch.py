@@ -69,7 +69,7 @@ def launch(
     """Start the ``extern "C"`` kernel ``name`` of ``<stem>.cu`` on CuPy's current stream.
 
     Args:
-        stem: file name without ``.cu``.
+        stem: file name without ``.cu``; or the path of a kernel of one's own, with it.
         grid, block: sizes, an int or a tuple of up to three; an empty grid starts nothing.
         args: arrays (passed as pointers), None (a null pointer), NumPy scalars, NumPy arrays of size 1 (by value), or
             tensor maps (by value, one after the other).

@@ -6,20 +6,32 @@
 //   FORWARD:  y = (x - mean) * rstd * gamma + beta. The variance is the mean of squared deviations from the mean.
 //   else:     dx = rstd * (g - mean of g - xhat * mean of g*xhat) + add, with g = dy * gamma
 //
-// Mapping: row.cuh. Cost per element, s = sizeof(T): forward 2s bytes, 8 FLOP; backward 3s bytes, 10 FLOP (+ s with add); floor
-// on an H200 at 4.2 TB/s in bf16 per million elements: 0.95 and 1.43 us.
+// Mapping: row.cuh. With -DONCE=1 no thread has more than one run of a row, which then stays in its registers. Cost per
+// element, s = sizeof(T): forward 2s bytes, 8 FLOP; backward 3s bytes, 10 FLOP (+ s with add); floor on an H200 at 4.2 TB/s
+// in bf16 per million elements: 0.95 and 1.43 us.
 #include "common.cuh"
 #include "row.cuh"
 
 // RUN values per channel, `otherwise` where there are none.
 DEVICE void load_values(const float* __restrict__ values, int first, int channels, float otherwise, float (&v)[RUN]) {
+    if (values) {
+        load_run(values, first, channels, otherwise, v);
+    } else {
 #pragma unroll
-    for (int e = 0; e < RUN; ++e) v[e] = values && first + e < channels ? values[first + e] : otherwise;
+        for (int e = 0; e < RUN; ++e) v[e] = otherwise;
+    }
+}
+
+// What lies behind the row becomes `value`, where a run may reach beyond it.
+DEVICE void fill_behind(int first, int channels, float value, float (&v)[RUN]) {
+#pragma unroll
+    for (int e = 0; e < RUN; ++e)
+        if (RUN > VEC && first + e >= channels) v[e] = value;
 }
 
 #if defined(FORWARD)
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, ONCE ? 6 : 4)
 layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, const float* __restrict__ beta,
                   T* __restrict__ y, float* __restrict__ moments, i64 rows, int channels, i64 pitch, float eps) {
     const RowShare at(rows);
@@ -33,7 +45,8 @@ layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, cons
     }
     const float mean = pivot + over_row(total) / float(channels);
     for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(row, i, channels, mean, v);
+        if (ONCE) fill_behind(i, channels, mean, v);
+        else load_run(row, i, channels, mean, v);
         float part = 0.0f;  // sums of runs, and then of these: long rows lose fewer digits
 #pragma unroll
         for (int e = 0; e < RUN; ++e) part = fmaf(v[e] - mean, v[e] - mean, part);
@@ -47,7 +60,7 @@ layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, cons
     }
     for (int i = at.first; i < channels; i += RowShare::STEP) {
         float scale[RUN], shift[RUN];
-        load_run(row, i, channels, mean, v);
+        if (!ONCE) load_run(row, i, channels, mean, v);
         load_values(gamma, i, channels, 1.0f, scale);
         load_values(beta, i, channels, 0.0f, shift);
 #pragma unroll
@@ -72,7 +85,7 @@ layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, co
         load_values(gamma, i, channels, 1.0f, scale);
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
-            g[e] *= scale[e];
+            g[e] = __fmul_rn(g[e], scale[e]);  // never half of a fused sum: all variants round alike
             v[e] = (v[e] - mean) * rstd;
         }
     };
@@ -88,11 +101,11 @@ layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, co
     second = over_row(second) / float(channels);
     if (!at.inside) return;
     for (int i = at.first; i < channels; i += RowShare::STEP) {
-        read(i);
+        if (!ONCE) read(i);
         float more[RUN] = {};
         if (ADD) load_run(add + at.row * add_pitch, i, channels, 0.0f, more);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) g[e] = fmaf(g[e] - first - v[e] * second, rstd, more[e]);
+        for (int e = 0; e < RUN; ++e) g[e] = fmaf(fmaf(-v[e], second, g[e] - first), rstd, more[e]);
         store_run(dx + at.row * channels, i, channels, g);
     }
 }

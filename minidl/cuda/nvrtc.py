@@ -88,13 +88,19 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*$', re.MULTILI
 
 
 def source_of(stem: str, folder: Path = FOLDER) -> str:
-    """The text of ``<stem>.cu`` with each of our headers in place of its first ``#include "..."``."""
+    """The text of ``<stem>.cu`` with each header in place of its first ``#include "..."``.
+
+    ``stem`` may be the path of a file elsewhere, with its suffix; headers are then looked for beside it first.
+    """
+    if stem.endswith(".cu"):
+        return _expand(Path(stem).name, Path(stem).parent, set())
     return _expand(f"{stem}.cu", folder, set())
 
 
 def _expand(filename: str, folder: Path, seen: set[str]) -> str:
     seen.add(filename)
-    parts, start, text = [f'#line 1 "{filename}"\n'], 0, (folder / filename).read_text()
+    found = folder / filename
+    parts, start, text = [f'#line 1 "{filename}"\n'], 0, (found if found.exists() else FOLDER / filename).read_text()
     for match in _INCLUDE.finditer(text):
         parts.append(text[start : match.start()])
         start = match.end()
@@ -266,7 +272,7 @@ def _load(path: Path) -> Compiled | None:
 
 
 def _place(stem: str, source: str, arch: str, defines: Defines) -> Path:
-    return cache_directory() / f"{stem}-{arch}-{cache_key(source, arch, defines)[:40]}.cubin"
+    return cache_directory() / f"{Path(stem).stem}-{arch}-{cache_key(source, arch, defines)[:40]}.cubin"
 
 
 def is_built(stem: str, arch: str, defines: Defines) -> bool:
@@ -286,7 +292,7 @@ def build(stem: str, arch: str, defines: Defines | None = None) -> Compiled:
     path = _place(stem, source, arch, defines)
     compiled = _load(path)
     if compiled is None:
-        compiled = compile(source, f"{stem}.cu", arch, defines)
+        compiled = compile(source, f"{Path(stem).stem}.cu", arch, defines)
         _store(path, compiled)
     return compiled
 

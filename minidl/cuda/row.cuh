@@ -12,7 +12,8 @@ constexpr int ROWS = BLOCK / LANES;  // rows that a block works on
 static_assert(LANES <= 32 || LANES == BLOCK, "a row belongs to part of a warp, or to a block");
 
 // RUN elements from `first` on; what lies behind the row reads as `otherwise`.
-DEVICE void load_run(const T* __restrict__ row, int first, int channels, float otherwise, float (&v)[RUN]) {
+template <class S>
+DEVICE void load_run(const S* __restrict__ row, int first, int channels, float otherwise, float (&v)[RUN]) {
 #pragma unroll
     for (int j = 0; j < RUN; j += VEC) {
         float part[VEC];

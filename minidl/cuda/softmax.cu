@@ -4,8 +4,9 @@
 //   FORWARD:  y = exp(x - max) / sum of exp(x - max)
 //   else:     dx = y * (dy - sum of dy * y)
 //
-// Mapping: row.cuh. Cost per element, s = sizeof(T): forward 2s bytes, 5 FLOP, backward 3s bytes, 4 FLOP; floor on an H200 at
-// 4.2 TB/s in bf16 per million elements: 0.95 and 1.43 us.
+// Mapping: row.cuh. With -DONCE=1 no thread has more than one run of a row, which then stays in its registers. Cost per
+// element, s = sizeof(T): forward 2s bytes, 5 FLOP, backward 3s bytes, 4 FLOP; floor on an H200 at 4.2 TB/s in bf16 per
+// million elements: 0.95 and 1.43 us.
 #include "common.cuh"
 #include "exponential.cuh"
 #include "row.cuh"
@@ -25,18 +26,22 @@ softmax_kernel(const T* __restrict__ x, T* __restrict__ y, i64 rows, int channel
     }
     peak = over_row<true>(peak);
     for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(row, i, channels, least, v);
+        if (!ONCE) load_run(row, i, channels, least, v);
         float part = 0.0f;  // sums of runs, and then of these: long rows lose fewer digits
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) part += exponential(v[e] - peak);
+        for (int e = 0; e < RUN; ++e) part += v[e] = exponential(v[e] - peak);
         total += part;
     }
     const float inverse = 1.0f / over_row(total);
     if (!at.inside) return;
     for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(row, i, channels, least, v);
+        if (!ONCE) {
+            load_run(row, i, channels, least, v);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) v[e] = exponential(v[e] - peak) * inverse;
+            for (int e = 0; e < RUN; ++e) v[e] = exponential(v[e] - peak);
+        }
+#pragma unroll
+        for (int e = 0; e < RUN; ++e) v[e] *= inverse;
         store_run(y + at.row * channels, i, channels, v);
     }
 }

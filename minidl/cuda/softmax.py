@@ -12,7 +12,7 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.shapes import ceil_div
 
-__all__ = ["BLOCK", "row_lanes", "row_variant", "softmax", "softmax_backward"]
+__all__ = ["BLOCK", "held", "row_lanes", "row_variant", "softmax", "softmax_backward"]
 
 BLOCK = 256
 BLOCK_CHANNELS = 8192  # shortest row that gets a whole block
@@ -34,6 +34,11 @@ def row_variant(who: str, *arrays: Any) -> tuple[dict[str, int | str], int]:
     return {"DTYPE": dtype_code(arrays[0], who), "VEC": vec, "LANES": lanes}, ceil_div(count, BLOCK // lanes)
 
 
+def held(channels: int, itemsize: int) -> int:
+    """The macro ONCE: whether no thread has more than one run of a row of so many channels."""
+    return int(channels <= row_lanes(channels, itemsize) * (ACCESS // itemsize))
+
+
 def softmax(x: Any) -> Any:
     """``exp(x) / sum of exp(x)`` along the last axis of ``x`` (..., C)."""
     x = as_rows(x)
@@ -42,7 +47,8 @@ def softmax(x: Any) -> Any:
         defines, grid = row_variant("softmax", x, y)
         count, channels, pitch = rows(x)
         sizes = np.int64(count), np.int32(channels), np.int64(pitch)
-        launch("softmax", "softmax_kernel", grid, BLOCK, x, y, *sizes, defines=defines | {"FORWARD": 1})
+        defines |= {"FORWARD": 1, "ONCE": held(channels, x.itemsize)}
+        launch("softmax", "softmax_kernel", grid, BLOCK, x, y, *sizes, defines=defines)
     return y
 
 

@@ -6,6 +6,8 @@
 // numbers (resize_axis in shapes.py), so that every device finds the same pixels and weights. Backward each input pixel
 // gathers from the outputs that read it, in their order.
 //
+// With -DFIXED=1 a, b and d of both axes are macros: quotients by small whole numbers are then a few instructions.
+//
 // A thread owns VEC neighbouring channels of one pixel. bytes: x once (neighbours share it through the caches) and y once;
 // 8 FLOP per element of y each way when bilinear. Floor on an H200 at 4.2 TB/s, bf16, twofold: 0.60 us per million elements
 // of y.
@@ -13,8 +15,16 @@
 #include "grid.cuh"
 
 struct Axis {
-    int a, b, d, size, out, bilinear;
+    int a, b, d, size, out;
 };
+
+// The axes as the compiler knows them.
+DEVICE void settle(Axis& down, Axis& across) {
+#if FIXED
+    down.a = DOWN_A, down.b = DOWN_B, down.d = DOWN_D;
+    across.a = ACROSS_A, across.b = ACROSS_B, across.d = ACROSS_D;
+#endif
+}
 
 struct Tap {
     int low, high;
@@ -23,8 +33,8 @@ struct Tap {
 
 DEVICE Tap tap(const Axis& axis, int o) {
     const int at = max(axis.a * o + axis.b, 0), low = at / axis.d;
-    const int high = min(low + axis.bilinear, axis.size - 1);
-    return {low, high, axis.bilinear ? float(at - low * axis.d) / float(axis.d) : 0.0f};
+    const int high = min(low + BILINEAR, axis.size - 1);
+    return {low, high, BILINEAR ? float(at - low * axis.d) / float(axis.d) : 0.0f};
 }
 
 // The first output whose low is at least i.
@@ -44,6 +54,7 @@ DEVICE float share(const Axis& axis, int o, int i) {
 
 extern "C" __global__ void __launch_bounds__(256)
 upsample2d(const T* __restrict__ x, T* __restrict__ y, int n, int channels, i64 pitch, Axis down, Axis across) {
+    settle(down, across);
     const int vectors = channels / VEC;
     const Place at = place(n * down.out, across.out * vectors);
     if (!at.inside) return;
@@ -72,8 +83,9 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int n, int channels, i64 
 
 #else
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int n, int channels, i64 pitch, Axis down, Axis across) {
+    settle(down, across);
     const int vectors = channels / VEC;
     const Place at = place(n * down.size, across.size * vectors);
     if (!at.inside) return;

@@ -14,13 +14,25 @@ from minidl.shapes import Pair, resize_axis
 
 __all__ = ["upsample2d", "upsample2d_backward"]
 
-_AXIS = np.dtype([(name, np.int32) for name in ("a", "b", "d", "size", "out", "bilinear")])
+FIXED = 8  # largest divisor that is compiled in: resizing by whole numbers up to 4, and by simple fractions
+
+_AXIS = np.dtype([(name, np.int32) for name in ("a", "b", "d", "size", "out")])
 
 
 def _axis(size: int, out: int, mode: str, align_corners: bool) -> np.ndarray:
     axis = resize_axis(size, out, mode, align_corners)
     assert 2 * size * (out + 1) <= INT_MAX, (size, out)  # the kernels multiply in 32 bits
-    return np.array([axis], _AXIS)
+    return np.array([axis[:5]], _AXIS)
+
+
+def _fixed(down: np.ndarray, across: np.ndarray) -> dict[str, int]:
+    """The quotients as macros, where they are usual ones: each set is a variant to compile."""
+    if max(int(axis["d"][0]) for axis in (down, across)) > FIXED:
+        return {"FIXED": 0}
+    named = {"DOWN": down, "ACROSS": across}
+    return {"FIXED": 1} | {
+        f"{name}_{part.upper()}": int(axis[part][0]) for name, axis in named.items() for part in ("a", "b", "d")
+    }
 
 
 def _resize(name: str, x: Any, y: Any, place: tuple[int, int, int], axes: list[np.ndarray], **defines: int) -> None:
@@ -29,7 +41,7 @@ def _resize(name: str, x: Any, y: Any, place: tuple[int, int, int], axes: list[n
     n, height, width = place
     grid, block = row_grid(n * height, width * (x.shape[3] // vec))
     sizes = *ints(n, x.shape[3]), np.int64(rows(x)[2])
-    defines |= {"DTYPE": dtype_code(x, name), "VEC": vec}
+    defines |= {"DTYPE": dtype_code(x, name), "VEC": vec, **_fixed(*axes)}
     launch("upsample2d", name, grid, block, x, y, *sizes, *axes, defines=defines)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,13 @@ import numpy as np
 from minidl import checks
 from minidl.data.counter import below
 
-__all__ = ["Augmentation", "Compose", "Draw", "RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop"]
+__all__ = ["Augmentation", "ColorJitter", "Compose", "Draw", "RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop"]
 
 Draw = Callable[[int], np.ndarray]
 Augmentation = Callable[[np.ndarray, np.ndarray, Draw], tuple[np.ndarray, np.ndarray]]
 
 _STREAMS_EACH = 16  # streams that one member of a Compose may draw from
+_GREY = np.array([[0.299], [0.587], [0.114]], np.float32)  # of red, green and blue: ITU-R BT.601
 _TRIES = 10  # boxes drawn, at most, until one fits into its photograph
 
 
@@ -72,6 +74,47 @@ class RandomHorizontalFlip:
         chosen = draw(0)[:, 0] < self.p * 2.0**32
         images = np.where(chosen[:, None, None, None], images[:, :, ::-1], images)
         return images, np.where(chosen[:, None, None], labels[:, :, ::-1], labels) if labels.ndim == 3 else labels
+
+
+@dataclass(frozen=True)
+class ColorJitter:
+    """Change brightness, contrast and saturation of colour images, in this order, each by a random factor.
+
+    As torchvision's, which shuffles the order and rounds between the steps. A factor f comes uniformly from
+    [max(0, 1 − strength), 1 + strength]; the image becomes ``f·image + (1 − f)·other``, where other is black, the mean
+    of the image's grey values, or each pixel's grey value. Results are cut off at black and white.
+
+    Args:
+        brightness, contrast, saturation: strengths of at least 0.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("brightness", "contrast", "saturation"):
+            checks.number("ColorJitter", name, getattr(self, name), "of at least 0", lambda value: 0 <= value < inf)
+
+    def __call__(self, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        if images.shape[-1] != 3:
+            raise checks.bad_shape("ColorJitter", "images", "(n, H, W, 3)", images.shape)
+        white = np.float32(255 if images.dtype == np.uint8 else 1)
+        x = images.astype(np.float32)
+        unit = (draw(0)[:, :3] / 2.0**32).astype(np.float32)
+        for step, strength in enumerate((self.brightness, self.contrast, self.saturation)):
+            if strength:
+                low = max(0.0, 1 - strength)
+                factor = (low + unit[:, step] * (1 + strength - low)).reshape(-1, 1, 1, 1)
+                x = np.clip(factor * x + (1 - factor) * self._other(x, step), 0, white)
+        return (np.rint(x) if images.dtype == np.uint8 else x).astype(images.dtype), labels
+
+    @staticmethod
+    def _other(x: np.ndarray, step: int) -> np.ndarray | np.float32:
+        if step == 0:
+            return np.float32(0)
+        grey = x @ _GREY
+        return grey.mean(axis=(1, 2), dtype=np.float64).astype(np.float32).reshape(-1, 1, 1, 1) if step == 1 else grey
 
 
 @dataclass(frozen=True)
@@ -135,6 +178,8 @@ class Compose:
     steps: tuple[Augmentation, ...]
 
     def __init__(self, *steps: Augmentation):
+        # Within each other two would draw the same words: their members stand in one row.
+        steps = tuple(inner for step in steps for inner in (step.steps if isinstance(step, Compose) else (step,)))
         late = [step for step in steps[1:] if hasattr(step, "fetch")]
         if late:
             raise checks.bad_value(
@@ -152,9 +197,10 @@ class Compose:
 
     def _from(self, first: int, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         for position, step in enumerate(self.steps[first:], first):
-            images, labels = step(images, labels, _shifted(draw, position))
+            images, labels = step(images, labels, shifted(draw, position))
         return images, labels
 
 
-def _shifted(draw: Draw, position: int) -> Draw:
+def shifted(draw: Draw, position: int) -> Draw:
+    """The words of the member at ``position`` of a `Compose`."""
     return lambda stream: draw(position * _STREAMS_EACH + stream)

@@ -99,7 +99,7 @@ def dataset(name: str, path: str | Path | None = None, split: str = "train", **o
     """The ``split`` ("train" or "test") of a data set by its name.
 
     Args:
-        name: "digits", "cifar10", "folder", "mnist", "synthetic", or what was registered.
+        name: "digits", "cifar10", "coins", "folder", "mnist", "synthetic", or what was registered.
         path: where the files are; only for data sets that have files.
         options: of the data set, such as ``shape=(224, 224, 3)`` of "synthetic".
 

@@ -97,7 +97,20 @@ class ImageFolder:
         return len(self.files)
 
     def __getitem__(self, index: int, /) -> tuple[np.ndarray, int]:
-        return self.view(index, self._centre)
+        return self.view(index, self.centre)
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """Width and height of a photograph; reads the head of its file.
+
+        Raises:
+            ValueError: naming the file, when it is none.
+        """
+        path = self.root / self.files[index]
+        try:
+            with self._pillow.open(path) as image:
+                return image.size
+        except (OSError, SyntaxError, self._pillow.DecompressionBombError) as error:
+            raise ValueError(f"image folder: {path} cannot be decoded: {error}") from error
 
     def view(self, index: int, box: Box) -> tuple[np.ndarray, int]:
         """The part of an image that ``box`` names, scaled to (size, size, 3) uint8, and its label.
@@ -120,7 +133,8 @@ class ImageFolder:
             raise ValueError(f"image folder: {path} cannot be decoded: {error}") from error
         return np.asarray(cut), int(self.labels[index])
 
-    def _centre(self, width: int, height: int) -> tuple[float, float, float, float]:
+    def centre(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """The box of an image in evaluation: the middle of a photograph of this size."""
         side = min(width, height) / _MARGIN
         left, top = (width - side) / 2, (height - side) / 2
         return left, top, left + side, top + side

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from minidl import checks, cpu
-from minidl.data.augment import Augmentation
+from minidl.data.augment import Augmentation, Draw
 from minidl.data.counter import random_words, shuffled
 from minidl.data.dataset import Dataset
+from minidl.data.mixup import MixUp
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = ["Batch", "Loader", "shard"]
@@ -28,7 +29,7 @@ class Batch:
 
     Attributes:
         images: (n, H, W, C) in the loader's dtype, dense; n is 0 when the batch has fewer samples than there are ranks.
-        labels: (n,) or (n, H, W) int32.
+        labels: (n,) or (n, H, W) int32; of mixed images (n, num_classes) float32.
         first_sample: position of ``images[0]`` in the epoch, counted over all ranks.
         global_size: samples of the whole batch, over all ranks.
     """
@@ -64,6 +65,7 @@ class Loader:
         shuffle: a new order each epoch, instead of the data set's own.
         drop_last: leave out a last, smaller batch.
         augment: see :mod:`minidl.data.augment`; gets the images as the data set gives them.
+        mix: mixes the augmented images and their labels in pairs; for data sets of one label an image.
         mean, std: per channel, of images scaled to [0, 1]; the images become ``(image - mean) / std``.
         dtype: storage dtype of the images: float32, bfloat16 or float16.
         workers: threads that prepare batches ahead, each a batch at a time; 0 prepares them when they are asked for.
@@ -92,6 +94,7 @@ class Loader:
         shuffle: bool = True,
         drop_last: bool = False,
         augment: Augmentation | None = None,
+        mix: MixUp | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         dtype: Any = np.float32,
@@ -117,11 +120,13 @@ class Loader:
             raise checks.bad_dtype(_WHO, "dtype", "float32, bfloat16 or float16", self.dtype)
         self.workers = checks.at_least(_WHO, "workers", workers, 0)
         self.prefetch = max(checks.at_least(_WHO, "prefetch", prefetch, 1), self.workers)
-        self.augment, self.transfer, self.normalise = augment, transfer, normalise
+        self.augment, self.mix, self.transfer, self.normalise = augment, mix, transfer, normalise
         self.epoch = 0
         self._next = 0  # the batch of this epoch that is handed out next
         self._iteration: object | None = None
         self._image, self._label = _check_first(dataset[0])
+        if mix is not None and self._label.ndim:
+            raise checks.bad_value(_WHO, "mix", "None for a data set of label maps", mix)
         self._scale, self._shift = _affine(self._image, mean, std)
         self._placed: tuple[Any, Any] | None = None  # the two where the images are normalised
 
@@ -138,7 +143,8 @@ class Loader:
         """What all ranks must share, in words: :meth:`state`, and how the images are augmented, normalised, rounded."""
         normal = f"scale {self._scale.tolist()}, shift {self._shift.tolist()}"
         files = f", files {self.dataset.fingerprint}" if hasattr(self.dataset, "fingerprint") else ""
-        return f"{self.state()}{files}, augment {checks.wording(self.augment)}, dtype {self.dtype}, {normal}"
+        augmented = f"augment {checks.wording(self.augment)}, mix {self.mix}"
+        return f"{self.state()}{files}, {augmented}, dtype {self.dtype}, {normal}"
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where :meth:`state` was taken, in the middle of an epoch too.
@@ -244,21 +250,32 @@ class Loader:
         begin = index * self.batch
         count = min(self.batch, self.samples - begin)
         start, stop = shard(count, self.rank, self.size)
-        indices = order[begin + start : begin + stop]
-        images, labels = self._augmented(indices, epoch)
+        images, labels = self._shard(order, begin + start, begin + stop, epoch)
         if self.normalise is None:
-            images = cpu.normalise(images, self._scale, self._shift, self.dtype)
-        return Batch(np.ascontiguousarray(images), np.ascontiguousarray(labels, np.int32), begin + start, count)
+            images = np.ascontiguousarray(cpu.normalise(images, self._scale, self._shift, self.dtype))
+        return Batch(images, labels, begin + start, count)
+
+    def _shard(self, order: np.ndarray, start: int, stop: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples at positions ``start .. stop`` of an epoch: augmented, mixed."""
+        if self.mix is None:
+            images, labels = self._augmented(order[start:stop], epoch)
+            return np.ascontiguousarray(images), np.ascontiguousarray(labels, np.int32)
+        first, last = self.mix.span(start, stop, self.samples)
+        own = np.arange(start, stop)
+        other = np.where(own ^ 1 < self.samples, own ^ 1, own)
+        shares = self.mix.shares(self.seed, epoch, order[start:stop])
+        return self.mix(*self._augmented(order[first:last], epoch), np.stack([own, other]) - first, shares)
 
     def _augmented(self, indices: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        def draw(stream: int) -> np.ndarray:
-            return random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
-
+        draw = self._draw(indices, epoch)
         if self.augment is None:
             return self._fetch(indices)
         if hasattr(self.augment, "fetch"):
             return self.augment.fetch(self.dataset, indices, draw)
         return self.augment(*self._fetch(indices), draw)
+
+    def _draw(self, indices: np.ndarray, epoch: int) -> Draw:
+        return lambda stream: random_words(self.seed, epoch, _AUGMENT_STREAM + stream, indices)
 
     def _fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The items at ``indices``, stacked."""

@@ -223,4 +223,7 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("safetensors", _package("safetensors"), "pip install safetensors"),
     ("rich", _package("rich"), "pip install 'minidl[cli]'"),
     ("scikit-learn", _package("scikit-learn"), "pip install 'minidl[data]'"),
+    ("scikit-image", _package("scikit-image"), "pip install 'minidl[data]'"),
+    ("Pillow", _package("pillow"), "pip install 'minidl[data]'"),
+    ("matplotlib", _package("matplotlib"), "pip install 'minidl[plot]'"),
 ]

@@ -76,7 +76,6 @@ def measure_map(
                 "forward_ms": row["forward_ms"], "backward_ms": row["backward_ms"], **facts,
             }
             for row in record["rows"]
-            if row["forward_ms"] is not None
         ]  # fmt: skip
         best = fastest(rows)[point]
         progress(f"{point[0]}x{point[0]} filters, {point[2]} channels at {point[1]}x{point[1]}: {best['arm']}")

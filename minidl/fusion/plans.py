@@ -26,7 +26,6 @@ __all__ = [
     "choose",
     "modes_of",
     "obstacle",
-    "proven_plans",
     "switches",
     "way_of",
 ]
@@ -44,11 +43,10 @@ class Mode(NamedTuple):
         by: the field that names the convolution whose kernels do it; None: kernels of their own.
         passes: those that run other kernels for it.
         needs: modes without which it does nothing.
-        costs: how much longer the convolution takes, forward and backward, in passes over the batch norm's tensor: the
-            median over ResNet-50 (batch 256, bf16) on an H200.
+        costs: how much longer the convolution takes, forward and backward, in passes over the batch norm's tensor:
+            about the median over ResNet-50 (batch 256, bf16) on an H200.
         lacking: what a site is told that cannot have it.
         text: what it does.
-        proven: whether its kernels have run whole networks on a GPU: what chooses takes no others.
     """
 
     attribute: str
@@ -59,7 +57,6 @@ class Mode(NamedTuple):
     costs: tuple[float, float]
     lacking: str
     text: str
-    proven: bool = True
 
 
 # With the names of the literature's passes (F, J: forward, B: backward).
@@ -82,7 +79,6 @@ MODES = {
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
         (2.1, 2.0), "no convolution alone reads a ReLU over it",
         "the convolution above normalises what it reads: the ReLU's output is never written (F4)",
-        proven=False,
     ),
 }  # fmt: skip
 
@@ -94,11 +90,6 @@ PLANS = {
     "gradients": ("elementwise", "statistics", "gradients"),
     "bnff": ("elementwise", "statistics", "gradients", "prologue"),
 }
-
-
-def proven_plans() -> list[str]:
-    """Those of `PLANS` whose modes all are proven."""
-    return [how for how, modes in PLANS.items() if all(MODES[mode].proven for mode in modes)]
 
 
 def way_of(modes: Iterable[str]) -> str:
@@ -132,13 +123,9 @@ def switches(site: Site, way: str, which: str | None = None) -> frozenset[tuple[
     return frozenset((getattr(site, m.where), m.attribute) for m in modes if which is None or which in m.passes)
 
 
-def candidates(site: Site, *, unproven: bool = False) -> list[str]:
-    """Every way of running a site, the unfused one first, then by the number of modes.
-
-    Args:
-        unproven: also those that nothing chooses.
-    """
-    possible = [name for name, mode in MODES.items() if (mode.proven or unproven) and obstacle(site, name) is None]
+def candidates(site: Site) -> list[str]:
+    """Every way of running a site: unfused first, then by the number of modes."""
+    possible = [name for name in MODES if obstacle(site, name) is None]
     sets = itertools.chain.from_iterable(itertools.combinations(possible, n) for n in range(len(possible) + 1))
     return [way_of(modes) for modes in sets if all(set(MODES[name].needs) <= set(modes) for name in modes)]
 

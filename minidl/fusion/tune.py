@@ -108,13 +108,12 @@ def _group(
     graph: Graph, sites: tuple[Site, ...], batch: int, precision: Precision, machine: Machine, everything: bool
 ) -> Group:
     same, times, moved = {}, {}, {}
-    for ways in itertools.product(*(candidates(site, unproven=True) for site in sites)):
+    for ways in itertools.product(*map(candidates, sites)):
         pairs = list(zip(sites, ways, strict=True))
         same[ways] = tuple(runs_as(graph, site, way, precision, machine) for site, way in pairs)
         times[ways] = sum(predict(graph, site, way, batch, precision, machine).ms for site, way in pairs)
         moved[ways] = sum(site_cost(site, way, batch, 1).bytes for site, way in pairs)
-    proven = list(itertools.product(*map(candidates, sites)))
-    distinct = list(dict.fromkeys(same[ways] for ways in proven))
+    distinct = list(dict.fromkeys(same.values()))
     timed = distinct if everything else _worth_timing(distinct, moved)
     return Group(sites, tuple(same), same, times, tuple(timed))
 

@@ -3,7 +3,7 @@
 from minidl.layers.activation import GELU, Hardswish, LeakyReLU, ReLU, ReLU6, Sigmoid, SiLU, Softmax, Tanh
 from minidl.layers.batch_norm import BatchNorm2d
 from minidl.layers.conv2d import Conv2d, ConvTranspose2d
-from minidl.layers.dropout import Dropout
+from minidl.layers.dropout import Dropout, StochasticDepth
 from minidl.layers.flatten import Flatten
 from minidl.layers.group_norm import GroupNorm, LayerNorm
 from minidl.layers.join import Add, Concat, Mul
@@ -39,6 +39,7 @@ __all__ = [
     "SiLU",
     "Sigmoid",
     "Softmax",
+    "StochasticDepth",
     "Tanh",
     "Upsample",
 ]

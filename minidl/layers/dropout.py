@@ -1,4 +1,4 @@
-"""Dropout."""
+"""Dropout of elements, and of whole samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 
-__all__ = ["Dropout"]
+__all__ = ["Dropout", "StochasticDepth"]
 
 
 class Dropout(Layer):
@@ -19,6 +19,8 @@ class Dropout(Layer):
     After Srivastava et al. (JMLR 2014). The mask is a function of seed, step, layer name and *global* sample index,
     so it is never stored, and N ranks drop what one rank would have dropped.
     """
+
+    whole = False  # whether a sample is kept or dropped as one
 
     def __init__(self, p: float = 0.5, *, name: str | None = None):
         super().__init__(name)
@@ -42,14 +44,30 @@ class Dropout(Layer):
             return x
         key = self.random.key(self.ops)
         self.save(key=key)
-        return self.ops.dropout(x, self.p, key, self.stream)
+        return self._drop(x, key)
 
     def recompute(self, saved: SimpleNamespace, x: Any) -> Any:
-        return x if saved.key is None else self.ops.dropout(x, self.p, saved.key, self.stream)
+        return x if saved.key is None else self._drop(x, saved.key)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         key = self.saved().key
-        return dy if key is None else self.ops.dropout(dy, self.p, key, self.stream)
+        return dy if key is None else self._drop(dy, key)
+
+    def _drop(self, x: Any, key: Any) -> Any:
+        return self.ops.dropout(x, self.p, key, self.stream, whole=self.whole)
 
     def describe(self) -> str:
         return f"{self.p}"
+
+
+class StochasticDepth(Dropout):
+    """In training, sets whole samples to zero with probability ``p`` and scales the others by 1/(1 − p).
+
+    On the branch of a residual block, whose sample then skips it: Huang et al., "Deep networks with stochastic depth",
+    ECCV 2016. As torchvision's with ``mode="row"``; drawn as in `Dropout`.
+    """
+
+    whole = True
+
+    def __init__(self, p: float, *, name: str | None = None):
+        super().__init__(p, name=name)

@@ -12,6 +12,7 @@ import numpy as np
 from minidl import backend, checks
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.loss.base import Loss, Sums, check_index, check_labels, out_of_range
+from minidl.precision import float32
 from minidl.profile import Cost, PassCost
 
 __all__ = ["SoftmaxCrossEntropy"]
@@ -21,7 +22,9 @@ class SoftmaxCrossEntropy(Loss):
     """Mean of −log softmax(logits)[label] over all labels that are not ignored, of all ranks.
 
     With weights w and smoothing e, a label y costs ``(1 − e)·w_y·(−log p_y) + e/K·Σ w_k·(−log p_k)``, and the sum is
-    divided by the sum of w_y, as in torch.nn.CrossEntropyLoss.
+    divided by the sum of w_y. In place of labels each row may have a probability t_k for every class, as mixed images
+    do: it costs ``Σ w_k·((1 − e)·t_k + e/K)·(−log p_k)``, and the sum is divided by the number of rows. Both as in
+    torch.nn.CrossEntropyLoss.
 
     Args:
         ignore_index: label that does not count.
@@ -31,7 +34,7 @@ class SoftmaxCrossEntropy(Loss):
 
     Shapes:
         logits (N, K) with labels (N,), or (N, H, W, K) with labels (N, H, W) for a loss per pixel; labels int32,
-        int64 or uint8.
+        int64 or uint8. With probabilities float32, in the shape of the logits.
     """
 
     def __init__(
@@ -60,7 +63,11 @@ class SoftmaxCrossEntropy(Loss):
         return self._plain
 
     def count(self, target: Any, num_classes: int) -> Any:
-        counted = backend.ops_of(target).count_labels(target, num_classes, ignore_index=self.ignore_index)
+        ops = backend.ops_of(target)
+        if _soft(target):
+            counted = ops.from_host(np.array([0, prod(target.shape[:-1]), 0, 0], np.float64))
+        else:
+            counted = ops.count_labels(target, num_classes, ignore_index=self.ignore_index)
         self.comm.all_reduce(counted)
         return counted
 
@@ -80,7 +87,8 @@ class SoftmaxCrossEntropy(Loss):
         )
 
     def check(self, x: Any, target: Any) -> int:
-        classes = check_labels(x, target)
+        soft = _soft(target) and target.ndim == x.ndim
+        classes = _check_probabilities(x, target) if soft else check_labels(x, target)
         if self.weight is not None and len(self.weight) != classes:
             raise checks.bad_shape("loss", "logits", f"(..., {len(self.weight)}), a class for each weight", x.shape)
         return classes
@@ -93,12 +101,17 @@ class SoftmaxCrossEntropy(Loss):
         return self._weights[ops.name]
 
     def evaluate(self, ops: ModuleType, x: Any, target: Any) -> tuple[Any, Any]:
+        if _soft(target):
+            return ops.soft_cross_entropy(x, target, self._weight_on(ops), smoothing=self.label_smoothing)
         if self._plain:
             return ops.softmax_cross_entropy(x, target, ignore_index=self.ignore_index)
         options = {"smoothing": self.label_smoothing, "ignore_index": self.ignore_index}
         return ops.smoothed_cross_entropy(x, target, self._weight_on(ops), **options)
 
     def gradient(self, ops: ModuleType, x: Any, target: Any, kept: Any, totals: Any, scale: Any) -> Any:
+        if _soft(target):
+            weight, smoothing = self._weight_on(ops), self.label_smoothing
+            return ops.soft_cross_entropy_backward(x, target, kept, totals, weight, scale, smoothing=smoothing)
         if self._plain:
             return ops.softmax_cross_entropy_backward(x, target, kept, totals, scale, ignore_index=self.ignore_index)
         options = {"smoothing": self.label_smoothing, "ignore_index": self.ignore_index}
@@ -116,6 +129,20 @@ class SoftmaxCrossEntropy(Loss):
             weight = None if self.weight is None else self.weight.tolist()
             words += f", label_smoothing {self.label_smoothing}, weight {weight}"
         return words
+
+
+def _soft(target: Any) -> bool:
+    """Whether these are probabilities, not labels."""
+    return target.dtype.kind == "f"
+
+
+def _check_probabilities(x: Any, target: Any) -> int:
+    """The number of classes."""
+    if x.ndim < 2 or x.shape[-1] < 1 or target.shape != x.shape:
+        raise checks.bad_shape("loss", "probabilities", f"{x.shape} like the logits, or labels", target.shape)
+    if target.dtype != float32:
+        raise checks.bad_dtype("loss", "probabilities", "float32", target.dtype)
+    return x.shape[-1]
 
 
 def _weights(weight: Sequence[float]) -> np.ndarray:

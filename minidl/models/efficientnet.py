@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
-from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, SiLU
+from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, SiLU, StochasticDepth
 from minidl.models.blocks import conv_norm, squeeze_excitation
 
 __all__ = ["efficientnet_b0"]
@@ -17,8 +17,8 @@ _STAGES = (
 _SQUEEZE = 4  # a block's input channels over those of its squeeze
 
 
-def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, sync: bool) -> Node:
-    """Widen by 1×1, filter channel by channel, gate, narrow by 1×1; added to ``x`` where it fits."""
+def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, drop: float, sync: bool) -> Node:
+    """Widen by 1×1, filter channel by channel, gate, narrow by 1×1; added to ``x`` where it fits, or left out."""
     y, index = x, 0
     with scope("block"):
         if expansion != 1:
@@ -32,20 +32,25 @@ def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, s
             y = squeeze_excitation(y, squeezed, activation=SiLU, weight_init=kaiming_normal("out"))
         with scope(f"{index + 2}"):
             y = conv_norm(y, channels, sync=sync)
-    return Add()(x, y) if stride == 1 and x.shape[-1] == channels else y
+    if stride != 1 or x.shape[-1] != channels:
+        return y
+    return Add()(x, StochasticDepth(drop, name="stochastic_depth")(y))
 
 
 def efficientnet_b0(
     num_classes: int = 1000,
     image_shape: tuple[int, int, int] = (224, 224, 3),
     dropout: float = 0.2,
+    stochastic_depth: float = 0.2,
     sync_batch_norm: bool = False,
 ) -> Graph:
     """Sixteen gated inverted residuals between a strided 3×3 and a 1×1 convolution.
 
-    Without the stochastic depth that torchvision's training adds: it has no parameters and does nothing in evaluation.
+    Args:
+        stochastic_depth: in training, block i of 16 leaves out a sample's branch with i/16 of this probability.
     """
-    graph = Graph()
+    graph, blocks = Graph(), sum(depth for *_, depth in _STAGES)
+    built = 0
     x = graph.input(image_shape)
     with scope("features"):
         with scope("0"):
@@ -53,7 +58,9 @@ def efficientnet_b0(
         for stage, (expansion, kernel, stride, channels, depth) in enumerate(_STAGES, start=1):
             for i in range(depth):
                 with scope(f"{stage}.{i}"):
-                    x = _mb_conv(x, channels, kernel, stride if i == 0 else 1, expansion, sync_batch_norm)
+                    drop = stochastic_depth * built / blocks
+                    x = _mb_conv(x, channels, kernel, stride if i == 0 else 1, expansion, drop, sync_batch_norm)
+                built += 1
         with scope(f"{len(_STAGES) + 1}"):
             x = conv_norm(x, 1280, activation=SiLU, sync=sync_batch_norm)
     x = Flatten()(AdaptiveAvgPool2d(1, name="avgpool")(x))

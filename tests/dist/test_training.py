@@ -27,6 +27,7 @@ def assert_equal_training(answers, alone):
             assert abs(loss - expected) <= 2e-5 * (1 + abs(expected))
         np.testing.assert_allclose(answer["weights"], alone["weights"], rtol=2e-4, atol=2e-5)
         assert answer["test"][1] == alone["test"][1] and answer["metrics"] == alone["metrics"]
+        assert answer["top2"] == alone["top2"] == alone["metrics"][1]
         assert answer["weights"] == answers[0]["weights"], "ranks must agree to the bit"
 
 
@@ -64,8 +65,8 @@ def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
     assert_equal_training(together.answers, alone.answers[0])
 
 
-@pytest.mark.parametrize("recipe", ["lamb", "lars"])
-def test_adaptive_optimizers_clipping_and_weighted_losses_of_n_ranks_equal_one(recipe, tmp_path):
+@pytest.mark.parametrize("recipe", ["lamb", "lars", "mixed"])
+def test_adaptive_optimizers_clipping_weighted_losses_and_mixed_images_of_n_ranks_equal_one(recipe, tmp_path):
     folders = [tmp_path / str(ranks) for ranks in (1, 3)]
     for folder in folders:
         folder.mkdir()

@@ -32,8 +32,11 @@ def mask(shape, p, key, stream):
     return kept.reshape(shape)
 
 
-def dropout(x, p, key, stream):
-    """In float64, with the factor 1 / (1 - p) rounded to float32."""
+def dropout(x, p, key, stream, whole=False):
+    """In float64, with the factor 1 / (1 - p) rounded to float32; ``whole``: a sample's first element decides."""
     kept = mask(x.shape, p, key, stream)
+    if whole:
+        first = mask((x.shape[0], 1), p, key, stream)
+        kept = np.broadcast_to(first.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
     factor = float(np.float32(1 / (1 - p))) if p < 1 else 0.0
     return np.where(kept, np.where(kept, x, 0).astype(np.float64) * factor, 0.0)

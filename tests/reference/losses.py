@@ -29,6 +29,20 @@ def smoothed_cross_entropy(logits, labels, weights, smoothing, ignore_index, top
     return totals
 
 
+def soft_cross_entropy(logits, targets, weights, smoothing):
+    """totals (4,): loss, rows, rows whose largest logit is the largest target, 0."""
+    logits, targets = np.asarray(logits, np.float64), np.asarray(targets, np.float64)
+    classes = logits.shape[-1]
+    w = np.ones(classes) if weights is None else np.asarray(weights, np.float64)
+    totals = np.zeros(4)
+    for row in np.ndindex(logits.shape[:-1]):
+        x, t = logits[row], targets[row]
+        losses = np.max(x) + np.log(np.sum(np.exp(x - np.max(x)))) - x
+        totals[0] += np.sum(w * ((1 - smoothing) * t + smoothing / classes) * losses)
+        totals[1:] += [1, np.argmax(x) == np.argmax(t), 0]
+    return totals
+
+
 def bce_with_logits(x, t, a, b):
     softplus = lambda v: max(v, 0.0) + math.log1p(math.exp(-abs(v)))  # noqa: E731
     return a * t * softplus(-x) + (1 - t) * softplus(x)

@@ -15,6 +15,7 @@ import numpy as np
 
 import minidl as m
 from minidl import data, dist
+from minidl.callbacks import EarlyStop
 from minidl.train import Trainer
 
 IGNORED = 3
@@ -25,6 +26,7 @@ RECIPES = {
         lambda model: m.LAMB(model, 0.05, weight_decay=1e-3, clip_norm=0.5),
         {"label_smoothing": 0.1, "weight": [1.0, 2.0, 0.5, 1.0]},
     ),
+    "mixed": (lambda model: m.SGD(model, 0.05, momentum=0.9), {"label_smoothing": 0.1}),  # images, in pairs
     "lars": (lambda model: m.LARS(model, 0.05, trust_coefficient=0.5, clip_value=0.05), {"label_smoothing": 0.2}),
 }
 
@@ -38,7 +40,8 @@ def network(normed: bool, bias: bool):
     graph = m.Graph()
     x = m.Conv2d(3, 6, 3, padding=1, bias=bias, name="conv1")(graph.input((8, 8, 3)))
     x = m.MaxPool2d(2, name="pool")(m.ReLU(name="relu")(norm("bn1", x)))
-    x = norm("bn2", m.Add()(m.Conv2d(6, 6, 3, padding=1, bias=bias, name="conv2")(x), x))
+    branch = m.StochasticDepth(0.2)(m.Conv2d(6, 6, 3, padding=1, bias=bias, name="conv2")(x))
+    x = norm("bn2", m.Add()(branch, x))
     x = m.Dropout(0.2)(m.Flatten()(x))
     return graph.output(m.Linear(96, 4, name="fc")(x))
 
@@ -56,13 +59,13 @@ def metrics(model, loader, comm):
 
 def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0, recipe: str = "sgd") -> None:
     comm = dist.init(device)
-    graph = network(not parts, bias=recipe == "sgd")
+    graph = network(not parts, bias=recipe in ("sgd", "mixed"))
     model = m.Model(graph, device=device, comm=comm, seed=3, group_bytes=group_bytes)
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
     loaders = [
         data.Loader(
             data.dataset("synthetic", None, split, **options), 7, rank=comm.rank, size=comm.size,
-            transfer=model.ops.uploader(),
+            transfer=model.ops.uploader(), mix=data.MixUp(4, 1.0) if (recipe, split) == ("mixed", "train") else None,
         )
         for split in ("train", "test")
     ]  # fmt: skip
@@ -71,7 +74,11 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     if slots:
         optimizer.update_in_backward(slots)
     loss = m.SoftmaxCrossEntropy(ignore_index=IGNORED, comm=comm, **options)
-    run = Trainer(model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3, accumulate=parts or 1)
+    top = m.TopK(2, ignore_index=IGNORED, comm=comm)
+    run = Trainer(
+        model, optimizer, loss, *loaders, schedule=lambda step: 0.05, epochs=3, accumulate=parts or 1,
+        metrics={"top2": top}, callbacks=[EarlyStop("test_top2", patience=3)],
+    )  # fmt: skip
     losses, train = [], run._train
 
     def recorded(batch):
@@ -84,7 +91,8 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     weights = np.concatenate([v.ravel() for _, v in sorted(model.state_dict().items())])
     answer = {
         "rank": comm.rank, "size": comm.size, "losses": losses, "weights": weights.tolist(),
-        "test": [row["test_loss"], row["test_accuracy"]], "metrics": metrics(model, loaders[1], comm),
+        "test": [row["test_loss"], row["test_accuracy"]], "top2": row["test_top2"],
+        "metrics": metrics(model, loaders[1], comm),
     }  # fmt: skip
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()

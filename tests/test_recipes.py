@@ -1,0 +1,114 @@
+"""The recipes in scripts/ run as they are, on a few generated images; the job goes on where its time ran out."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minidl import checkpoint, cli
+
+ROOT = Path(__file__).parents[1]
+RECIPES = {path.stem: path for path in (ROOT / "scripts").glob("*.toml")}
+
+
+def rows(folder):
+    return list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+
+
+def photographs(folder, count, side=40):
+    """``count`` training and two test images in each of two classes that differ in colour."""
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    rng = np.random.default_rng(3)
+    for split, number in (("train", count), ("val", 2)):
+        for label in (0, 1):
+            (folder / split / f"class{label}").mkdir(parents=True)
+            for i in range(number):
+                pixels = rng.integers(0, 128, (side, side, 3)) + np.array([100 * label, 0, 100 - 100 * label])
+                image.fromarray(pixels.astype(np.uint8)).save(folder / split / f"class{label}" / f"{i}.jpg")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet50_imagenet", "resnet50_imagenet_lars"])
+def test_imagenet_recipes_run_on_a_folder(name, tmp_path):
+    data = photographs(tmp_path / "photographs", 8)
+    output = tmp_path / "run"
+    small = ["--image-size", "32", "--batch", "8", "--epochs", "2", "--warmup", "1", "--workers", "1"]
+    command = ["train", "--config", str(RECIPES[name]), "--data-path", str(data), "--output", str(output), *small]
+    assert cli.main(command) == 0
+    assert len(rows(output)) == 2 and (output / "best.safetensors").exists()
+    settings = checkpoint.load(checkpoint.latest(output))[1]["settings"]
+    assert settings["model"] == "resnet50" and settings["precision"] == "bf16"
+
+
+def test_the_cifar_recipe_runs_on_images_like_those(tmp_path):
+    command = ["train", "--config", str(RECIPES["resnet20_cifar10"]), "--output", str(tmp_path)]
+    assert cli.main([*command, "--data", "synthetic", "--samples", "256", "--epochs", "1"]) == 0
+    assert len(rows(tmp_path)) == 1 and (tmp_path / "best.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_segmentation_recipe_finds_the_coins(tmp_path, capsys):
+    pytest.importorskip("skimage", reason="needs scikit-image")
+    assert cli.main(["train", "--config", str(RECIPES["unet_coins"]), "--output", str(tmp_path)]) == 0
+    assert float(rows(tmp_path)[-1]["test_iou"]) > 0.95
+    assert "test iou 0.9" in capsys.readouterr().out
+
+
+def test_every_recipe_is_run_and_says_how():
+    assert set(RECIPES) == {"resnet50_imagenet", "resnet50_imagenet_lars", "resnet20_cifar10", "unet_coins"}
+    for path in RECIPES.values():
+        assert f"minidl train --config scripts/{path.name}" in path.read_text()
+        assert tomllib.loads(path.read_text())["output"].startswith("runs/")
+
+
+# Runs what the job step would, but the first time sends the signal of a time that is nearly up, after the first report.
+SRUN = """#!/bin/bash
+shift
+"$@" & child=$!
+if [ ! -e {folder}/interrupted ]; then
+    until [ -s {folder}/run/metrics.jsonl ] || ! kill -0 $child 2>/dev/null; do sleep 0.1; done
+    touch {folder}/interrupted
+    kill -USR1 $child
+fi
+wait $child
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="a bash script")
+def test_the_slurm_job_puts_itself_back_and_goes_on(tmp_path):
+    data, commands = photographs(tmp_path / "photographs", 100, side=24), tmp_path / "commands"
+    commands.mkdir()
+    small = "--model resnet20 --image-size 16 --epochs 3 --workers 1 --precision fp32 --warmup 0 --batch 8 --lr 0.02"
+    for name, text in {
+        "srun": SRUN.format(folder=tmp_path),
+        "scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n',
+        "minidl": f'#!/bin/sh\nexec {sys.executable} -m minidl "$@" {small}\n',
+    }.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths}
+    environment |= {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "42"}
+    job = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), str(data), str(tmp_path / "run")]
+
+    def submit():
+        return subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+    first = submit()
+    assert first.returncode == 138, first.stdout + first.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n" and "--resume" in first.stdout
+    stopped = checkpoint.load(checkpoint.latest(tmp_path / "run"))[1]["step"]
+    assert 0 < stopped < 75
+    second = submit()
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+    assert [int(row["epoch"]) for row in rows(tmp_path / "run")][-1] == 2 and rows(tmp_path / "run")[-1]["step"] == "75"
