@@ -236,7 +236,8 @@ def taking(monkeypatch):
 
     def take(tile, *division):
         hopper.plan.cache_clear()
-        monkeypatch.setattr(hopper, "choose", lambda conv: (tile, hopper.Division(*division)))
+        chosen = tile, hopper.Division(*division)
+        monkeypatch.setattr(hopper, "choose", lambda conv, normalized: chosen)
 
     yield take
     hopper.plan.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -42,6 +43,16 @@ def torch_step(graph, state, images, labels, dtype):
     return np.moveaxis(logits.detach().double().numpy(), 1, -1), loss.item(), gradients
 
 
+@contextmanager
+def torch_threads(number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def distance(a, b):
     """Relative distance of all gradients together."""
     total = sum(np.sum((a[name] - b[name]) ** 2) for name in b)
@@ -50,7 +61,11 @@ def distance(a, b):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_one_step_is_as_near_to_float64_as_torchs(name, ops, rng):
-    """Both libraries round in float32, in different orders, and ReLU masks flip near zero; neither may be the worse."""
+    """Both libraries round in float32, in different orders, and ReLU masks flip near zero; neither may be the worse.
+
+    Whether a mask flips is chance: PyTorch's own gradients are off by 1e-5 or by 7e-3, with the number of its threads,
+    so it is asked in several orders.
+    """
     shape, options = NETWORKS[name]
     build = lambda: models.build(name, shape, 5, **options)  # noqa: E731
     model = m.Model(build(), device=ops.name)
@@ -58,7 +73,13 @@ def test_one_step_is_as_near_to_float64_as_torchs(name, ops, rng):
     labels = rng.integers(0, 5, (6, *model.output_node.shape[:-1])).astype(np.int32)
     state = model.state_dict()
     exact, exact_loss, exact_gradients = torch_step(build(), state, images, labels, torch.float64)
-    single, single_loss, single_gradients = torch_step(build(), state, images, labels, torch.float32)
+    logits_off, loss_off, gradients_off = 0.0, 0.0, 0.0
+    for threads in (1, 2, 4):
+        with torch_threads(threads):
+            single, loss, gradients = torch_step(build(), state, images, labels, torch.float32)
+        logits_off = max(logits_off, np.abs(single - exact).max())
+        loss_off = max(loss_off, abs(loss - exact_loss))
+        gradients_off = max(gradients_off, distance(gradients, exact_gradients))
 
     loss = m.SoftmaxCrossEntropy()
     logits = model.forward(ops.from_host(images))
@@ -71,10 +92,9 @@ def test_one_step_is_as_near_to_float64_as_torchs(name, ops, rng):
     }  # fmt: skip
 
     assert gradients.keys() == exact_gradients.keys()
-    allowed = 3 * np.abs(single - exact).max() + 1e-6 * np.abs(exact).max()
-    assert np.abs(ops.to_host(logits) - exact).max() <= allowed
-    assert abs(totals.loss - exact_loss) <= 3 * abs(single_loss - exact_loss) + 1e-5
-    assert distance(gradients, exact_gradients) <= 3 * distance(single_gradients, exact_gradients) + 1e-5
+    assert np.abs(ops.to_host(logits) - exact).max() <= 3 * logits_off + 1e-6 * np.abs(exact).max()
+    assert abs(totals.loss - exact_loss) <= 3 * loss_off + 1e-5
+    assert distance(gradients, exact_gradients) <= 3 * gradients_off + 1e-5
 
 
 # -- torch tensors at a layer's door --------------------------------------------------------------------

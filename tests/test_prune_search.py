@@ -8,6 +8,7 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.compile import CompiledStep
+from minidl.fusion import fuse
 from minidl.sparse import (
     CubicSchedule,
     Granularity,
@@ -119,6 +120,7 @@ def test_compiled_steps_prune_as_eager_ones(cuda_ops, rng, granularity, kind):
     states = []
     for step_kind in (EagerStep, CompiledStep):
         model = model_of(residual(), cuda_ops)
+        fuse(model, "auto")  # as compiled steps do by themselves
         pruning = Pruning(CubicSchedule(0.7, 3, 9, frequency=2), granularity=granularity)
         options = {"momentum": 0.9} if kind is m.SGD else {}
         optimizer = pruned(kind)(model, 0.01, weight_decay=1e-3, pruning=pruning, **options)
@@ -157,6 +159,7 @@ def test_what_is_left_is_captured_again(cuda_ops, rng, way):
             model.load_state_dict(sparse_state(graph, state))
             tuned = PrunedSGD(model, 0.01, 0.9, weight_decay=1e-3, pruning=pruning)
             tuned.load_state_dict(sparse_state(graph, moments, "momentum."))
+        fuse(model, "auto")
         step = step_kind(model, tuned, m.SoftmaxCrossEntropy())
         for x, labels in data[4:]:
             step(*map(cuda_ops.from_host, (x, labels)))
