@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -158,7 +159,15 @@ def test_equal_sizes_under_different_names_are_different_calls():
     assert all(isinstance(error, _window.Mismatch) for error in errors)
 
 
-def test_a_wait_gives_way_to_signals():
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_wait_gives_way_to_signals(ctrl_c):
     """A rank alone in a barrier hears of Ctrl-C."""
     import _thread
 
