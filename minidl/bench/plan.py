@@ -11,11 +11,13 @@ from typing import Any
 from minidl import checks, models
 from minidl.bench.setup import Setup
 from minidl.cuda.device import BUILT_IN
+from minidl.fusion import PLANS, fuse_graph
 from minidl.memory import Plan, Problem, Timeline, best, check, problem, record
 from minidl.memory.limit import parse_limit
 from minidl.memory.plan import human
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
+from minidl.precision import precision
 from minidl.profile.results import load
 from minidl.profile.tables import show
 
@@ -31,6 +33,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
     p.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp16"])
+    p.add_argument(
+        "--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {', '.join((*PLANS, 'auto'))}, a file"
+    )
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
@@ -84,8 +89,10 @@ def run(a: argparse.Namespace) -> int:
 
 def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
     setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
+    graph = setup.graph()
+    fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
     trace = record(
-        setup.graph(), batch, precision=a.precision, momentum=a.momentum, device=BUILT_IN[a.device],
+        graph, batch, precision=a.precision, momentum=a.momentum, device=BUILT_IN[a.device],
         model=a.model, image_size=setup.image, classes=setup.num_classes,
     )  # fmt: skip
     content = load(a.times) if a.times else {}

@@ -11,7 +11,7 @@ up, and Hwang, "Adaptive Kernel Fusion" (Seoul National University, 2023), who f
 size of the feature maps.
 """
 
-from minidl.fusion.apply import CHOICES, fuse, fuse_by_default
+from minidl.fusion.apply import CHOICES, fuse, fuse_by_default, fuse_graph
 from minidl.fusion.cost import SiteCost, site_cost
 from minidl.fusion.fold import fold
 from minidl.fusion.plans import MODES, PLANS, Plan, candidates, choose
@@ -30,5 +30,6 @@ __all__ = [
     "fold",
     "fuse",
     "fuse_by_default",
+    "fuse_graph",
     "site_cost",
 ]

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from minidl import checks
-from minidl.cuda.device import current_device
+from minidl.cuda.device import DeviceRecord, current_device
 from minidl.dist.communicator import Communicator
 from minidl.fusion import kept
 from minidl.fusion.cost import Machine, heuristic
 from minidl.fusion.plans import MODES, PLANS, Plan, choose, fingerprint, switches
-from minidl.fusion.sites import find_sites
+from minidl.fusion.sites import Site, find_sites
 from minidl.fusion.tune import Clock, DeviceClock, tune
 from minidl.graph import Graph
+from minidl.layer import Layer
 from minidl.model import Model
 from minidl.precision import Precision
 from minidl.store import TensorStore
 
-__all__ = ["CHOICES", "fuse", "fuse_by_default", "machine_of", "plan_for"]
+__all__ = ["CHOICES", "fuse", "fuse_by_default", "fuse_graph", "machine_of", "plan_for"]
 
 # What `fuse` takes beside plans and their files.
 CHOICES = (*PLANS, "auto", "adaptive")
@@ -55,13 +56,38 @@ def fuse(
         lambda: plan_for(model.graph, model.ops, model.precision, how, batch=batch, clock=clock, progress=progress),
     )
     plan.check(sites, kept.setting(model.ops, model.precision, batch) if plan.setting else None)
+    _switch(model.layers, sites, plan)
+    model.fusion = plan
+    return plan
+
+
+def fuse_graph(graph: Graph, how: str | Path | Plan, precision: Precision, device: DeviceRecord) -> Plan:
+    """Let a network that no model has follow a plan on a device that need not be here: for tracing and planning.
+
+    Raises:
+        ValueError: as `fuse`; ``"adaptive"``, which measures.
+    """
+    sites = find_sites(graph)
+    if how == "auto":
+        plan = heuristic(graph, sites, precision, Machine.of(device))
+    elif how == "adaptive":
+        raise checks.bad_value("fusion", "plan", "one that reads no clock", how, "pass the file of minidl fuse --tune")
+    elif isinstance(how, Plan):
+        plan = how
+    else:
+        plan = choose(sites, str(how)) if how in PLANS else _load(how)
+    plan.check(sites, None)
+    _switch(graph.layers, sites, plan)
+    return plan
+
+
+def _switch(layers: Iterable[Layer], sites: Sequence[Site], plan: Plan) -> None:
+    """Set the modes of all layers as the plan has them."""
     on = {pair for site in sites for pair in switches(site, plan.sites[site.name])}
-    for layer in model.layers:
+    for layer in layers:
         for mode in MODES.values():
             if hasattr(layer, mode.attribute):
                 setattr(layer, mode.attribute, (layer.name, mode.attribute) in on)
-    model.fusion = plan
-    return plan
 
 
 def fuse_by_default(model: Model) -> None:
