@@ -184,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     top = parser()
     argv = sys.argv[1:] if argv is None else argv
-    if not argv:
-        top.print_help()
+    if list(argv) in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
+        (_verb(top, argv[0]) if argv else top).print_help()
         return 2
     arguments = top.parse_args(argv)
     try:

@@ -147,3 +147,9 @@ def test_result_files_may_be_compressed(tmp_path):
         packed.write_bytes(broken)
         with pytest.raises(ValueError, match=r"a\.json\.gz: not a result file"):
             results.load(packed)
+
+
+@pytest.mark.parametrize("words", [["bench"], ["tune"]])
+def test_words_that_want_another_list_those_there_are(words, capsys):
+    assert cli.main(words) == 2
+    assert {"bench": "ceilings", "tune": "comm"}[words[0]] in capsys.readouterr().out
