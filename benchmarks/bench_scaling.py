@@ -42,7 +42,7 @@ from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
 from minidl.precision import precision
-from minidl.profile.grouping import BESIDE_MEMORY, BESIDE_PRODUCTS, by_neighbourhood
+from minidl.profile.grouping import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
@@ -54,6 +54,7 @@ ARMS = {
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
+BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 SILENT = "without messages"
 WATCHED = 5  # steps

@@ -48,8 +48,7 @@ class Model:
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
             By layer: what is enough for a message that ends there (`minidl.profile.grouping.by_neighbourhood` of
-            `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB beside
-            products.
+            `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
         input_grad: `backward` returns the gradient of the input, too.

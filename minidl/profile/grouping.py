@@ -34,9 +34,8 @@ from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
 
 __all__ = [
-    "BESIDE_MEMORY",
-    "BESIDE_PRODUCTS",
     "DEFAULT_BYTES",
+    "ON_GPUS",
     "Neighbour",
     "Record",
     "by_neighbourhood",
@@ -49,7 +48,7 @@ __all__ = [
 ]
 
 DEFAULT_BYTES = 4 << 20  # where nothing was measured
-BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # the same on GPUs: what was best on H200s with NVLink
+ON_GPUS = 25 << 20  # the same between GPUs: the best of what was tried on two H200s
 LAYERS = 64
 LAYER_BYTES = {"cpu": 256 << 10, "cuda": 1 << 20}
 SAMPLES = 15
@@ -117,13 +116,11 @@ def group_bytes(
     """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
 
     Args:
-        layers, itemsize: as for `by_neighbourhood`, which is followed on GPUs, and where neighbourhoods were measured
-            apart.
+        layers, itemsize: as for `by_neighbourhood`, which is followed where neighbourhoods were measured apart.
     """
     record = kept(ops, comm) if comm.size > 1 else None
     if record is None:
-        usual = comm.size > 1 and ops.name == "cuda" and layers
-        return by_neighbourhood(layers, itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS) if usual else DEFAULT_BYTES
+        return ON_GPUS if ops.name == "cuda" and comm.size > 1 else DEFAULT_BYTES
     apart = record["beside"]
     if not apart or not layers:
         return record["group_bytes"]
