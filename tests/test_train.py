@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import checkpoint, cli, data, models, schedule
-from minidl.bench.setup import device_of
+from minidl import checkpoint, data, models, schedule
 from minidl.bench.training import TrainingProfile
 from minidl.dist.communicator import SOLO
 from minidl.profile.results import load
@@ -206,160 +205,6 @@ def test_loss_doors(cpu_ops):
         loss.forward(logits, np.zeros(2))
     with pytest.raises(RuntimeError, match="forward"):
         loss.backward()
-
-
-# -- the command line ----------------------------------------------------------------------------------
-
-
-def run_cli(capsys, *arguments):
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
-def test_the_command_trains_and_resumes(tmp_path, capsys):
-    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path))
-    status, out, err = run_cli(capsys, *common, "--epochs", "2")
-    assert status == 0 and err == ""
-    lines = out.splitlines()
-    assert lines[0].startswith("mlp: ") and lines[-3].startswith("test accuracy 0.")
-    status, out, _ = run_cli(capsys, *common, "--epochs", "3", "--resume")
-    assert status == 0 and "epoch 3/3" in out and "epoch 2/3" not in out
-    status, out, _ = run_cli(capsys, *common, "--epochs", "3", "--resume")
-    assert status == 0 and "nothing left to do" in out
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])
-def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
-    options = ("--optimizer", optimizer, "--label-smoothing", "0.1", "--clip-norm", "1", "--schedule", "poly:2")
-    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path), "--lr", "0.01")
-    status, out, err = run_cli(capsys, *common, *options, "--epochs", "1")
-    assert status == 0 and err == "" and "test accuracy" in out
-    status, _, err = run_cli(capsys, *common, "--epochs", "2", "--resume")
-    assert status == 2 and "optimizer state does not fit" in err
-    if optimizer != "lars":
-        status, _, err = run_cli(capsys, *common, "--optimizer", optimizer, "--momentum", "0.9")
-        assert status == 2 and f"--momentum is for sgd and lars, not for {optimizer}" in err
-
-
-def test_the_command_augments_unless_told_not_to(tmp_path, capsys, monkeypatch):
-    seen = []
-    real = data.Loader
-    monkeypatch.setattr(
-        data, "Loader", lambda *a, **options: seen.append(options.get("augment")) or real(*a, **options)
-    )
-    common = ("train", "--device", "cpu", "--model", "mlp", "--epochs", "1", "--output", str(tmp_path))
-    for flags, wanted in (((), data.digits().augment), (("--no-augment",), None)):
-        assert run_cli(capsys, *common, *flags)[0] == 0
-        assert seen == [wanted, None], "training images only"
-        seen.clear()
-    assert data.digits().augment is not None
-    status, _, err = run_cli(capsys, *common, "--resume")
-    assert status == 2 and "augment: False there, True here" in err
-
-
-def test_the_command_mixes_changes_colours_and_keeps_the_best(tmp_path, capsys):
-    size = ("--data", "synthetic", "--image-size", "8", "--samples", "40", "--classes", "3", "--batch", "20")
-    options = ("--mixup", "0.4", "--color-jitter", "0.2", "--keep-best", "--keep", "1", "--patience", "1")
-    common = ("train", "--device", "cpu", "--model", "mlp", "--lr", "1e-6", "--warmup", "0", "--output", str(tmp_path))
-    status, out, err = run_cli(capsys, *common, *size, *options, "--epochs", "60")
-    assert status == 0 and err == ""
-    assert "ended after epoch" in out and "test_loss has not become better than" in out
-    assert (tmp_path / "best.safetensors").exists() and len(list(tmp_path.glob("checkpoint-*"))) == 1
-    settings = checkpoint.load(tmp_path / "best.safetensors")[1]["settings"]
-    assert (settings["mixup"], settings["color_jitter"]) == (0.4, 0.2)
-    status, out, _ = run_cli(capsys, *common, *size, *options, "--epochs", "60", "--resume")
-    assert status == 0 and "nothing left to do: test_loss" in out and "--patience" in out
-    status, _, err = run_cli(capsys, *common, *size, "--mixup", "0.2", "--resume")
-    assert status == 2 and "mixup: 0.4 there, 0.2 here" in err
-
-
-def test_the_command_tells_iou_of_label_maps_and_top5_of_many_classes(tmp_path, capsys):
-    common = ("train", "--device", "cpu", "--data", "synthetic", "--epochs", "1", "--batch", "4", "--samples", "8")
-    unet = ("--model", "unet", "--model-options", "width=2 depth=2", "--image-size", "16", "--classes", "3")
-    status, out, _ = run_cli(capsys, *common, *unet, "--output", str(tmp_path / "unet"))
-    assert status == 0 and "test iou 0." in out and float(table(tmp_path / "unet" / "metrics.csv")[0]["test_iou"]) > 0
-    many = ("--model", "mlp", "--image-size", "4", "--classes", "100")
-    status, out, _ = run_cli(capsys, *common, *many, "--output", str(tmp_path / "many"))
-    assert status == 0 and "test top5 0." in out
-
-
-ERRORS = {
-    ("--model", "resnet81"): "unknown model 'resnet81'; did you mean",
-    ("--data", "imagenet"): "unknown data set 'imagenet'",
-    ("--data", "cifar10", "--data-path", "nowhere"): "nowhere",
-    ("--precision", "fp8"): "unknown precision 'fp8'",
-    ("--device", "cpu", "--precision", "tf32"): "tf32",
-    ("--image-size", "64"): "--image-size is for --data synthetic",
-    ("--data-path", "x"): "has no files",
-    (
-        "--model-options",
-        "width",
-    ): "--model-options: text must be NAME=NUMBER words, such as 'width=16 depth=3', got 'width'",
-    ("--model-options", "widht=3"): "resnet20: options must be arguments that this model has, got ['widht']",
-    ("--mixup", "0"): "MixUp: alpha must be a number in (0, 1]",
-    ("--color-jitter", "0.1"): "ColorJitter: images must have shape (n, H, W, 3)",
-    ("--data", "folder"): "--data folder needs --data-path DIR, the folder of its files",
-    ("--config", "nothere.toml"): "there is no file nothere.toml",
-    ("--loader", "dali"): "DaliLoader: dataset must be an ImageFolder",
-    ("--keep", "0"): "keep must be an integer of at least 1",
-    ("--patience", "0"): "patience must be an integer of at least 1",
-    ("--batch", "0"): "batch must be",
-    ("--lr", "-1"): "lr must be",
-    ("--epochs", "0"): "--epochs: number must be an integer of at least 1, got 0",
-    ("--output", ""): "--output: path must be a folder, got ''",
-    ("--output", __file__): f"output must be a folder, there already or to be made, got '{__file__}'",
-    ("--schedule", "spiral"): "spiral",
-    ("--data", "synthetic", "--samples", "0"): "n must be",
-    ("--data", "synthetic", "--image-size", "0"): "shape must be",
-    ("--seed", "99999999999999999999"): "seed must be",
-    ("--model", "mlp", "--sync-batch-norm"): "sync_batch_norm",
-    ("--resume", "nowhere.safetensors"): "nowhere.safetensors",
-    ("--model", "lenet"): "conv2: x must have shape (N, H, W, C), at least as large as the kernel",
-}
-
-
-@pytest.mark.parametrize("arguments", ERRORS)
-def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
-    status, _, err = run_cli(capsys, "train", "--output", str(tmp_path), *arguments)
-    assert status == 2
-    assert err.startswith("minidl train: ") and err.count("\n") == 1
-    assert ERRORS[arguments] in err
-
-
-def test_an_interrupt_is_one_clear_line_with_the_way_on(tmp_path, capsys, monkeypatch):
-    train = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        status, _, err = run_cli(capsys, *train)
-        assert (status, err.count("\n")) == (130, 1) and err.startswith("minidl train: interrupted") and ";" not in err
-    assert run_cli(capsys, *train, "--epochs", "1")[0] == 0
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    newest = checkpoint.latest(tmp_path)
-    status, _, err = run_cli(capsys, *train, "--epochs", "2", "--resume")
-    assert status == 130 and err.endswith(f"; --resume goes on from {newest}\n") and err.count("\n") == 1
-    assert [path.name for path in tmp_path.glob("*checkpoint*")] == [newest.name], "nothing half-written stays"
-
-
-def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, capsys):
-    trainer(tmp_path, epochs=1).fit()
-    path = checkpoint.latest(tmp_path)
-    path.write_bytes(path.read_bytes()[:-100])
-    status, _, err = run_cli(capsys, "train", "--device", "cpu", "--output", str(tmp_path), "--resume")
-    assert status == 2 and path.name in err and "truncated or damaged" in err
-
-
-def test_without_a_verb_all_are_listed(capsys):
-    status, out, _ = run_cli(capsys)
-    assert status == 2 and "train a network" in out and "compare-backends" in out
-
-
-def test_info_names_what_is_here(capsys):
-    status, out, _ = run_cli(capsys, "info")
-    assert status == 0 and "NumPy" in out and "Python" in out
 
 
 def test_progress_is_lines_off_a_terminal_and_silent_off_rank_0(capsys):
@@ -563,28 +408,6 @@ def test_a_display_is_finished_when_training_fails(cpu_ops):
 def test_a_network_refuses_options_it_does_not_have(model):
     with pytest.raises(ValueError, match="sync_batch_norm"):
         models.build(model, (32, 32, 3), 4, sync_batch_norm=True)
-
-
-def test_a_gpu_that_is_not_there_is_named(monkeypatch):
-    from minidl import cuda, dist
-
-    def missing():
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(cuda, "require_device", missing)
-    with pytest.raises(ValueError, match="--device cuda: no driver"):
-        device_of("cuda", dist.SOLO)
-
-
-def test_a_job_that_cannot_be_joined_is_one_clear_line(capsys, monkeypatch):
-    from minidl import dist
-
-    def alone(device):
-        raise RuntimeError("init: this process was started as one of 2 ranks, but sees only itself")
-
-    monkeypatch.setattr(dist, "init", alone)
-    status, _, err = run_cli(capsys, "train")
-    assert status == 2 and err.startswith("minidl train: init: this process") and err.count("\n") == 1
 
 
 def test_evaluation_leaves_the_mode_as_it_was():
