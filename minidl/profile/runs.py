@@ -106,8 +106,8 @@ class Run:
 
     @cached_property
     def total_ms(self) -> float:
-        """Milliseconds of all its parts together: what shares are of. Within a step that is the step with the marks
-        between its layers, which lengthen it.
+        """Milliseconds of all its parts together: what shares are of. Within a step that is launched eagerly it is the
+        step with the marks between its layers, which may lengthen it.
         """
         return float(sum(self.ms(row) for row in self.rows if row["pass"] not in _WHOLE))
 

@@ -299,7 +299,10 @@ def _steps(step: Content) -> list[str]:
         if (accounted := step.get(f"{name}_accounted")) is not None:
             text += f"; layers account for {accounted:.1%} of it"
         cost = step.get(f"{name}_profiling_overhead")  # not known of a training run, which times some steps only
-        lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
+        text += f"; timing them costs {cost:+.1%}" if cost is not None else ""
+        if name == "graph" and step.get("mark_ms"):
+            text += f", of which their times are free: {1e3 * step['mark_ms']:.1f} us for each mark were taken off"
+        lines.append(text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
     if step.get("energy_mj"):
