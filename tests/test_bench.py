@@ -183,6 +183,14 @@ def test_the_slowest_rank_counts():
     assert joined["ms"] == 5 and joined["slowest_rank"] == 1 and joined["rank_ms"] == [2, 5, 3]
 
 
+def test_nothing_is_left_of_a_layer_that_was_measured(ops):
+    """What is kept would count as memory of the steps that are measured next."""
+    case = layer_case("Conv2d(4, 6, 3)", ["2x9x9x4"])
+    before = dict(vars(case.layer))
+    layers.measure([case], "t", ops=ops, precision=precision("fp32"), options=QUICK)
+    assert vars(case.layer) == before
+
+
 def test_peers_stand_beside_the_pass_they_did(cpu_ops):
     def rival(case, mode, device, sets):
         return {"forward": 0.5, "backward_data": None}

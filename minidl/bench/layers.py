@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from math import prod
 from statistics import median
 from types import ModuleType
@@ -96,7 +97,10 @@ def measure(
 def _measured(
     case: Case, title: str, ops: ModuleType, precision: Precision, clock: Timer, ranks: int, options: Options
 ) -> dict[str, Row]:
-    """The rows of one case on this rank."""
+    """The rows of one case on this rank. A copy of the layer works, which goes with all its operands: the memory of
+    the steps that are measured later is to be theirs alone.
+    """
+    case = replace(case, layer=copy(case.layer))
     passes = Passes(case, ops, precision, clock, _free_memory(ops))
     itemsize = precision.storage.itemsize
     peers = {name: peer(case, precision, ops.name, len(passes.x)) for name, peer in options.peers.items()}

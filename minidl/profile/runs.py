@@ -184,11 +184,21 @@ class Run:
         return 1e3 * self.batch / self.step["ms"] if self.batch else None
 
     @property
+    def fusion(self) -> str:
+        """The choice of fusion plan that was asked for (`minidl.fusion.fuse`)."""
+        return (self.point.get("setup") or {}).get("fusion") or "none"
+
+    @property
     def model(self) -> str:
-        """``resnet50 224×224``, with the options of a sweep that no other word tells; or how many layers."""
+        """``resnet50 224×224``, with the fusion and the options of a sweep that no other word tells; or how many
+        layers.
+        """
         match = _NETWORK.fullmatch(self.case or "")
         if match:
-            return f"{match['model']} {match['size'].replace('x', '×')}{match['options'] or ''}"
+            options = match["options"] or ""
+            if self.fusion != "none" and "fusion" not in options:
+                options = f", fusion {self.fusion}{options}"
+            return f"{match['model']} {match['size'].replace('x', '×')}{options}"
         if self.case is not None:
             return self.case
         cases = list(dict.fromkeys(row["case"] for row in self.rows))
