@@ -150,8 +150,10 @@ def _layers(a: argparse.Namespace) -> int:
 
 def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply together are errors."""
-    if bool(a.layer) != bool(a.input):
-        raise checks.bad_value("bench", "--layer and --input", "both or neither", a.layer or a.input)
+    if a.layer and not a.input:
+        raise checks.bad_value("bench", "--input", "the shape of the layer's input, such as 32x56x56x64", a.input)
+    if a.input and not a.layer:
+        raise checks.bad_value("bench", "--input", "left out without --layer: networks take --image-size", a.input)
     if a.layer and a.trace:
         raise checks.bad_value("bench", "--trace", "left out with --layer, which takes no steps", a.trace)
     if a.torch and (a.layer or a.peer):
