@@ -216,7 +216,7 @@ def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
 @pytest.mark.alone
 @pytest.mark.parametrize(("model", "batch", "eager"), [("resnet50", 64, 0.80), ("unet", 32, 0.95)])
 def test_a_gpu_network_closes_eager_and_captured(model, batch, eager, cuda_ops):
-    """Launched eagerly, 64 images of ResNet-50 leave the host little time, but not none; the U-Net keeps the GPU busy."""
+    """Launched eagerly, 64 images of ResNet-50 leave the host little time, but not none; a U-Net keeps the GPU busy."""
     found = bench_network(Setup(model, batch, "bf16", "cuda"), SOLO, None, isolated=False, seconds=1.0)
     assert found["step"]["graph_accounted"] >= 0.95
     assert found["step"]["eager_accounted"] >= eager
