@@ -23,7 +23,6 @@ from minidl.profile.nvtx import NvtxRanges
 from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.runs import runs
 from minidl.profile.tables import show
-from minidl.profile.timing import Budget
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables
 
@@ -181,8 +180,7 @@ def _options(a: argparse.Namespace, device: str) -> layers.Options:
         from minidl.bench.torch_peer import peer_ms
 
         peers["torch"] = peer_ms
-    budget = Budget(samples=25, seconds=0.25, least=5 if device == "cuda" else 7)
-    return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
+    return layers.Options(a.ways, None, a.kernels, _energy(a), peers)
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:
