@@ -36,7 +36,7 @@ _WORDS = {
 
 @cache
 def measured(results: Path) -> tuple[Run, ...]:
-    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest. A folder
+    """Every run of a network by us; of the same measurement twice the newest. A folder
     ``<machine>-x1`` holds what the runs of ``<machine>-x2``, ... are compared with: it counts where there is no other.
     """
     beside = lambda run: Path(run.file).parent.name.endswith("-x1")  # noqa: E731
@@ -65,13 +65,13 @@ def together(results: Path) -> tuple[Run, ...]:
 
 @cache
 def _every(results: Path) -> tuple[Run, ...]:
-    """Of one measurement twice the one that counts comes last."""
+    """The newest last."""
     files = []
     for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
         content = load(path)
-        files.append((content["benchmark"] == "model", content["date"], path.relative_to(results).as_posix(), content))
-    files.sort(key=lambda file: file[:3])
-    found = (run for _, _, name, content in files for run in runs(content, name))
+        files.append((content["date"], path.relative_to(results).as_posix(), content))
+    files.sort(key=lambda file: file[:2])
+    found = (run for _, name, content in files for run in runs(content, name))
     return tuple(run for run in found if run.step is not None and run.rank_batch and run.arm == "minidl")
 
 
