@@ -358,6 +358,14 @@ def test_networks_merge_into_one_file_that_shows_all_of_them(content):
     assert not any(line.startswith("eager step") for line in footer(both)), "whose step would that be?"
 
 
+def test_networks_whose_energy_was_measured_show_it_by_image(content):
+    assert "mJ/image" not in networks(runs(content, "x.json"))[1]
+    known = with_batch(content, 4)
+    next(row for row in known["rows"] if row["pass"] == "step")["energy_mj"] = 88.0
+    _, columns, cells = networks(runs(merged([content, known]), "both.json"))
+    assert [line[columns.index("mJ/image")] for line in cells] == ["-", "22"]
+
+
 def test_a_view_of_what_no_network_has_is_one_line(content):
     whole = only(content | {"rows": [row for row in content["rows"] if row["pass"] == "forward"]})
     with pytest.raises(NotInFile, match=r"file.json: no networks: no row of a whole step; run minidl bench model"):
