@@ -270,8 +270,8 @@ def _way(run: Run) -> str:
 
 
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
-    """What each file of `minidl bench layers` allows by itself; of the same measurement twice the newest."""
-    files = {_key(run): run for run in _every(results) if run.content["benchmark"] == "layers"}
+    """What each file of one network allows by itself; of the same measurement twice the newest."""
+    files = {_key(run): run for run in _every(results) if "points" not in run.content}
     for run in sorted(files.values(), key=lambda run: run.file):
         if run.network != network:
             continue
