@@ -19,7 +19,7 @@ import numpy as np
 
 import minidl as m
 from minidl.backend import get_ops
-from minidl.dist import abort, init
+from minidl.dist import abort, init, watchdog
 from minidl.dist.nccl import _Followed
 from minidl.nonfinite import GradientWatch
 from minidl.step import EagerStep
@@ -202,6 +202,18 @@ def calls_that_nobody_compares():
     sizes = (1000, 900 if misbehaves else 1000, 1000)
     for size in sizes:
         comm.roll_call.log.enter("start_all_reduce", array[:size], name="conv1")
+
+
+def calls_found_different_at_leisure():
+    """The same, but a rank takes its time to word what it has found, and would have left meanwhile."""
+    in_words = watchdog.contradiction
+
+    def slowly(*positions):
+        time.sleep(0.3)
+        return in_words(*positions)
+
+    watchdog.contradiction = slowly
+    calls_that_nobody_compares()
 
 
 def other_model():
