@@ -40,7 +40,7 @@ def unseen(stream: Any) -> AbstractContextManager:
 
 @runtime_checkable
 class Work(Protocol):
-    """A started message. Keep it until `wait` was called: it keeps the message's memory alive."""
+    """A started message. The memory of its array stays its own until it is sent, also where nobody waits."""
 
     def wait(self) -> None:
         """Order what follows after the message: the current stream waits on a GPU, the caller on a CPU."""
