@@ -43,7 +43,7 @@ from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
 from minidl.precision import precision
-from minidl.profile.grouping import by_neighbourhood
+from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
@@ -55,7 +55,6 @@ ARMS = {
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
-BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
@@ -81,20 +80,13 @@ class Arm(NamedTuple):
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
         engine, *rest = text.split("/")
-        known = ROUTES if device == "cuda" else ("shm", "mpi")
+        known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
         if len(rest) > 2 or not sized or rest[1:] not in ([], ["fp32"], ["bf16"]):
             raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE]]", text)
         return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32")
-
-
-ROUTES = {
-    "links": ipc.Routes(),
-    "links8": ipc.Routes(blocks=8),
-    "nccl": ipc.BY_NCCL,
-}
 
 
 def arguments() -> argparse.Namespace:
@@ -135,7 +127,7 @@ class Ours:
             if comm.links is None and arm.engine != "nccl":
                 raise checks.impossible("bench_scaling", f"arm {arm.engine} without links between the GPUs")
             if comm.links is not None:
-                comm.links.routes = ROUTES[arm.engine]
+                comm.links.routes = ipc.ROUTES[arm.engine]
         elif arm.engine == "mpi":
             comm = comm.control
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
@@ -145,7 +137,7 @@ class Ours:
         """As `Model` takes it."""
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
-            return by_neighbourhood(self.step.model.neighbours(), itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS)
+            return by_neighbourhood(self.step.model.neighbours(), itemsize)
         return self.tuned_bytes if arm.group is None else int(arm.group) << 20
 
     def ready(self, arm: Arm | None) -> Ready:
