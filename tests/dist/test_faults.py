@@ -93,6 +93,14 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
     assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
 
 
+def test_a_slow_rank_is_named_once_and_waited_for(tmp_path):
+    done = job.run("faults", 3, tmp_path, "slow", "cpu")
+    assert done.status == 0, done.output
+    said = [line for line in done.output.splitlines() if line.startswith("minidl: ")]
+    assert len(said) == 1 and said[0].startswith("minidl: rank 0 of 3 ("), done.output
+    assert "s in start_all_reduce of 1000 float32 (layer1.0.conv2); not there: 1" in said[0]
+
+
 def test_a_device_that_waits_is_seen_whatever_its_host_does(tmp_path):
     done = job.run("faults", 2, tmp_path, "device_waits", "cpu", **LIMIT)
     assert done.status == 124, done.output

@@ -114,6 +114,15 @@ def test_cuda_without_gpu_is_refused_on_every_rank(tmp_path):
         assert answer["solo"]
 
 
+def test_a_gpu_that_one_rank_lacks_is_missed_by_all(tmp_path):
+    done = job.run("joining", 3, tmp_path, "one_rank_without_gpu", CUDA_VISIBLE_DEVICES="")
+    assert done.status == 0, done.output
+    assert len(done.answers) == 3
+    for answer in done.answers:
+        assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on rank 1: ")
+        assert answer["solo"]
+
+
 def test_different_devices_are_refused_on_every_rank(tmp_path):
     done = job.run("joining", 2, tmp_path, "different_devices")
     assert done.status == 0, done.output

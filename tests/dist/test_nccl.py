@@ -105,6 +105,13 @@ def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
         assert answer["error"].startswith("RuntimeError: init: ranks 0-1 share GPU ") and answer["solo"]
 
 
+def test_a_gpu_that_one_rank_lacks_is_missed_by_all(tmp_path):
+    done = job.run("joining", 2, tmp_path, "hidden_gpu")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on rank 1: ")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_rank_ends_the_job(fault, tmp_path):
     status, text = FAULTS[fault]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -84,6 +85,22 @@ def engines():
 
 def without_gpu():
     return dict(error=error_of(init, "cuda"), solo=world() is SOLO)
+
+
+def one_rank_without_gpu():
+    """The others have one, here a pretended one."""
+    if rank() != 1:
+        runtime = SimpleNamespace(getDeviceCount=lambda: 1, deviceGetPCIBusId=lambda index: f"0000:0{rank()}")
+        cuda = SimpleNamespace(runtime=runtime, Device=lambda index: SimpleNamespace(use=lambda: None))
+        sys.modules["cupy"] = SimpleNamespace(cuda=cuda)
+    return without_gpu()
+
+
+def hidden_gpu():
+    """Rank 1 is not shown its own."""
+    if rank() == 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return without_gpu()
 
 
 def different_devices():
