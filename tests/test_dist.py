@@ -24,10 +24,12 @@ from minidl.dist import (
     require_same,
     require_same_arrays,
     roll_call,
+    watchdog,
     world,
 )
 from minidl.dist.agree import rank_list, together
-from minidl.dist.calls import CHAINED, RECENT, CallLog
+from minidl.dist.calls import CHAINED, RECENT, CallLog, describe
+from minidl.dist.host import different_calls
 from minidl.dist.nccl import refuse_shared_devices
 from minidl.dist.threads import available_cores, cap_threads, count_sharing
 from minidl.precision import bfloat16
@@ -245,6 +247,17 @@ def test_of_ranks_that_fail_alike_the_first_speaks_and_no_other(heard):
     for thread in threads:
         thread.join()
     assert orders == [[1, 0]] * 2 if heard else orders == [[0, 1]] * 2
+
+
+def test_different_calls_are_one_failure_whoever_finds_them(monkeypatch):
+    """An engine that compares, and raises, or the roll call: whichever way ranks know of it, one speaks."""
+    spoken = []
+    monkeypatch.setattr(abort, "abort", lambda headline, details, code, *, alike: spoken.append(alike))
+    monkeypatch.setattr(abort, "_foreign", lambda: False)
+    hook = abort._except_hook(lambda *error: None)
+    for error in (different_calls({0: describe(5, "share"), 1: describe(5, "barrier")}), ValueError("its own")):
+        hook(type(error), error, None)
+    assert spoken == [watchdog.SAME_CALLS, "ValueError: its own"]
 
 
 def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeypatch):

@@ -87,7 +87,7 @@ def device_of(wanted: str, comm: Communicator) -> str:
         ValueError: when a GPU is asked for and there is none.
     """
     if wanted == "auto" and comm.size > 1:
-        return "cuda" if comm.name in ("nccl", "staged") else "cpu"
+        return "cuda" if comm.name in ("nccl", "staged", "cuda-mpi") else "cpu"
     if wanted == "cpu":
         return "cpu"
     try:

@@ -53,7 +53,7 @@ class Communicator(Protocol):
     Attributes:
         rank, size: this rank among all ranks.
         local_rank, local_size: this rank among the ranks of its host.
-        name: the engine: solo, shm, mpi, nccl, staged or simulated.
+        name: the engine: solo, shm, mpi, nccl, staged, cuda-mpi or simulated.
     """
 
     rank: int

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class MPILane:
     """A communicator of MPI. Ranks first compare what they call: MPI itself gives wrong numbers, hangs or crashes."""
 
     summable = _window.SUMMABLE
+    on_device: ModuleType | None = None  # whose arrays it is given, where those are not of the host
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
@@ -41,10 +43,14 @@ class MPILane:
 
     def sum(self, array: np.ndarray) -> None:
         """`all_reduce` where the ranks have agreed already."""
-        if array.dtype == bfloat16:
+        if array.dtype != bfloat16:
+            self._comm.Allreduce(self._mpi.IN_PLACE, array)
+        elif self.on_device is None:
             self._sum_halves(array)
         else:
-            self._comm.Allreduce(self._mpi.IN_PLACE, array)
+            host = self.on_device.to_host(array)
+            self._sum_halves(host)
+            self.on_device.copy_into(array, self.on_device.from_host(host))
 
     def _sum_halves(self, array: np.ndarray) -> None:
         """MPI cannot add bfloat16. Each rank gets its slice of all arrays, adds in float32 in rank order, rounds once,
@@ -62,7 +68,7 @@ class MPILane:
     def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
         self.agree(call)
         if array.dtype == bfloat16:
-            self._sum_halves(array)
+            self.sum(array)
             return
         own = array[cuts[self._comm.rank] : cuts[self._comm.rank + 1]]
         total = np.empty_like(own)
@@ -164,6 +170,12 @@ class MPICommunicator(HostCommunicator):
         self._control, self._exchanges = MPILane(mpi, ranks.Dup()), ranks.Dup()
         super().__init__(roll_call, self._control, MPILane(mpi, ranks.Dup()))
 
+    def carry(self, ops: ModuleType) -> None:
+        """Take arrays of that table from now on, and hand them to MPI as they are; sums of bfloat16 go by the host."""
+        self.ops = ops
+        for lane in self._lanes.values():
+            lane.on_device = ops
+
     def share(self, value: Any) -> list[Any]:
         call = self.enter("share")
         return self._run("inline", call, lambda lane: self._control.share(value, call))
@@ -210,6 +222,8 @@ class _Group(MPICommunicator):
         self._parent = parent
         here = [rank for rank, member in enumerate(members) if member in parent.host_ranks]
         self._settle(parent.mpi, ranks, here, parent.roll_call)
+        if parent.ops is not self.ops:
+            self.carry(parent.ops)
 
     def enter(self, kind: str, array: Any = None, root: int = 0, name: str = "") -> Call:
         if self._departed:

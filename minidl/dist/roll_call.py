@@ -30,7 +30,6 @@ DEFER_SECONDS = 10.0
 ANSWER_SECONDS = 1.0
 WARN_SECONDS = 60.0
 COMPARE_SECONDS = 1.0  # between comparisons of what was called: engines on GPUs do not compare each call
-_SAME_CALLS = "every rank must make the same calls in the same order"
 _TAG = 1
 _CLOSE = "close"
 _LEFT, _ASK, _TOLD, _FAILED, _PASSED = range(5)
@@ -211,7 +210,7 @@ class RollCall:
                 told = {other: Position(p.number, (), recent, 0.0) for other, (p, recent) in self._passed.items()}
                 differs = watchdog.contradiction(self._comm.rank, self._position(), told)
                 text = differs or f"collective calls up to number {passed.number} differ from those of rank {rank}"
-                abort.abort(text, _SAME_CALLS, alike=_SAME_CALLS)
+                abort.abort(text, watchdog.SAME_CALLS, alike=watchdog.SAME_CALLS)
 
     def _find_dead(self) -> None:
         """A rank of this host whose process ended without a word, where the launcher does not end the job.
@@ -270,7 +269,7 @@ class RollCall:
         """End the job if the ranks contradict each other, or the call is ``over``; else perhaps warn."""
         rank, size, mine = self._comm.rank, self._comm.size, self._position()
         if differs := watchdog.contradiction(rank, mine, told):
-            abort.abort(differs, _SAME_CALLS, alike=_SAME_CALLS)
+            abort.abort(differs, watchdog.SAME_CALLS, alike=watchdog.SAME_CALLS)
         busy = waiting.call.kind == _CLOSE and len(told) == size - 1  # at the end, who answers may take its time
         if busy and self._asked is not None and time.monotonic() - self._asked[2] > DEFER_SECONDS:
             self._asked = None  # ask again: it may stop yet

@@ -11,6 +11,7 @@ from minidl import checks
 from minidl.dist import abort
 from minidl.dist.agree import by_value, rank_list, together
 from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.cuda_mpi import on_device
 from minidl.dist.host import HostCommunicator
 from minidl.dist.mpi import MPICommunicator
 from minidl.dist.nccl import NCCLCommunicator, bind_device
@@ -21,7 +22,7 @@ from minidl.dist.threads import cap_threads, ranks_sharing_cores
 __all__ = ["init", "launched_size", "world"]
 
 _DEVICES = ("auto", "cpu", "cuda")
-_ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged")}
+_ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged", "cuda-mpi")}
 ENGINE = "MINIDL_ENGINE"  # for programs that do not say
 
 # Number of ranks as told by Open MPI, by MPICH, Intel MPI and others with its process manager, by MVAPICH2, and by
@@ -50,8 +51,8 @@ def init(device: str = "auto", engine: str = "") -> Communicator:
         engine: how arrays travel. Those of the cpu: ``"shm"`` (memory that the ranks of a host share, MPI between
             hosts), ``"mpi"``, or ``"auto"``: shm where every host has the same number of ranks, two at least, and room
             for it, else mpi. Those of GPUs: ``"nccl"``, ``"auto"``: NCCL, and by memory that the GPUs of a host share
-            where that is faster (`minidl.dist.ipc`), or ``"staged"``: through the host, as on the cpu. Default:
-            $MINIDL_ENGINE, else auto.
+            where that is faster (`minidl.dist.ipc`), ``"staged"``: through the host, as on the cpu, or ``"cuda-mpi"``:
+            MPI, if it takes them as they are. Default: $MINIDL_ENGINE, else auto.
 
     Raises:
         ValueError: for another device or engine, or one of another device, for shm where hosts have different numbers
@@ -136,6 +137,8 @@ def _agree_on_engine(comm: Communicator, engine: str, device: str) -> None:
 def _on_gpus(comm: MPICommunicator, engine: str) -> Communicator:
     """The engine for arrays of GPUs, each rank bound to its own."""
     device = bind_device(comm)
+    if engine == "cuda-mpi":
+        return on_device(comm, device)
     if engine == "staged":
         return StagedCommunicator(_on_host(comm, "auto"), DeviceCopies(device))
     return NCCLCommunicator(comm, device, direct=engine == "auto")

@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=jo
         ("shm", 4, 2),
         ("played", 2, 0),
         ("played", 4, 2),
+        ("played-mpi", 2, 0),
+        ("played-mpi", 3, 0),
     ],
 )
 def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
@@ -34,7 +36,7 @@ def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
     assert done.status == 0, done.output
     assert [answer["rank"] for answer in done.answers] == list(range(ranks))
     for answer in done.answers:
-        assert answer["name"] == {"played": "staged"}.get(engine, engine)
+        assert answer["name"] == {"played": "staged", "played-mpi": "cuda-mpi"}.get(engine, engine)
         assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
