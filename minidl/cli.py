@@ -144,6 +144,10 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
     )  # fmt: skip
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
+    p.add_argument(
+        "--elastic", action="store_true",
+        help="when a rank is lost the others go on from the newest checkpoint (experimental; on CPUs, with Open MPI)",
+    )  # fmt: skip
 
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
@@ -261,10 +265,27 @@ def train(a: argparse.Namespace) -> dict[str, float]:
 
 
 def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
+    """Train, and with ``--elastic`` again with the ranks that are left, from the newest checkpoint."""
+    while True:
+        try:
+            return _trained_once(a)
+        except dist.RankLost as lost:
+            told = str(lost)
+        comm = dist.shrink()
+        there = comm.share(any(Path(a.output).glob("checkpoint-*")))[0]
+        a.resume = "" if there else None
+        if comm.rank == 0:
+            print(
+                f"minidl {a.verb}: {told.partition(';')[0]}; {'from the newest checkpoint' if there else 'anew'}",
+                file=sys.stderr,
+            )
+
+
+def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     checks.at_least("--epochs", "number", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
-    comm = join(a.device)
+    comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     ops = get_ops(device)
     a.fusion = a.fusion or ("auto" if device == "cuda" else "none")

@@ -270,6 +270,7 @@ def test_a_neighbour_that_is_gone_is_noticed_where_the_launcher_does_not(monkeyp
     monkeypatch.setattr(roll_call.abort, "abort", aborted)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     ranks = roll_call.RollCall.__new__(roll_call.RollCall)
+    ranks.elastic = False
     ranks._processes, ranks._suspects, ranks._failed = {0: child.pid, 1: os.getpid()}, {}, {0: ("it failed", False)}
     ranks._comm = SimpleNamespace(rank=2, size=3)
     for _ in range(3):

@@ -72,10 +72,10 @@ class Setup:
         }  # fmt: skip
 
 
-def join(device: str) -> Any:
+def join(device: str, *, elastic: bool = False) -> Any:
     """The communicator; a launcher and an MPI that do not belong together are the user's to mend, in one line."""
     try:
-        return dist.init(device)
+        return dist.init(device, elastic=elastic)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 

@@ -51,6 +51,13 @@ def test_init_is_idempotent_and_starts_again_after_close(tmp_path):
         assert answer["total"] == [2.0] * 3 and answer["size"] == 2
 
 
+def test_ranks_may_part_and_join_again_and_again(tmp_path):
+    """Whatever was still under way: a later communicator may be given the place of one before."""
+    done = job.run("joining", 3, tmp_path, "again")
+    assert done.status == 0, done.output
+    assert [answer["sums"] for answer in done.answers] == [[9 * number for number in range(4)]] * 3
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_agreement_errors_are_raised_on_every_rank(ranks, tmp_path):
     done = job.run("joining", ranks, tmp_path, "different_plans")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from minidl.dist import SOLO, init, require_same, require_same_arrays, world
+from minidl.dist import SOLO, init, require_same, require_same_arrays, roll_call, shrink, world
 
 
 def rank() -> int:
@@ -38,6 +39,19 @@ def once():
     again.all_reduce(total)
     start = dict(before=before, same=same, other=other)
     return dict(start, closed=closed, after=after, total=total.tolist(), size=again.size)
+
+
+def again():
+    """Closed while what the ranks tell each other beside their calls is still under way, and joined anew."""
+    sums = []
+    for number in range(4):
+        comm = init("cpu", "mpi" if number % 2 else "shm")
+        comm.all_reduce(total := np.full(3, number))
+        sums.append(int(total.sum()))
+        for _ in range(20):
+            comm.roll_call._tell((comm.rank + 1) % comm.size, (roll_call._PASSED, comm.roll_call._calls_so_far()))
+        comm.close()
+    return dict(sums=sums)
 
 
 def without_mpi4py():
@@ -85,6 +99,14 @@ def engines():
 
 def without_gpu():
     return dict(error=error_of(init, "cuda"), solo=world() is SOLO)
+
+
+def elastic():
+    """Where nobody told MPI to go on without a lost rank."""
+    answer = dict(error=error_of(partial(init, elastic=True), "cpu"))
+    answer["gpus"] = error_of(partial(init, elastic=True), "cpu", "shm").split("ValueError: init: ")[-1]
+    init("cpu")
+    return answer | dict(shrink="a lost rank ends this job" in error_of(shrink))
 
 
 def one_rank_without_gpu():
