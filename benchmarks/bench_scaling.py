@@ -9,10 +9,10 @@ a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups
 memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
 on GPUs: links (sums by our own kernels where they have a route; links8: of eight blocks at most), nccl; on CPUs: shm,
 mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on
-all ranks at once, so that a clock which falls at the power limit counts on both sides: efficiency is the time without
-over that with messages. What communication adds is told twice: the arm less the step without messages, and, for the
-first arm, what events say the update waited in a step that is watched. Sums of batch norms stay in the step without
-messages, and go by links there.
+all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
+second, and that is to count on both sides. Efficiency is the time without over that with messages. What communication
+adds is told twice: the arm less the step without messages, and, for the first arm, what events say the update waited in
+a step that is watched. Sums of batch norms stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -269,13 +269,15 @@ def measure(
             cupy.cuda.Device().synchronize()
 
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
+    names = list(steps)
     for block in range(a.blocks + 1):
-        for name, pair in steps.items():
-            ms = crossed(comm, *pair, a.steps if block else 1, settle)
+        first = block % len(names)
+        for name in names[first:] + names[:first]:  # no arm is always the one behind the coolest, or the hottest
+            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
             samples[name] += [ms] * bool(block)
     times = {name: Pair(*(Timing(side) for side in zip(*found, strict=True))) for name, found in samples.items()}
-    first = next(iter(arms))
-    waited = {first: ours.waited(arms[first])}
+    watched = next(iter(arms))
+    waited = {watched: ours.waited(arms[watched])}
     return [row(setup, name, arm, ours, times, waited.get(name)) for name, arm in arms.items()]
 
 

@@ -143,6 +143,9 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         "--gradients", default="keep", choices=["keep", "ring"],
         help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
     )  # fmt: skip
+    p.add_argument(
+        "--message-dtype", default="fp32", choices=["fp32", "bf16"], help="of gradients between ranks: bf16 halves them"
+    )
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
     p.add_argument(
         "--elastic", action="store_true",
@@ -296,7 +299,7 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if device == "cuda":
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
-    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
+    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
     part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
     if a.verb == "prune" and a.start is not None:
@@ -330,7 +333,8 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
         network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
-        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
+        parts = f"; with {trainer.parts}" if trainer.parts else ""
+        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}{parts}", flush=True)
         if memory is not None:
             print(f"memory: {memory.describe()}", flush=True)
     if a.verb == "prune" and a.scan:

@@ -33,9 +33,9 @@ def test_one_host(tmp_path):
 def test_hosts_of_a_file(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# of one rack\nlocalhost\n\n")
-    done = run(tmp_path, "hostfile.sh", str(hosts), "2", *OPTIONS, MINIDL_ENGINE="mpi")
+    done = run(tmp_path, "hostfile.sh", str(hosts), "2", *OPTIONS, "--message-dtype", "bf16", MINIDL_ENGINE="mpi")
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (mpi, cpu)" in done.stdout, "variables of minidl go along"
+    assert "2 ranks (mpi, cpu); with bf16 messages, checkpoints" in done.stdout, "variables of minidl go along"
 
 
 def test_what_is_missing_is_told(tmp_path):
