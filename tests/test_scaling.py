@@ -19,7 +19,16 @@ from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.plots import save, simulated
 from minidl.profile.results import load
 from minidl.profile.runs import NotInFile, runs
-from minidl.profile.scaling import NEAR, NO_INTERFERENCE, Interference, LayerTimes, StepTimes, fitted, simulate
+from minidl.profile.scaling import (
+    NEAR,
+    NO_INTERFERENCE,
+    Interference,
+    LayerTimes,
+    StepTimes,
+    fitted,
+    simulate,
+    tuned_interference,
+)
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ALONE = RESULTS / "h200-x1" / "bench_model_bf16.json.gz"
@@ -143,6 +152,24 @@ def test_planted_interference_is_found(rng):
             added = simulate(step, cluster, 1, size, interference=planted).ms - step.ms
             chosen.append((step, cluster, size, 1.0, added))
     assert fitted(chosen) == planted
+
+
+def test_interference_is_read_off_what_tune_comm_measured():
+    planted, mib = Interference(0.5, 0.2, 0.004), 1 << 20
+    sizes = [mib << i for i in range(7)]
+    alone = {size: 0.006 + size / 3e8 for size in sizes}
+    cluster = Cluster(2, tuple(alone.items()), AlphaBeta(0.0, 1.0))
+    record = {"ranks": 2, "beside": {}}
+    for kind, flop in (("products", 1 << 40), ("memory", 0)):
+        layers = tuple(LayerTimes(f"l{i}", 0.1, 0.0, mib, flop, 1) for i in range(64))
+        step = StepTimes(kind, 1, 0.0, layers, 0.0)
+        groups = []
+        for size in sizes:
+            ms = simulate(step, cluster, 1, size, interference=planted).ms
+            exchange = alone[size] * 64 * mib / size
+            groups.append({"bytes": size, "step_ms": ms, "exposed_ms": ms - step.ms, "alone_ms": exchange})
+        record["beside"][kind] = {"groups": groups}
+    assert tuned_interference(record) == planted and str(planted) == "0.5,0.2,4"
 
 
 def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():

@@ -45,7 +45,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--interference", metavar="P,M,US",
         help="share of its speed that compute loses beside a message (where products bound it, and where the memory "
-        f"does), and microseconds for each message; default: {_spelt(scaling.INTERFERENCE)}",
+        f"does), and microseconds for each message; default: {scaling.INTERFERENCE}",
     )  # fmt: skip
     p.add_argument(
         "--check", nargs="+", metavar="FILE", default=[], help="compare with steps measured on several ranks"
@@ -98,10 +98,6 @@ def _interference(text: str | None) -> Interference:
         raise checks.bad_value("simulate", "--interference", "one to three numbers, such as 0.6,0.2,8", text)
     products, memory = numbers[0], numbers[min(1, len(numbers) - 1)]
     return Interference(products, memory, sum(numbers[2:]) / 1e3)
-
-
-def _spelt(interference: Interference) -> str:
-    return f"{interference.products:g},{interference.memory:g},{interference.message_ms * 1e3:g}"
 
 
 def node_counts(text: str) -> list[int]:
@@ -255,7 +251,7 @@ def _check(known: dict[str, Run], a: argparse.Namespace) -> None:
     notes = [f"worst error of a step: {max(map(abs, errors)):.1%}"]
     if a.fit:
         found = scaling.fitted([(c.step, c.cluster, c.group_bytes, c.share, c.added_ms) for c in cases])
-        notes.append(f"what explains the added times best: --interference {_spelt(found)}")
+        notes.append(f"what explains the added times best: --interference {found}")
     show("simulated beside measured", columns, [rows[i] for i in order], notes=notes)
 
 

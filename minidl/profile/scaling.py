@@ -8,15 +8,18 @@ the messages beside it (`Interference`). What a message takes is `minidl.profile
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from minidl import checks
+from minidl.dist.simulated import AlphaBeta
 from minidl.profile.cluster import Cluster
 from minidl.profile.neighbourhood import Neighbour, by_neighbourhood, cut
+from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "fitted",
     "measured",
     "simulate",
+    "tuned_interference",
 ]
 
 NEAR = -1  # as group_bytes: large beside products, small beside what the memory bounds (`by_neighbourhood`)
@@ -54,6 +58,10 @@ class Interference:
     products: float
     memory: float
     message_ms: float = 0.0
+
+    def __str__(self) -> str:
+        """As ``minidl simulate --interference`` takes it."""
+        return f"{self.products:g},{self.memory:g},{self.message_ms * 1e3:g}"
 
     def __post_init__(self) -> None:
         for name in ("products", "memory"):
@@ -280,21 +288,47 @@ def best(step: StepTimes, cluster: Cluster, hosts: int, groups: Iterable[int] = 
     return min((simulate(step, cluster, hosts, size, **options) for size in groups), key=lambda outcome: outcome.ms)
 
 
+def tuned_interference(record: Mapping[str, Any]) -> Interference:
+    """What ``minidl tune comm`` found out about it, beside products and beside what the memory bounds.
+
+    Args:
+        record: of `minidl.profile.grouping.measure`, between GPUs.
+    """
+    cases = []
+    for kind, flop in (("products", 1 << 40), ("memory", 0)):
+        groups = record["beside"][kind]["groups"]
+        total, layer_bytes = groups[-1]["bytes"], groups[0]["bytes"]
+        alone = {g["bytes"]: g["alone_ms"] * g["bytes"] / total for g in groups}  # of one message
+        points = tuple((wire_bytes(size, record["ranks"]), ms) for size, ms in sorted(alone.items()))
+        cluster = Cluster(record["ranks"], points, AlphaBeta(0.0, 1.0))
+        for group in groups:
+            compute = (group["step_ms"] - group["exposed_ms"]) * layer_bytes / total
+            layer = LayerTimes("", compute, 0.0, layer_bytes, flop, 1)
+            layers = tuple(replace(layer, name=str(i)) for i in range(total // layer_bytes))
+            cases.append((StepTimes(kind, 1, 0.0, layers, 0.0), cluster, group["bytes"], 1.0, group["exposed_ms"]))
+    return fitted(cases)
+
+
 def fitted(cases: Sequence[tuple[StepTimes, Cluster, int, float, float]]) -> Interference:
     """The interference that explains best what messages were measured to add to steps.
 
     Args:
-        cases: (step, cluster of one host, group_bytes, message_share, milliseconds added). Least squares over a grid of
-            tenths, and of every second microsecond.
+        cases: (step, cluster of one host, group_bytes, message_share, milliseconds added). Least squares over tenths,
+            and every second microsecond: a coarse grid, then downhill.
     """
-    share = [tenth / 10 for tenth in range(10)]
-    grid = [Interference(*found) for found in product(share, share, [us / 1e3 for us in range(0, 21, 2)])]
 
-    def error(interference: Interference) -> float:
-        outcomes = (
-            simulate(step, cluster, 1, size, interference=interference, message_share=part).ms - step.ms - added
+    @functools.cache
+    def error(products: int, memory: int, us: int) -> float:
+        found = Interference(products / 10, memory / 10, us / 500)
+        return sum(
+            (simulate(step, cluster, 1, size, interference=found, message_share=part).ms - step.ms - added) ** 2
             for step, cluster, size, part, added in cases
         )
-        return sum(ms * ms for ms in outcomes)
 
-    return min(grid, key=error)
+    best = min(product(range(0, 10, 3), range(0, 10, 3), range(0, 13, 3)), key=lambda point: error(*point))
+    while True:
+        axes = (range(max(at - 1, 0), min(at + 2, end)) for at, end in zip(best, (10, 10, 21), strict=True))
+        lower = min(product(*axes), key=lambda point: error(*point))
+        if error(*lower) >= error(*best):
+            return Interference(best[0] / 10, best[1] / 10, best[2] / 500)
+        best = lower
