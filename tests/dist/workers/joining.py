@@ -120,6 +120,10 @@ def elastic():
     return answer | dict(shrink="a lost rank ends this job" in error_of(shrink))
 
 
+def cuda_mpi():
+    return dict(error=error_of(init, "cuda", "cuda-mpi"), solo=world() is SOLO)
+
+
 def one_rank_without_gpu():
     """The others have one, here a pretended one."""
     if rank() != 1:
