@@ -173,7 +173,7 @@ class MPICommunicator(HostCommunicator):
         self._settle(mpi, ranks, host_ranks, RollCall(mpi, ranks, processes, elastic=elastic))
 
     def _settle(self, mpi: Any, ranks: Any, host_ranks: list[int], roll_call: RollCall) -> None:
-        self.mpi, self._ranks = mpi, ranks
+        self.mpi, self._ranks, self._revoked = mpi, ranks, False
         self.rank, self.size, self.host_ranks = ranks.rank, ranks.size, host_ranks
         self.local_rank, self.local_size = host_ranks.index(self.rank), len(host_ranks)
         self._control, self._exchanges = MPILane(mpi, ranks.Dup()), ranks.Dup()
@@ -226,10 +226,15 @@ class MPICommunicator(HostCommunicator):
 
     def revoke(self) -> None:
         """Let every call that is under way on any rank, or made later, end as that of a lost rank."""
+        if self._revoked:
+            return
+        self._revoked = True
         self.roll_call.revoke()
         for comm in (self._exchanges, *(lane.comm for lane in self._lanes.values())):
             if not comm.Is_revoked():
                 comm.Revoke()
+        for group in self._groups:
+            group.revoke()
 
     def shrink(self) -> MPICommunicator:
         """The ranks that are left, joined anew in their order; a collective of them."""
@@ -272,8 +277,7 @@ class _Group(MPICommunicator):
 
     def revoke(self) -> None:
         super().revoke()
-        if not self._parent.roll_call.revoked:
-            self._parent.revoke()
+        self._parent.revoke()
 
     def depart(self) -> None:
         if not self._departed:

@@ -45,7 +45,7 @@ class RollCall:
             processes: the process ids of the other ranks of this host, by rank.
             elastic: the others go on without a rank that is lost, so nobody ends the job for it.
         """
-        self.elastic, self.revoked = elastic, False
+        self.elastic = elastic
         self.log = CallLog()
         self.limit = watchdog.limit()
         self._mpi, self._comm = mpi, world.Dup()
@@ -113,7 +113,6 @@ class RollCall:
 
     def revoke(self) -> None:
         """Let the other ranks hear, whatever they do, that one is lost."""
-        self.revoked = True
         if not self._comm.Is_revoked():
             self._comm.Revoke()
 

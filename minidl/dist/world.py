@@ -9,7 +9,7 @@ from types import ModuleType
 
 from minidl import checks
 from minidl.dist import abort
-from minidl.dist.agree import by_value, rank_list, together
+from minidl.dist.agree import by_value, rank_list, require_same, together
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.dist.cuda_mpi import on_device
 from minidl.dist.elastic import require as require_tolerance
@@ -146,6 +146,7 @@ def _join(device: str, engine: str, mpi: ModuleType, elastic: bool) -> tuple[Com
         sharing = ranks_sharing_cores(comm)
         together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
         device = _agree_on_device(comm, device)
+        require_same(comm, "elastic", [str(elastic)])
         if elastic:
             together(comm, "joining ranks that go on without a lost one", lambda: _require_elastic(mpi, device, engine))
             engine = "mpi"

@@ -116,6 +116,7 @@ def elastic():
     """Where nobody told MPI to go on without a lost rank."""
     answer = dict(error=error_of(partial(init, elastic=True), "cpu"))
     answer["gpus"] = error_of(partial(init, elastic=True), "cpu", "shm").split("ValueError: init: ")[-1]
+    answer["some"] = error_of(partial(init, elastic=rank() == 1), "cpu")
     init("cpu")
     return answer | dict(shrink="a lost rank ends this job" in error_of(shrink))
 
