@@ -7,12 +7,12 @@ A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that t
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
 a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
 memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
-on GPUs: links (sums by our own kernels where they have a route; links8: of eight blocks at most), nccl; on CPUs: shm,
-mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on
-all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
-second, and that is to count on both sides. Efficiency is the time without over that with messages. What communication
-adds is told twice: the arm less the step without messages, and, for the first arm, what events say the update waited in
-a step that is watched. Sums of batch norms stay in the step without messages, and go by links there.
+on GPUs: links (sums by our own kernels where they have a route; links16 and links8: of so many blocks at most), nccl;
+on CPUs: shm, mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without
+messages, on all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some
+tenths of a second, and that is to count on both sides. Efficiency is the time without over that with messages. What
+communication adds is told twice: the arm less the step without messages, and, for the first arm, what events say the
+update waited in a step that is watched. Sums of batch norms stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -51,7 +51,7 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "links8/25", "nccl/0", "nccl/4", "nccl/25"],
+    "cuda": ["links/near", "links/0", "links/25", "links/25/bf16", "links16/25", "links8/25", "nccl/4", "nccl/25"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
