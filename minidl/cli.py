@@ -151,7 +151,14 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         "--gradients", default="keep", choices=["keep", "ring"],
         help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
     )  # fmt: skip
+    p.add_argument(
+        "--message-dtype", default="fp32", choices=["fp32", "bf16"], help="of gradients between ranks: bf16 halves them"
+    )
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
+    p.add_argument(
+        "--elastic", action="store_true",
+        help="when a rank is lost the others go on from the newest checkpoint (experimental; on CPUs, with Open MPI)",
+    )  # fmt: skip
 
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
@@ -276,10 +283,27 @@ def train(a: argparse.Namespace) -> dict[str, float]:
 
 
 def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
+    """Train, and with ``--elastic`` again with the ranks that are left, from the newest checkpoint."""
+    while True:
+        try:
+            return _trained_once(a)
+        except dist.RankLost as lost:
+            told = str(lost)
+        comm = dist.shrink()
+        there = comm.share(any(Path(a.output).glob("checkpoint-*")))[0]
+        a.resume = "" if there else None
+        if comm.rank == 0:
+            print(
+                f"minidl {a.verb}: {told.partition(';')[0]}; {'from the newest checkpoint' if there else 'anew'}",
+                file=sys.stderr,
+            )
+
+
+def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     checks.at_least("--epochs", "number", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
-    comm = join(a.device)
+    comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     ops = get_ops(device)
     a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
@@ -290,7 +314,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if device == "cuda":
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
-    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
+    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
     part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
     if a.verb == "prune" and a.start is not None:
@@ -324,7 +348,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
         network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
-        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
+        parts = f"; with {trainer.parts}" if trainer.parts else ""
+        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}{parts}", flush=True)
         if memory is not None:
             print(f"memory: {memory.describe()}", flush=True)
     if a.verb == "prune" and a.scan:

@@ -184,7 +184,7 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch):
 def test_a_job_that_cannot_be_joined_is_one_clear_line(capsys, monkeypatch):
     from minidl import dist
 
-    def alone(device):
+    def alone(device, **options):
         raise RuntimeError("init: this process was started as one of 2 ranks, but sees only itself")
 
     monkeypatch.setattr(dist, "init", alone)
