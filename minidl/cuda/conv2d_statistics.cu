@@ -7,6 +7,7 @@
 // order.
 // Cost: reads 8 bytes per patch and channel: of a bf16 tensor whose patches have 64 pixels 6 per cent of the bytes.
 #include "common.cuh"
+#include "overlap.cuh"
 
 constexpr int COLUMNS = 32, LANES = 8, MOST_LANES = 32;
 
@@ -30,6 +31,7 @@ DEVICE double sum_column(const S* from, int pitch, int first, int last, bool ins
 // Sums of every `per` patches. Grid: (chunks, tiles of columns), LANES lanes.
 extern "C" __global__ void __launch_bounds__(COLUMNS * LANES)
 conv2d_sums_kernel(const float* __restrict__ partial, SUM* __restrict__ sums, int patches, int per, int columns) {
+    wait_for_inputs();
     const int column = blockIdx.y * COLUMNS + threadIdx.x, first = blockIdx.x * per;
     const bool inside = column < columns;
     const double sum = sum_column<LANES>(partial + column, columns, first, min(first + per, patches), inside);
@@ -39,6 +41,7 @@ conv2d_sums_kernel(const float* __restrict__ partial, SUM* __restrict__ sums, in
 // Count, means and sums of squared deviations from sums and sums of squares. Grid: tiles of channels, MOST_LANES lanes.
 extern "C" __global__ void __launch_bounds__(COLUMNS * MOST_LANES)
 conv2d_moments_kernel(const SUM* __restrict__ sums, double* __restrict__ stats, int rows, int channels, int count) {
+    wait_for_inputs();
     const int channel = blockIdx.x * COLUMNS + threadIdx.x;
     const bool inside = channel < channels;
     const double sum = sum_column<MOST_LANES>(sums + channel, 2 * channels, 0, rows, inside);
