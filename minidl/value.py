@@ -46,11 +46,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Value:
-    """An array with notes. ``stats`` is never owed: ``batch_norm_stats`` (1 + 2C,) float64 taken by the producer."""
+    """An array with notes, which are never owed.
+
+    ``stats``: ``batch_norm_stats`` (1 + 2C,) float64 taken by the producer; ``buffer``: an array whose first channels
+    ``array`` is, and whose others are free for the one `Concat` that continues it.
+    """
 
     array: Any = None
     origin: Origin | None = None
     stats: Any = None
+    buffer: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:

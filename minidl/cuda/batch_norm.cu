@@ -267,6 +267,23 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
     if (running_var) running_var[channel] = float((1.0 - momentum) * running_var[channel] + momentum * unbiased);
 }
 
+// Statistics of some channels beside those of others over the same rows: stats of the channels together. One thread for
+// each element.
+extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
+                                                    double* __restrict__ stats, int first_channels, int channels) {
+    wait_for_inputs();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i > 2 * channels) return;
+    const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
+    if (i == 0) {
+        stats[i] = first[i];
+    } else if (channel < first_channels) {
+        stats[i] = first[1 + moment * first_channels + channel];
+    } else {
+        stats[i] = second[1 + moment * others + channel - first_channels];
+    }
+}
+
 extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
                                                           const float* __restrict__ running_var,
                                                           float* __restrict__ moments, double eps, int channels) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ __all__ = [
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
+    "batch_norm_concat",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
@@ -132,6 +134,21 @@ def batch_norm_finalize(
         np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments, count
+
+
+def batch_norm_concat(parts: Sequence[Any]) -> Any:
+    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64."""
+    stats = parts[0]
+    for part in parts[1:]:
+        assert part.dtype == stats.dtype == np.float64, (part.dtype, stats.dtype)
+        first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
+        both = empty(1 + 2 * channels, np.float64)
+        launch(
+            "batch_norm", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
+            stats, part, both, np.int32(first), np.int32(channels), defines={"MERGE": FEW_LANES},
+        )  # fmt: skip
+        stats = both
+    return stats
 
 
 def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> Any:

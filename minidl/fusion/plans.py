@@ -39,7 +39,7 @@ class Mode(NamedTuple):
 
     Attributes:
         attribute: of the layer that does it, True or False.
-        where: the field of `Site` that names this layer; None there: the site cannot have the mode.
+        where: the field of `Site` that names this layer, or several; None there: the site cannot have the mode.
         by: the field that names the convolution whose kernels do it; None: kernels of their own.
         passes: those that run other kernels for it.
         needs: modes without which it does nothing.
@@ -70,6 +70,11 @@ MODES = {
         "no convolution writes for it alone",
         "the convolution below takes the statistics of what it writes (F3, J3)",
     ),
+    "joined": Mode(
+        "statistics", "joined", None, ("forward",), (), (0.1, 0.0),
+        "it is not over a concatenation",
+        "statistics of a concatenation are those of its parts, each taken once (DenseNet's composite layers)",
+    ),
     "gradients": Mode(
         "masks", "taker", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
         "no convolution has the last gradient of the ReLU above it",
@@ -86,9 +91,9 @@ MODES = {
 PLANS = {
     UNFUSED: (),
     "elementwise": ("elementwise",),
-    "statistics": ("elementwise", "statistics"),
-    "gradients": ("elementwise", "statistics", "gradients"),
-    "bnff": ("elementwise", "statistics", "gradients", "prologue"),
+    "statistics": ("elementwise", "statistics", "joined"),
+    "gradients": ("elementwise", "statistics", "joined", "gradients"),
+    "bnff": ("elementwise", "statistics", "joined", "gradients", "prologue"),
 }
 
 
@@ -119,8 +124,16 @@ def obstacle(site: Site, mode: str) -> str | None:
 
 def switches(site: Site, way: str, which: str | None = None) -> frozenset[tuple[str, str]]:
     """(name of a layer, its attribute) for each mode of a way; of those only that a pass notices, if one is named."""
-    modes = (MODES[name] for name in modes_of(way))
-    return frozenset((getattr(site, m.where), m.attribute) for m in modes if which is None or which in m.passes)
+    modes = [MODES[name] for name in modes_of(way)]
+    return frozenset(
+        (layer, m.attribute) for m in modes if which is None or which in m.passes for layer in _layers(site, m)
+    )
+
+
+def _layers(site: Site, mode: Mode) -> tuple[str, ...]:
+    """Who does a mode."""
+    found = getattr(site, mode.where)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def candidates(site: Site) -> list[str]:
@@ -209,7 +222,8 @@ class Plan:
 
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites])
+    facts = [(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites]
+    text = json.dumps([*facts, *(s.joined for s in sites if s.joined)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

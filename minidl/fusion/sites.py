@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, ReLU
 
 __all__ = ["Site", "find_sites"]
 
@@ -23,6 +23,7 @@ class Site:
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
         shape: (H, W, C) or (C,), of one sample.
         producer: name of the convolution below it, if it alone reads that.
+        joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only.
         sole: whether nobody else reads that ReLU.
@@ -37,6 +38,7 @@ class Site:
     shape: tuple[int, ...]
     why: str | None = None
     producer: str | None = None
+    joined: tuple[str, ...] | None = None
     taker: str | None = None
     sole: bool = False
 
@@ -59,7 +61,8 @@ def find_sites(graph: Graph) -> list[Site]:
         if isinstance(node.layer, BatchNorm2d):
             site = _site(graph, node, readers)
             taker, sole = _taker(graph, site, readers)
-            sites.append(replace(site, producer=_producer(graph, node, readers), taker=taker, sole=sole))
+            below = {"producer": _producer(graph, node, readers), "joined": _joined(graph, node, readers)}
+            sites.append(replace(site, **below, taker=taker, sole=sole))
     return sites
 
 
@@ -67,6 +70,14 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
     source = graph.nodes[node.inputs[0]]
     alone = isinstance(source.layer, Conv2d) and len(readers[source.index]) == 1
     return source.name if alone else None
+
+
+def _joined(graph: Graph, node: Node, readers: list[list[int]]) -> tuple[str, ...] | None:
+    source = graph.nodes[node.inputs[0]]
+    if type(source.layer) is not Concat:
+        return None
+    parts = [graph.nodes[i] for i in source.inputs]
+    return source.name, *(n.name for n in parts if isinstance(n.layer, Conv2d) and len(readers[n.index]) == 1)
 
 
 def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | None, bool]:
