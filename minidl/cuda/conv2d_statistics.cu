@@ -11,21 +11,23 @@
 
 constexpr int COLUMNS = 32, LANES = 8, MOST_LANES = 32;
 
-// The sum of rows first..last of a column; on the first lane.
-template <int COUNT, class S>
-DEVICE double sum_column(const S* from, int pitch, int first, int last, bool inside) {
-    __shared__ double parts[COUNT][COLUMNS];
-    double sum = 0.0;
+// The sums of rows first..last of N columns that lie `apart`, a chain of additions each; on the first lane.
+template <int COUNT, int N, class S>
+DEVICE void sum_columns(double (&sum)[N], const S* from, int apart, int pitch, int first, int last, bool inside) {
+    __shared__ double parts[N][COUNT][COLUMNS];
     if (inside)
 #pragma unroll 8
-        for (int i = first + int(threadIdx.y); i < last; i += COUNT) sum += from[i64(i) * pitch];
-    __syncthreads();
-    parts[threadIdx.y][threadIdx.x] = sum;
+        for (int i = first + int(threadIdx.y); i < last; i += COUNT)
+#pragma unroll
+            for (int k = 0; k < N; ++k) sum[k] += from[i64(i) * pitch + k * apart];
+#pragma unroll
+    for (int k = 0; k < N; ++k) parts[k][threadIdx.y][threadIdx.x] = sum[k];
     __syncthreads();
     if (threadIdx.y == 0)
 #pragma unroll
-        for (int lane = 1; lane < COUNT; ++lane) sum += parts[lane][threadIdx.x];
-    return sum;
+        for (int lane = 1; lane < COUNT; ++lane)
+#pragma unroll
+            for (int k = 0; k < N; ++k) sum[k] += parts[k][lane][threadIdx.x];
 }
 
 // Sums of every `per` patches. Grid: (chunks, tiles of columns), LANES lanes.
@@ -34,8 +36,9 @@ conv2d_sums_kernel(const float* __restrict__ partial, SUM* __restrict__ sums, in
     wait_for_inputs();
     const int column = blockIdx.y * COLUMNS + threadIdx.x, first = blockIdx.x * per;
     const bool inside = column < columns;
-    const double sum = sum_column<LANES>(partial + column, columns, first, min(first + per, patches), inside);
-    if (threadIdx.y == 0 && inside) sums[i64(blockIdx.x) * columns + column] = SUM(sum);
+    double sum[1] = {};
+    sum_columns<LANES>(sum, partial + column, 0, columns, first, min(first + per, patches), inside);
+    if (threadIdx.y == 0 && inside) sums[i64(blockIdx.x) * columns + column] = SUM(sum[0]);
 }
 
 // Count, means and sums of squared deviations from sums and sums of squares. Grid: tiles of channels, MOST_LANES lanes.
@@ -44,10 +47,10 @@ conv2d_moments_kernel(const SUM* __restrict__ sums, double* __restrict__ stats, 
     wait_for_inputs();
     const int channel = blockIdx.x * COLUMNS + threadIdx.x;
     const bool inside = channel < channels;
-    const double sum = sum_column<MOST_LANES>(sums + channel, 2 * channels, 0, rows, inside);
-    const double squares = sum_column<MOST_LANES>(sums + channels + channel, 2 * channels, 0, rows, inside);
+    double total[2] = {};
+    sum_columns<MOST_LANES>(total, sums + channel, channels, 2 * channels, 0, rows, inside);
     if (threadIdx.y > 0 || !inside) return;
-    const double mean = sum / count, deviations = fma(-sum, mean, squares);
+    const double sum = total[0], squares = total[1], mean = sum / count, deviations = fma(-sum, mean, squares);
     // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
     const double least = squares * 0x1p-50;
     if (channel == 0) stats[0] = count;
