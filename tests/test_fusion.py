@@ -60,23 +60,6 @@ def preactivation():
     return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(m.ReLU(name="last")(x))))
 
 
-def dense():
-    """Two dense blocks: concatenations of concatenations, which batch norms read, but for the last of a block."""
-    graph = m.Graph()
-    x = graph.input((6, 6, 3))
-    x = m.Conv2d(3, 16, 3, padding=1, bias=False, name="stem")(x)
-    for block in range(2):
-        for i in range(3):
-            with m.scope(f"{block}.{i}"):
-                y = m.ReLU(name="relu1")(m.BatchNorm2d(x.shape[-1], name="norm1")(x))
-                y = m.Conv2d(x.shape[-1], 16, 1, bias=False, name="conv1")(y)
-                y = m.ReLU(name="relu2")(m.BatchNorm2d(16, name="norm2")(y))
-                x = m.Concat()(x, m.Conv2d(16, 8, 3, padding=1, bias=False, name="conv2")(y))
-        if block == 0:
-            x = m.Conv2d(x.shape[-1], 16, 1, bias=False, name="between")(m.AvgPool2d(2, name="pool")(x))
-    return graph.output(m.Linear(9 * 40, 5, name="fc")(m.Flatten()(m.ReLU(name="last")(x))))
-
-
 def shifted(model, rng):
     """Scales and shifts of the batch norms other than 1 and 0: with these some means are zero but for rounding."""
     state = model.state_dict()
@@ -130,53 +113,12 @@ def test_a_stack_gives_the_same_bits_fused(ops, precision, frozen):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("build", [stack, residual, wide, preactivation, dense])
+@pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
 def test_what_convolutions_do_on_the_way_are_the_passes_of_their_own(ops, build, precision):
     """The same bits where no kernel does it on the way, as for float32."""
     apart, *others = (run(fused(build, how, ops, precision=precision)) for how in list(fusion.PLANS)[1:])
     for taken in others:
         close(apart, taken, 0.0 if ops.name == "cpu" or precision == "fp32" else 2.0**-6)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("how", ["none", "statistics", "bnff"])
-def test_buffers_that_concatenations_share_change_no_bit(ops, how, precision):
-    apart, shared = (fused(dense, how, ops, precision=precision) for _ in range(2))
-    for layer in apart.layers:
-        if isinstance(layer, m.Concat):
-            layer.room, layer.continues = 0, False
-    close(run(apart), run(shared), 0.0)
-
-
-def test_concatenations_of_a_block_lie_in_one_buffer(cpu_ops, monkeypatch):
-    model, copied = fused(dense, "statistics", cpu_ops), []
-    own = cpu_ops.copy_into
-    monkeypatch.setattr(cpu_ops, "copy_into", lambda out, x: copied.append(x.shape[-1]) or own(out, x))
-    model.forward(np.ones((2, 6, 6, 3), np.float32))
-    assert copied == 2 * [16, 8, 8, 8]
-    rooms = [(layer.room, layer.continues) for layer in model.layers if isinstance(layer, m.Concat)]
-    assert rooms == 2 * [(16, False), (8, True), (0, True)]
-
-
-def test_two_that_continue_one_concatenation_do_not_share_its_buffer(ops):
-    graph = m.Graph()
-    x = graph.input((4, 4, 8))
-    x = m.Concat(name="first")(x, m.Conv2d(8, 8, 1, name="a")(x))
-    left = m.Concat(name="left")(x, m.Conv2d(16, 8, 1, name="b")(x))
-    right = m.Concat(name="right")(x, m.Conv2d(16, 8, 1, name="c")(x))
-    model = m.Model(graph.output(m.Add(name="add")(left, right)), device=ops.name)
-    assert not any(layer.room or layer.continues for layer in model.layers if isinstance(layer, m.Concat))
-
-
-def test_statistics_of_a_concatenation_are_taken_once(cpu_ops, monkeypatch):
-    """Of the block's first part, once for itself and once for the concatenations; of what is added, by convolutions."""
-    taken, own = [], cpu_ops.batch_norm_stats
-    monkeypatch.setattr(cpu_ops, "batch_norm_stats", lambda x: taken.append(x.shape[-1]) or own(x))
-    run(fused(dense, "statistics", cpu_ops), steps=1)
-    assert sorted(taken) == [16] * 4
-    taken.clear()
-    run(fused(dense, "elementwise", cpu_ops), steps=1)
-    assert sorted(taken) == 8 * [16] + 2 * [24] + 2 * [32]
 
 
 @pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
@@ -445,7 +387,7 @@ def test_fuse_tells_what_a_plan_saves_and_writes_it(tmp_path, capsys):
     options = ["--model", "resnet50", "--batch", "256", "--copy-gb-per-s", "4200", "--json", str(path)]
     assert cli.main(["fuse", *options, "--plan", "elementwise", "--device", "H200"]) == 0
     text = capsys.readouterr().out
-    assert "78.60 GB unfused, 52.46 GB by the plan; at 4200 GB/s 18.71 and 12.49 ms" in text
+    assert "78.60 GB unfused, 50.40 GB by the plan; at 4200 GB/s 18.71 and 12.00 ms" in text
     assert "layer1.0.bn1" in text and "layer1.0.add, layer1.0.relu_out" in text
     assert fusion.Plan.load(path) == fusion.choose(
         fusion.find_sites(models.build("resnet50", (224, 224, 3), 1000)), "elementwise"

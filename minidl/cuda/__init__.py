@@ -76,6 +76,8 @@ from minidl.cuda.pool2d import (
     adaptive_avg_pool2d_backward,
     avg_pool2d,
     avg_pool2d_backward,
+    batch_norm_max_pool2d,
+    batch_norm_max_pool2d_backward,
     max_pool2d,
     max_pool2d_backward,
 )
@@ -141,6 +143,8 @@ __all__ = [
     "concat",
     "max_pool2d",
     "max_pool2d_backward",
+    "batch_norm_max_pool2d",
+    "batch_norm_max_pool2d_backward",
     "avg_pool2d",
     "avg_pool2d_backward",
     "adaptive_avg_pool2d",

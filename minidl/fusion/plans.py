@@ -65,6 +65,11 @@ MODES = {
         "deferred", "shared", None, ("forward", "backward"), (), (0.0, 0.0), "it is {site.why}",
         "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
     ),
+    "pooled": Mode(
+        "deferred", "pooled", None, ("forward", "backward"), ("elementwise",), (0.25, 0.4),
+        "no max pooling alone reads a ReLU over it",
+        "the max pooling above normalises what it reads; backward, sums are taken of what was pooled",
+    ),
     "statistics": Mode(
         "statistics", "producer", "producer", ("forward",), (), (0.3, 0.0),
         "no convolution writes for it alone",
@@ -90,10 +95,10 @@ MODES = {
 # The same modes at every batch norm, as far as it can: each plan includes those before.
 PLANS = {
     UNFUSED: (),
-    "elementwise": ("elementwise",),
-    "statistics": ("elementwise", "statistics", "joined"),
-    "gradients": ("elementwise", "statistics", "joined", "gradients"),
-    "bnff": ("elementwise", "statistics", "joined", "gradients", "prologue"),
+    "elementwise": ("elementwise", "pooled"),
+    "statistics": ("elementwise", "pooled", "statistics", "joined"),
+    "gradients": ("elementwise", "pooled", "statistics", "joined", "gradients"),
+    "bnff": ("elementwise", "pooled", "statistics", "joined", "gradients", "prologue"),
 }
 
 
@@ -223,7 +228,8 @@ class Plan:
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
     facts = [(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites]
-    text = json.dumps([*facts, *(s.joined for s in sites if s.joined)])
+    further = [(s.joined, s.pooled) for s in sites if s.joined or s.pooled]
+    text = json.dumps([*facts, *further])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, MaxPool2d, ReLU
 
 __all__ = ["Site", "find_sites"]
 
@@ -27,6 +27,7 @@ class Site:
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only.
         sole: whether nobody else reads that ReLU.
+        pooled: name of the ReLU above it if a max pooling alone reads that.
         why: of one that stands alone, the reason.
     """
 
@@ -47,6 +48,8 @@ class Site:
         """The batch norm's name if its normalisation can be part of another layer's pass."""
         return None if self.kind == "alone" else self.name
 
+    pooled: str | None = None
+
     @property
     def passed_on(self) -> str | None:
         """The name of the ReLU above it if a convolution alone reads that, and can do its work too."""
@@ -62,7 +65,8 @@ def find_sites(graph: Graph) -> list[Site]:
             site = _site(graph, node, readers)
             taker, sole = _taker(graph, site, readers)
             below = {"producer": _producer(graph, node, readers), "joined": _joined(graph, node, readers)}
-            sites.append(replace(site, **below, taker=taker, sole=sole))
+            pooled = _pooled(graph, site, readers)
+            sites.append(replace(site, **below, taker=taker, sole=sole, pooled=pooled))
     return sites
 
 
@@ -91,6 +95,14 @@ def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | No
     if not isinstance(first.layer, Conv2d):
         return None, False
     return first.name, len(readers[relu.index]) == 1 and relu is not graph.output_node
+
+
+def _pooled(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
+    if site.kind != "relu":
+        return None
+    relu = graph[site.readers[0]]
+    found, _ = _only_reader(graph, relu, readers)
+    return relu.name if found is not None and type(found.layer) is MaxPool2d else None
 
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:
