@@ -48,7 +48,7 @@ class Origin:
 class Value:
     """An array with notes, which are never owed.
 
-    ``stats``: ``batch_norm_stats`` (1 + 2C,) float64 taken by the producer; ``buffer``: an array whose first channels
+    ``stats``: what ``batch_norm_finalize`` takes, from the producer; ``buffer``: an array whose first channels
     ``array`` is, and whose others are free for the one `Concat` that continues it.
     """
 

@@ -25,6 +25,7 @@ __all__ = [
     "batch_norm_eval_moments",
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
+    "batch_norm_merge",
     "batch_norm_relu_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_stats",
@@ -69,6 +70,11 @@ def batch_norm_finalize(
     count = empty(1, np.float64)
     _batch_norm.finalize(np.ascontiguousarray(stats), eps, running_mean, running_var, momentum, moments, count)
     return moments, count
+
+
+def batch_norm_merge(stats: Array) -> Array:
+    """Statistics of ``conv2d_stats`` as `batch_norm_stats` has them, which they are here."""
+    return stats
 
 
 def batch_norm_concat(parts: Sequence[Array]) -> Array:

@@ -24,6 +24,7 @@
 
 #include "common.cuh"
 #include "overlap.cuh"
+#include "batch_norm_moments.cuh"
 #include "relu_mask.cuh"
 
 // A cut of the rows into chunks (planned by batch_norm.py).
@@ -257,14 +258,8 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
         m2 += from[1 + channels + channel] + d * d * (count * (more / both));
         count = both;
     }
-    const double variance = count > 0.0 ? m2 / count : 0.0;
-    moments[channel] = float(mean);
-    moments[channels + channel] = float(1.0 / sqrt(variance + eps));
+    finalize(count, mean, m2, moments, {running_mean, running_var, momentum}, eps, channel, channels);
     if (channel == 0) *total = count;
-    if (count == 0.0) return;
-    const double unbiased = count > 1.0 ? m2 / (count - 1.0) : variance;
-    if (running_mean) running_mean[channel] = float((1.0 - momentum) * running_mean[channel] + momentum * mean);
-    if (running_var) running_var[channel] = float((1.0 - momentum) * running_var[channel] + momentum * unbiased);
 }
 
 // Statistics of some channels beside those of others over the same rows: stats of the channels together. One thread for

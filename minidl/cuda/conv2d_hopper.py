@@ -18,7 +18,7 @@ from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, taken
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.conv2d_statistics import moments_of, sums_of
+from minidl.cuda.conv2d_statistics import added_up, sums_of
 from minidl.cuda.conv2d_walk import (
     STAGE_ROW,
     Planned,
@@ -242,7 +242,7 @@ def forward_fused(
     """Forward pass into ``output`` together with what lies around it.
 
     Args:
-        statistics: return those of the output, as of ``batch_norm_stats``; where `takes_statistics`.
+        statistics: return those of the output, as `Sums`; where `takes_statistics`.
         below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
     """
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
@@ -251,7 +251,7 @@ def forward_fused(
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, normalized=normalized)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)
-    return moments_of(partial, math.prod(conv.y_shape[:3])) if statistics else None
+    return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
 def masked_gradient(

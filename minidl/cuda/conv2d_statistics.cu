@@ -5,8 +5,10 @@
 // Layout: partial (patches, 2, C) float; sums (R, 2, C) of SUM, float or double; stats (1 + 2C) double as of batch_norm.cu.
 // Block: (COLUMNS, LANES) threads; a thread adds up every LANES-th row of its column in double, the lanes are added in
 // order.
+// conv2d_finalize_kernel goes on to what batch_norm_finalize_kernel makes of the statistics, for one rank.
 // Cost: reads 8 bytes per patch and channel: of a bf16 tensor whose patches have 64 pixels 6 per cent of the bytes.
 #include "common.cuh"
+#include "batch_norm_moments.cuh"
 #include "overlap.cuh"
 
 constexpr int COLUMNS = 32, LANES = 8, MOST_LANES = 32;
@@ -41,19 +43,42 @@ conv2d_sums_kernel(const float* __restrict__ partial, SUM* __restrict__ sums, in
     if (threadIdx.y == 0 && inside) sums[i64(blockIdx.x) * columns + column] = SUM(sum[0]);
 }
 
-// Count, means and sums of squared deviations from sums and sums of squares. Grid: tiles of channels, MOST_LANES lanes.
+// Mean and sum of squared deviations from sums and sums of squares (rows, 2, channels); on the first lane.
+struct Moments {
+    double mean, deviations;
+
+    __device__ __forceinline__ Moments(const SUM* __restrict__ sums, int rows, int channel, int channels, int count) {
+        double total[2] = {};
+        sum_columns<MOST_LANES>(total, sums + channel, channels, 2 * channels, 0, rows, channel < channels);
+        mean = total[0] / count;
+        deviations = fma(-total[0], mean, total[1]);
+        // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
+        if (deviations < total[1] * 0x1p-50) deviations = 0.0;
+    }
+};
+
+// Statistics (1 + 2C,). Grid: tiles of channels, MOST_LANES lanes.
 extern "C" __global__ void __launch_bounds__(COLUMNS * MOST_LANES)
 conv2d_moments_kernel(const SUM* __restrict__ sums, double* __restrict__ stats, int rows, int channels, int count) {
     wait_for_inputs();
     const int channel = blockIdx.x * COLUMNS + threadIdx.x;
-    const bool inside = channel < channels;
-    double total[2] = {};
-    sum_columns<MOST_LANES>(total, sums + channel, channels, 2 * channels, 0, rows, inside);
-    if (threadIdx.y > 0 || !inside) return;
-    const double sum = total[0], squares = total[1], mean = sum / count, deviations = fma(-sum, mean, squares);
-    // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
-    const double least = squares * 0x1p-50;
+    const Moments found(sums, rows, channel, channels, count);
+    if (threadIdx.y > 0 || channel >= channels) return;
     if (channel == 0) stats[0] = count;
-    stats[1 + channel] = mean;
-    stats[1 + channels + channel] = deviations < least ? 0.0 : deviations;
+    stats[1 + channel] = found.mean;
+    stats[1 + channels + channel] = found.deviations;
+}
+
+// The same grid. total: (1,), the count.
+extern "C" __global__ void __launch_bounds__(COLUMNS * MOST_LANES)
+conv2d_finalize_kernel(const SUM* __restrict__ sums, float* __restrict__ moments, double* __restrict__ total,
+                       float* __restrict__ running_mean, float* __restrict__ running_var, double eps, double momentum,
+                       int rows, int channels, int count) {
+    wait_for_inputs();
+    const int channel = blockIdx.x * COLUMNS + threadIdx.x;
+    const Moments found(sums, rows, channel, channels, count);
+    if (threadIdx.y > 0 || channel >= channels) return;
+    if (channel == 0) *total = count;
+    const Running running = {running_mean, running_var, momentum};
+    finalize(count, found.mean, found.deviations, moments, running, eps, channel, channels);
 }

@@ -137,7 +137,7 @@ class BatchNorm2d(Layer):
         if stats is None:
             stats = self.ops.batch_norm_stats(x)
         if self._joined is not None:
-            stats = self._joined.all_gather(stats)
+            stats = self._joined.all_gather(self.ops.batch_norm_merge(stats))
         return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)
 
     def _running_moments(self) -> Any:

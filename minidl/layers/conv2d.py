@@ -147,7 +147,7 @@ class Conv2d(_Convolution):
             x = x.array
         weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
         if self.statistics and self.training:
-            y, stats = self.ops.conv2d_stats(x, weight, bias, **options)
+            y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
             return Value(y, stats=stats)
         return self.ops.conv2d(x, weight, bias, **options)
 
