@@ -67,7 +67,7 @@ struct NormalizedBackward {
         for (int i = 0; i < VEC; ++i) g[i] -= fmaf(v[i] - mean[i], slope[i], level[i]);
 #endif
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) g[i] *= scale[i];
+        for (int i = 0; i < VEC; ++i) g[i] = fmaf(g[i], scale[i], 0.0f);  // no negative zeros
         store(place, g);
     }
 };
