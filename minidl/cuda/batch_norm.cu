@@ -23,7 +23,6 @@
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
 
 #include "common.cuh"
-#include "overlap.cuh"
 #include "batch_norm_moments.cuh"
 #include "relu_mask.cuh"
 
@@ -92,7 +91,6 @@ DEVICE void load_affine(const float* moments, const float* gamma, const float* b
 // mean (chunks, C) double, squares (chunks, C) float: the mean and M2 of each chunk.
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, float* __restrict__ squares, Chunks cut) {
-    wait_for_inputs();
     const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;  // channels of the tile, and where mine begin
     float* lane_mean = lanes;  // [lane][channel of the tile], relative to the chunk's pivot
     float* lane_squares = lane_mean + blockDim.y * width;
@@ -191,7 +189,6 @@ DEVICE void sum_lanes(double (&v)[N]) {
 // mean, in double.
 extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, Chunks cut) {
-    wait_for_inputs();
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[3] = {};  // sums of count * d, count * d^2, M2
     if (channel < cut.channels && cut.chunks > 0) {
@@ -219,7 +216,6 @@ extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {
-    wait_for_inputs();
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[2] = {};
     if (channel < channels) {
@@ -245,7 +241,6 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
                                                       double* __restrict__ total, float* __restrict__ running_mean,
                                                       float* __restrict__ running_var, double eps, double momentum,
                                                       int parts, int channels) {
-    wait_for_inputs();
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
     double count = 0.0, mean = 0.0, m2 = 0.0;
@@ -266,7 +261,6 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
 // each element.
 extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
                                                     double* __restrict__ stats, int first_channels, int channels) {
-    wait_for_inputs();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i > 2 * channels) return;
     const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
@@ -282,7 +276,6 @@ extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ f
 extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
                                                           const float* __restrict__ running_var,
                                                           float* __restrict__ moments, double eps, int channels) {
-    wait_for_inputs();
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
     moments[channel] = running_mean[channel];
@@ -301,7 +294,6 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
                         const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
                         const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
                         float bound, int channels, Walk walk) {
-    wait_for_inputs();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
@@ -350,7 +342,6 @@ extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ y,
                                  T* __restrict__ masked, float* __restrict__ partial, Chunks cut) {
-    wait_for_inputs();
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;
@@ -431,7 +422,6 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const double* __restrict__ sums, const double* __restrict__ count,
                                  const T* __restrict__ add, T* __restrict__ dx,
                                  int channels, Walk walk) {
-    wait_for_inputs();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC] = {}, level[VEC] = {}, slope[VEC] = {}, shift[VEC];

@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from minidl.cuda.device import import_cupy
-from minidl.cuda.graph import Graph
 
 __all__ = [
     "Lending",
@@ -202,7 +201,7 @@ def release() -> None:
     import_cupy().get_default_memory_pool().free_all_blocks()
 
 
-def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Graph, Any]:
+def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Any, Any]:
     """(CUDA graph of ``work``, what it returned); nothing runs. The graph may be launched on any stream.
 
     Args:
@@ -221,4 +220,4 @@ def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Graph, Any]:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture is lost anyway
                 stream.end_capture()
             raise
-        return Graph(cupy.cuda.runtime.streamEndCapture(stream.ptr)), result
+        return stream.end_capture(), result

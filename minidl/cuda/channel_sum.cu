@@ -14,13 +14,11 @@
 // a thread has in flight), SPLIT (1 to 128, a power of two).
 // Chunks, LANES and SPLIT depend on the sizes alone, so the bits depend neither on the device nor on VEC.
 #include "common.cuh"
-#include "overlap.cuh"
 
 #ifdef LANES
 extern "C" __global__ void __launch_bounds__(256)
 channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels,
                    i64 pitch) {
-    wait_for_inputs();
     constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
     __shared__ float scratch[8][LANES * VEC + 1];
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
@@ -69,7 +67,6 @@ constexpr int WIDTH = SPLIT > 32 ? 8 : 256 / SPLIT;
 extern "C" __global__ void __launch_bounds__(SPLIT * WIDTH)
 sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count,
                     int accumulate) {
-    wait_for_inputs();
     __shared__ float scratch[SPLIT][WIDTH];
     const int lane = threadIdx.x % WIDTH, part = threadIdx.x / WIDTH;
     const i64 i = i64(blockIdx.x) * WIDTH + lane;

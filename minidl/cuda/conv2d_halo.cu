@@ -32,7 +32,6 @@
 // FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
-#include "overlap.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -357,7 +356,6 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
         barrier_init_done();
     }
     __syncthreads();
-    wait_for_inputs();
 
     const int group = blockIdx.x / p.group, turn = p.group * p.share;
     const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);

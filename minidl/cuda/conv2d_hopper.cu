@@ -43,7 +43,6 @@
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
-#include "overlap.cuh"
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
@@ -378,7 +377,6 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         barrier_init_done();
     }
     __syncthreads();
-    wait_for_inputs();
 
     const int group = blockIdx.x / p.group, turn = p.group * p.share;
     const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);

@@ -32,7 +32,6 @@
 // FLOP: 2 * K * 9 * C * points; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
 // filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
-#include "overlap.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -230,7 +229,6 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         barrier_init_done();
     }
     __syncthreads();
-    wait_for_inputs();
 
     const Work work(p);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp

@@ -28,7 +28,6 @@
 // FLOP: 2 * K * R*S*C * pixels. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
 // 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
-#include "overlap.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -261,7 +260,6 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         barrier_init_done();
     }
     __syncthreads();
-    wait_for_inputs();
 
     const Work work(p);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp

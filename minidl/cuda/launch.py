@@ -29,7 +29,7 @@ from minidl.cuda.device import (
 )
 from minidl.cuda.hopper import TensorMaps
 
-__all__ = ["Observer", "dry_run", "launch", "observed", "waits_itself"]
+__all__ = ["Observer", "dry_run", "launch", "observed"]
 
 DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 
@@ -53,7 +53,6 @@ class _Kernel:
 
 _modules: dict[tuple, Any] = {}
 _kernels: dict[tuple, _Kernel] = {}
-_waiting: set[int] = set()  # driver's handles of kernels
 _get_device = None
 _observer: Observer | None = None
 
@@ -142,15 +141,7 @@ def _load(key: tuple, defines: Mapping[str, int | str]) -> _Kernel:
         module = cupy.cuda.function.Module()
         module.load(image)
         _modules[variant] = module
-    function = module.get_function(name)
-    if current_device().arch >= (9, 0) and "wait_for_inputs();" in nvrtc.source_of(stem):
-        _waiting.add(function.ptr)
-    return _Kernel(function)
-
-
-def waits_itself(function: int) -> bool:
-    """Whether the driver's handle is of a kernel that waits for what was launched before it (overlap.cuh)."""
-    return function in _waiting
+    return _Kernel(module.get_function(name))
 
 
 def _grant(kernel: _Kernel, shared: int) -> None:
