@@ -111,7 +111,7 @@ def test_scales_below_zero_and_zero_and_constant_channels(ops, rng, how, precisi
 @PRECISIONS
 @pytest.mark.parametrize("what", [np.nan, np.inf])
 def test_what_is_no_number_stays_in_its_channel(ops, rng, how, precision, what):
-    """In sums, moments and gradients: the output and the input gradient go through products with the zeros of filters."""
+    """In sums, moments and gradients; output and input gradient go through products with the zeros of filters."""
     image = (8, 8, 16)
     x, dy, gamma, beta = draw(rng, image, 0.5, precision)
     shift = np.zeros(16, np.float32)
