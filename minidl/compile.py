@@ -10,12 +10,13 @@ of eager steps, so it makes no difference when one is taken in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from minidl import checks
+from minidl.aside import Branch
 from minidl.cuda import capture as engine
 from minidl.fusion import fuse_by_default
 from minidl.loss import Loss, Totals
@@ -26,6 +27,8 @@ from minidl.profile.spans import NULL_PROFILER, GraphProfiler, Profiler
 from minidl.step import EagerStep
 
 __all__ = ["CompiledStep", "NotCapturable", "obstacle"]
+
+Beside = Callable[[engine.Late], AbstractContextManager[None]]
 
 _SLAB = 64  # steps whose totals are allocated at once
 
@@ -155,18 +158,18 @@ class _Unit:
         self.graph: Any = None
         self.totals: Any = None
 
-    def record(self, work: Callable[[], Totals]) -> Totals:
+    def record(self, work: Callable[[], Totals], beside: Beside) -> Totals:
         """Run ``work`` and note what it allocates."""
         recording = engine.Recording(engine.pooled)
-        with engine.steady(), engine.allocating(recording):
+        with engine.steady(), engine.allocating(recording), beside(recording):
             result = work()
             self.events = tuple(recording.events)
         return result
 
-    def capture(self, work: Callable[[], Any], block: Any) -> tuple[Any, Any]:
+    def capture(self, work: Callable[[], Any], block: Any, beside: Beside) -> tuple[Any, Any]:
         """(graph of ``work`` in the planned places of the block, what it returned)."""
         replaying = engine.Replaying(self.events, self.offsets, block.ptr, block.mem.size)
-        with engine.steady(), engine.lent(replaying):
+        with engine.steady(), engine.lent(replaying), beside(replaying):
             captured = engine.capture(work)
             replaying.finish()
         return captured
@@ -235,7 +238,7 @@ class _Program:
             graph.launch()
             return unit.totals
         with self.model.random.hold():
-            return unit.record(self._work(unit, i)).array
+            return unit.record(self._work(unit, i), self._beside).array
 
     def _marked(self, i: int, unit: _Unit) -> Any:
         """The graph of a micro-batch with a profiler's marks, which is told; in the same places, with the same bits."""
@@ -248,7 +251,7 @@ class _Program:
 
             try:
                 with self.model.random.hold():
-                    graph, (marks, _) = unit.capture(work, self.block)
+                    graph, (marks, _) = unit.capture(work, self.block, self._beside)
             except BaseException:
                 self.model.abandon()
                 raise
@@ -256,6 +259,12 @@ class _Program:
         graph, marks = self._watched[i]
         profiler.launching(marks)
         return graph
+
+    def _beside(self, late: engine.Late) -> AbstractContextManager[None]:
+        """Within, weight gradients run beside data gradients; while a profiler looks, behind one another."""
+        if not self.model.arena.at_leisure:
+            return nullcontext()
+        return self.model.aside.on(Branch(late, parallel=self.model.observer is NULL_PROFILER))
 
     def _work(self, unit: _Unit, i: int) -> Callable[[], Totals]:
         first, last, _ = self._role(i)
@@ -285,7 +294,7 @@ class _Program:
             for i in range(len(self.parts)):
                 unit = self._units[self._role(i)]
                 if unit.graph is None:
-                    unit.graph, totals = unit.capture(self._work(unit, i), block)
+                    unit.graph, totals = unit.capture(self._work(unit, i), block, self._beside)
                     unit.totals = totals.array
 
     @contextmanager

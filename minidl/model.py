@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checkpoint, checks
+from minidl.aside import Aside
 from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph, Node
@@ -98,7 +99,10 @@ class Model:
         self.arena = Arena(
             self.ops, [(layer.name, layer.specs) for layer in graph.layers], self.precision, seed=seed, frozen=frozen
         )
-        services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
+        self.aside = Aside()
+        services = {
+            "comm": comm, "store": self.store, "profiler": profiler, "random": self.random, "aside": self.aside
+        }  # fmt: skip
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
         share_buffers(graph)
@@ -202,7 +206,9 @@ class Model:
         """
         self.arena.begin_step(accumulate=accumulate, send=send)
         try:
-            return self._walk_back(dy)
+            dx = self._walk_back(dy)
+            self.aside.join()
+            return dx
         except BaseException:
             self.arena.abandon()
             raise

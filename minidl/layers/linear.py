@@ -22,6 +22,7 @@ class Linear(Layer):
     """
 
     accepts_add = True
+    weights_apart = True
 
     def __init__(
         self,
