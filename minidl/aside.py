@@ -65,17 +65,18 @@ class Branch:
         while len(self._under_way) >= self.DEPTH:
             self._join_one()
         with self._late.deferred() as freed:
-            done = self._start(work, dy) if self._parallel else work(dy)
-        self._under_way.append((done, freed, dy, kept))
+            events = self._start(work, dy) if self._parallel else work(dy)
+        self._under_way.append((events, freed, dy, kept))
 
-    def _start(self, work: Callable[[Any], None], dy: Any) -> Any:
+    def _start(self, work: Callable[[Any], None], dy: Any) -> tuple[Any, Any]:
+        """(event behind which the work starts, event when it is done)"""
         ready, done = (self._cuda.Event(disable_timing=True) for _ in range(2))
         ready.record(self._cuda.get_current_stream())
         self._stream.wait_event(ready)
         with self._stream:
             work(dy)
             done.record(self._stream)
-        return done
+        return ready, done
 
     def join(self) -> None:
         """See `Aside.join`."""
@@ -83,7 +84,7 @@ class Branch:
             self._join_one()
 
     def _join_one(self) -> None:
-        done, freed, *_ = self._under_way.popleft()
-        if done is not None:
-            self._cuda.get_current_stream().wait_event(done)
+        events, freed, *_ = self._under_way.popleft()
+        if events is not None:
+            self._cuda.get_current_stream().wait_event(events[1])
         self._late.settle(freed)
