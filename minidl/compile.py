@@ -261,8 +261,11 @@ class _Program:
         return graph
 
     def _beside(self, late: engine.Late) -> AbstractContextManager[None]:
-        """Within, weight gradients run beside data gradients; while a profiler looks, behind one another."""
-        if not self.model.arena.at_leisure:
+        """Within, weight gradients run beside data gradients; while a profiler looks, behind one another.
+
+        Not where a memory plan counts on the order of all work.
+        """
+        if not (self.model.arena.at_leisure and self.model.store.resident):
             return nullcontext()
         return self.model.aside.on(Branch(late, parallel=self.model.observer is NULL_PROFILER))
 

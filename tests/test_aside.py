@@ -57,8 +57,12 @@ def test_any_depth_gives_the_bits_of_eager_steps(cuda_ops, network, precision, d
 
 
 @pytest.mark.gpu
-def test_gradients_that_somebody_looks_at_stay_on_one_stream(cuda_ops, monkeypatch):
+@pytest.mark.parametrize("why", ["look", "plan"])
+def test_gradients_that_somebody_looks_at_and_planned_memory_stay_on_one_stream(cuda_ops, why, monkeypatch):
     monkeypatch.setattr(Branch, "_start", lambda *_: pytest.fail("a branch"))
     step = make(CompiledStep, network="resnet20", precision="bf16")
-    step.model.arena.look = lambda layer: None
+    if why == "look":
+        step.model.arena.look = lambda layer: None
+    else:
+        monkeypatch.setattr(type(step.model.store), "resident", False)
     assert np.isfinite([loss.loss for loss in run(step)]).all()
