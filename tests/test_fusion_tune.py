@@ -168,8 +168,9 @@ def test_the_model_rules_out_what_only_moves_more_bytes():
     for group in groups(graph, 256, BF16, H200):
         assert group.timed and not [ways for ways in group.timed if "none" in ways or "statistics" in ways]
     for group in groups(graph, 256, FP32, H200):  # no kernel does anything on the way
-        assert group.timed == (("elementwise",) * len(group.sites),)
-        assert all(set(same) <= {"none", "elementwise"} for same in group.same.values())
+        pooled = any(site.pooled for site in group.sites)
+        assert group.timed == (("elementwise" + pooled * "+pooled",) * len(group.sites),)
+        assert all(set(same) <= {"none", "elementwise", "elementwise+pooled"} for same in group.same.values())
 
 
 def test_equal_pieces_are_timed_once():
