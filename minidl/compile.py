@@ -10,13 +10,12 @@ of eager steps, so it makes no difference when one is taken in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from minidl import checks
-from minidl.aside import Branch
 from minidl.cuda import capture as engine
 from minidl.fusion import fuse_by_default
 from minidl.loss import Loss, Totals
@@ -27,8 +26,6 @@ from minidl.profile.spans import NULL_PROFILER, GraphProfiler, Profiler
 from minidl.step import EagerStep
 
 __all__ = ["CompiledStep", "NotCapturable", "obstacle"]
-
-Beside = Callable[[engine.Late], AbstractContextManager[None]]
 
 _SLAB = 64  # steps whose totals are allocated at once
 
@@ -158,18 +155,18 @@ class _Unit:
         self.graph: Any = None
         self.totals: Any = None
 
-    def record(self, work: Callable[[], Totals], beside: Beside) -> Totals:
+    def record(self, work: Callable[[], Totals]) -> Totals:
         """Run ``work`` and note what it allocates."""
         recording = engine.Recording(engine.pooled)
-        with engine.steady(), engine.allocating(recording), beside(recording):
+        with engine.steady(), engine.allocating(recording):
             result = work()
             self.events = tuple(recording.events)
         return result
 
-    def capture(self, work: Callable[[], Any], block: Any, beside: Beside) -> tuple[Any, Any]:
+    def capture(self, work: Callable[[], Any], block: Any) -> tuple[Any, Any]:
         """(graph of ``work`` in the planned places of the block, what it returned)."""
         replaying = engine.Replaying(self.events, self.offsets, block.ptr, block.mem.size)
-        with engine.steady(), engine.lent(replaying), beside(replaying):
+        with engine.steady(), engine.lent(replaying):
             captured = engine.capture(work)
             replaying.finish()
         return captured
@@ -238,7 +235,7 @@ class _Program:
             graph.launch()
             return unit.totals
         with self.model.random.hold():
-            return unit.record(self._work(unit, i), self._beside).array
+            return unit.record(self._work(unit, i)).array
 
     def _marked(self, i: int, unit: _Unit) -> Any:
         """The graph of a micro-batch with a profiler's marks, which is told; in the same places, with the same bits."""
@@ -251,7 +248,7 @@ class _Program:
 
             try:
                 with self.model.random.hold():
-                    graph, (marks, _) = unit.capture(work, self.block, self._beside)
+                    graph, (marks, _) = unit.capture(work, self.block)
             except BaseException:
                 self.model.abandon()
                 raise
@@ -259,15 +256,6 @@ class _Program:
         graph, marks = self._watched[i]
         profiler.launching(marks)
         return graph
-
-    def _beside(self, late: engine.Late) -> AbstractContextManager[None]:
-        """Within, weight gradients run beside data gradients; while a profiler looks, behind one another.
-
-        Not where a memory plan counts on the order of all work.
-        """
-        if not (self.model.arena.at_leisure and self.model.store.resident):
-            return nullcontext()
-        return self.model.aside.on(Branch(late, parallel=self.model.observer is NULL_PROFILER))
 
     def _work(self, unit: _Unit, i: int) -> Callable[[], Totals]:
         first, last, _ = self._role(i)
@@ -297,7 +285,7 @@ class _Program:
             for i in range(len(self.parts)):
                 unit = self._units[self._role(i)]
                 if unit.graph is None:
-                    unit.graph, totals = unit.capture(self._work(unit, i), block, self._beside)
+                    unit.graph, totals = unit.capture(self._work(unit, i), block)
                     unit.totals = totals.array
 
     @contextmanager

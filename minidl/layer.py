@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checkpoint, checks, interop
-from minidl.aside import Aside
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.initializers import Initializer
 from minidl.params import Arena, Gradient, LayerParams, ParameterSpec
@@ -43,8 +42,7 @@ class Layer:
         buffers: arrays kept but not trained, float32.
         training: batch statistics or running ones, dropout on or off; nothing else depends on it.
         needs_input_grad: False where nothing below is trained; `backward` then skips `backward_data`.
-        comm, store, profiler, random, aside: services; alone, they communicate with nobody, keep everything, see
-            nothing, do all at once.
+        comm, store, profiler, random: services; alone, they communicate with nobody, keep everything, see nothing.
     """
 
     num_inputs = 1
@@ -52,7 +50,6 @@ class Layer:
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
-    weights_apart = False  # backward_weight leaves nothing that backward_data reads
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
@@ -71,7 +68,6 @@ class Layer:
         self.store = TensorStore()
         self.profiler: Profiler = NULL_PROFILER
         self.random = RandomCounter()
-        self.aside = Aside()
         self.specs: list[ParameterSpec] = []
         self.buffer_specs: dict[str, np.ndarray] = {}
         self._bound = False  # part of a model, which then counts the steps and owns the arena
@@ -224,10 +220,7 @@ class Layer:
         try:
             if self.has_backward_weight:
                 with self.profiler.span(self.name, "backward_weight"):
-                    if self.weights_apart:
-                        self.aside.run(self.backward_weight, array, self._taken)
-                    else:
-                        self.backward_weight(array)
+                    self.backward_weight(array)
             if isinstance(self.params, LayerParams):
                 with self.profiler.span(self.name, "message"):
                     self.params.ready()

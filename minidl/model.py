@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checkpoint, checks
-from minidl.aside import Aside
 from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph, Node
@@ -100,10 +99,7 @@ class Model:
         self.arena = Arena(
             self.ops, [(layer.name, layer.specs) for layer in graph.layers], self.precision, seed=seed, frozen=frozen
         )
-        self.aside = Aside()
-        services = {
-            "comm": comm, "store": self.store, "profiler": profiler, "random": self.random, "aside": self.aside
-        }  # fmt: skip
+        services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
         share_buffers(graph)
@@ -207,9 +203,7 @@ class Model:
         """
         self.arena.begin_step(accumulate=accumulate, send=send)
         try:
-            dx = self._walk_back(dy)
-            self.aside.join()
-            return dx
+            return self._walk_back(dy)
         except BaseException:
             self.arena.abandon()
             raise

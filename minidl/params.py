@@ -195,7 +195,7 @@ class Arena:
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
-        self.look: Callable[[str], None] = _nobody  # at the gradients of a layer, before they are sent
+        self.look: Callable[[str], None] = lambda layer: None  # at the gradients of a layer, before they are sent
         self.sharded = False
         self.connect(SOLO)
 
@@ -386,11 +386,6 @@ class Arena:
             self._update(message.begin, message.end)
 
     @property
-    def at_leisure(self) -> bool:
-        """Whether nobody reads gradients before the backward pass is over: no other rank, no ring, no `look`."""
-        return self.comm.size == 1 and not self.slots and self.look is _nobody
-
-    @property
     def updating(self) -> bool:
         """Whether part of the present step's update is done."""
         return any(message.updated for message in self.messages)
@@ -431,10 +426,6 @@ class Arena:
             begin, end = message.own
             at = self._at(begin)
             self.ops.copy_into(self.gradient(begin, end), self.wire[at : at + end - begin])
-
-
-def _nobody(layer: str) -> None:
-    """Looks at no gradients."""
 
 
 def _ring_places(sizes: Sequence[int], slots: int) -> list[int]:

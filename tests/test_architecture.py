@@ -13,7 +13,7 @@ LEVELS = [
     {"checks", "shapes"},
     {"precision"},
     {"cpu", "cuda"},
-    {"aside", "backend", "initializers"},
+    {"backend", "initializers"},
     {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
     {"profile"},
     {"params"},

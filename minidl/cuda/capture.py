@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from minidl.cuda.device import import_cupy
 
 __all__ = [
-    "Late",
     "Lending",
     "Recording",
     "Replaying",
@@ -40,38 +39,7 @@ class Allocator(Protocol):
         """Nothing refers to ``address`` any more."""
 
 
-class Late:
-    """An allocator's releases, some of which may be put off: memory of work on another stream."""
-
-    def __init__(self) -> None:
-        self._deferred: list[int] | None = None
-
-    @contextmanager
-    def deferred(self) -> Iterator[list[int]]:
-        """Within, what is released stays in use until `settle`; the list of it."""
-        self._deferred = []
-        try:
-            yield self._deferred
-        finally:
-            self._deferred = None
-
-    def settle(self, freed: list[int]) -> None:
-        """Now release what `deferred` gave."""
-        for address in freed:
-            self.free(address, 0)
-
-    def free(self, address: int, device: int) -> None:
-        """Nothing refers to ``address`` any more."""
-        if self._deferred is not None:
-            self._deferred.append(address)
-        else:
-            self._release(address)
-
-    def _release(self, address: int) -> None:
-        raise NotImplementedError
-
-
-class Recording(Late):
+class Recording:
     """Notes what is allocated and released (as `minidl.memory.arena` reads it); the memory comes from ``malloc``.
 
     Args:
@@ -79,7 +47,6 @@ class Recording(Late):
     """
 
     def __init__(self, malloc: Callable[[int], Any]):
-        super().__init__()
         self.events: list[int] = []
         self._malloc = malloc
         self._held: dict[int, tuple[int, Any]] = {}
@@ -92,11 +59,11 @@ class Recording(Late):
         self.events.append(size)
         return memory.ptr
 
-    def _release(self, address: int) -> None:
+    def free(self, address: int, device: int) -> None:
         self.events.append(~self._held.pop(address)[0])
 
 
-class Replaying(Late):
+class Replaying:
     """Hands out the planned places, in a block of ``size`` bytes at ``base``, in the recorded order.
 
     Attributes:
@@ -105,7 +72,6 @@ class Replaying(Late):
     """
 
     def __init__(self, events: Sequence[int], offsets: Sequence[int], base: int, size: int):
-        super().__init__()
         self.failure: str | None = None
         self.free_bytes = size
         self._events, self._offsets, self._base = events, offsets, base
@@ -123,7 +89,7 @@ class Replaying(Late):
         self.free_bytes -= size
         return address
 
-    def _release(self, address: int) -> None:
+    def free(self, address: int, device: int) -> None:
         if not self._finished:  # a difference cannot be raised from here: `finish` tells
             number, size = self._live.pop(address)
             self.free_bytes += size

@@ -20,7 +20,6 @@ class _Convolution(Layer):
     """What the two convolutions share: geometry, parameters, weight and bias gradients."""
 
     accepts_add = True
-    weights_apart = True
 
     def __init__(
         self,

@@ -22,7 +22,6 @@ class Linear(Layer):
     """
 
     accepts_add = True
-    weights_apart = True
 
     def __init__(
         self,
