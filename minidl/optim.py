@@ -211,16 +211,22 @@ class SGD:
         """What the host does after every step; called by a compiled step after each replay, which is of `update`."""
 
     def update(self) -> None:
-        """Update all parameters: group by group as messages arrive or, with loss scaling or `clip_norm`, after all."""
-        messages = self.arena.finished()
+        """Update all parameters: group by group as messages arrive, or after all of them.
+
+        On one rank no message is under way, and groups would be more kernels for nothing; loss scaling and `clip_norm`
+        look at all gradients first.
+        """
+        messages, whole = self.arena.finished(), (0, self.arena.trainable_size)
         if not self.scales_loss and self.clip_norm is None:
             self._begin()
-            for message in messages:
-                self._apply(*message.own)
+            if self.arena.comm.size > 1 or self.arena.slots:
+                for message in messages:
+                    self._apply(*message.own)
+            elif len(list(messages)) > 0:
+                self._apply(*whole)
             return
         for _ in messages:
             pass
-        whole = 0, self.arena.trainable_size
         if self.scales_loss:
             with self.model.profiler.span("optimizer", "update"):
                 self.ops.find_nonfinite(self.arena.grad, self.control)

@@ -268,6 +268,13 @@ def call_pool2d() -> None:
             ops.max_pool2d_backward(y, index, x.shape, dilation=(1, 1), **window)
             y = ops.avg_pool2d(x, ceil_mode=True, count_include_pad=False, **window)
             ops.avg_pool2d_backward(y, x.shape, ceil_mode=True, count_include_pad=False, **window)
+        for x, (kernel, stride, padding) in itertools.product(arrays[::4], windows[:3]):
+            window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": (1, 1)}
+            gamma, moments = ops.empty(x.shape[-1], np.float32), ops.empty((2, x.shape[-1]), np.float32)
+            y, index, _ = ops.batch_norm_max_pool2d(x, moments, gamma, gamma, ceil_mode=True, **window)
+            sums = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
+            for given in (sums, (None, None)):
+                ops.batch_norm_max_pool2d_backward(y, index, x, moments, gamma, *given, **window)
         for x, size in itertools.product(_activations(dtype), [(1, 1), (3, 2), (7, 5)]):
             assert ops.adaptive_avg_pool2d_backward(ops.adaptive_avg_pool2d(x, size), x.shape).shape == x.shape
 

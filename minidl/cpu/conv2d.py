@@ -105,9 +105,9 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False,
+    norm: Norm | None = None, tf32: bool = False, finish: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """`conv2d`, and ``batch_norm_stats`` of its result."""
+    """`conv2d`, and ``batch_norm_stats`` of its result, always finished."""
     y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, norm=norm, tf32=tf32)
     return y, batch_norm_stats(y)
 

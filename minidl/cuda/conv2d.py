@@ -91,14 +91,18 @@ def conv2d_stats(
     groups: int,
     norm: Norm | None = None,
     tf32: int = False,
+    finish: bool = True,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
 
-    The order of their sums is a function of the sizes and of the kernel's tile.
+    The order of their sums is a function of the sizes and of the kernel's tile. Without ``finish`` they may be left as
+    they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, True)
-    return y, batch_norm_stats(y) if stats is None else stats
+    if stats is None:
+        return y, batch_norm_stats(y)
+    return y, stats.statistics() if finish else stats
 
 
 def _forward(

@@ -57,8 +57,9 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     kind = site.kind if site.first_back or site.kind == "alone" else "partner"
     modes = modes_of(way)
     forward, backward = _PASSES[kind, "elementwise" in modes]
-    forward -= "statistics" in modes  # which take no pass of their own
-    forward -= 2 * ("prologue" in modes)  # normalised where it is read
+    forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
+    forward -= 2 * ("prologue" in modes or "pooled" in modes)  # normalised where it is read
+    backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
     # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output).
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     size = batch * prod(site.shape) * itemsize

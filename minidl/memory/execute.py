@@ -66,6 +66,8 @@ class ScriptedStore(TensorStore):
         rebuilding: the tensor that is being made again; None else.
     """
 
+    resident = False
+
     def __init__(self, engine: Engine, script_for: Callable[[int], Script]):
         super().__init__()
         self.engine, self.script_for = engine, script_for

@@ -192,6 +192,8 @@ class _Seen(NamedTuple):
 class _NotingStore(TensorStore):
     """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
 
+    resident = False  # nor is it in the step that is planned
+
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
