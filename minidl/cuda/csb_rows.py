@@ -110,7 +110,7 @@ def choose_tile(
     tile = RowsTile(units, vec, part, part * density >= 4, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
-    room = device.shared_per_block - 1024 - tile.fixed_bytes(features_last)
+    room = device.shared_per_block - tile.fixed_bytes(features_last)
     return tile._replace(stages=min(6, room // tile.stage_bytes(features_last)))
 
 
