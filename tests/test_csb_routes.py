@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny
+from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny
 from minidl.cuda.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.csb_tensor import SPLITS
 from minidl.cuda.device import BUILT_IN
@@ -211,6 +211,45 @@ def test_sampled_products_of_16_bit_types_are_exact_on_whole_numbers(
     np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
 
 
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", [
+    ((300, 260), 64, 0.02, 133), ((257, 300), 256, 0.1, 1000), ((1, 72), 64, 0.2, 64), ((72, 1), 64, 0.2, 5000),
+    ((513, 1032), 128, 0.05, 700), ((64, 1032), 16, 0.2, 63),
+])  # fmt: skip
+def test_sampled_products_of_float32_are_exact_on_whole_numbers(
+    cuda_ops, rng, shape, side, density, samples, features_last
+):
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    _check_dots(cuda_ops, rng, a, samples, features_last)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+def test_sampled_products_of_float32_do_full_blocks_of_a_sparse_matrix(cuda_ops, rng, features_last):
+    """Blocks with more elements than a thread block holds at a time, beside empty ones."""
+    a = Matrix(cuda_ops, rng, (512, 384), 64, 0.0)
+    a.mask[64:160, 30:130] = a.mask[511, :] = True
+    indptr, indices = reference.from_mask(a.mask, 64)
+    a.pattern, a.values = (
+        (cuda_ops.from_host(indptr), cuda_ops.from_host(indices)),
+        cuda_ops.empty(indices.size, float32),
+    )
+    _check_dots(cuda_ops, rng, a, 1500, features_last)
+
+
+def _check_dots(cuda_ops, rng, a, samples, features_last):
+    from minidl.cuda.device import current_device
+
+    shape, side = a.place
+    if not csb_dots.applies(side, np.dtype(float32), shape, a.values.size, current_device()):
+        pytest.skip("needs a Hopper GPU")
+    dy, x = (draw_integers(rng, (samples, f) if features_last else (f, samples), float32) for f in shape)
+    out = cuda_ops.from_host(np.ones(a.values.size, float32))
+    given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
+    cuda_ops.csb_sampled(*a.pattern, *given, *a.place, features_last=features_last, out=out, accumulate=True)
+    expected = 1 + reference.sampled(a.mask, dy.astype(float), x.astype(float), side, features_last=features_last)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
+
+
 # -- which route ------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +309,17 @@ def test_tiles_fill_the_device_in_few_rounds():
     assert csb_rows.choose_tile(256, 2304, 12544, 0.02, False, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(2048, 2048, 4096, 0.05, True, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
+
+
+def test_regions_of_sampled_products_fit_the_device_and_what_they_hold():
+    for shape, density in itertools.product(
+        ((1, 1), (64, 64), (64, 2304), (2048, 64), (4096, 4096)), (0.0, 0.02, 0.25)
+    ):
+        tile = csb_dots.choose_tile(shape, round(density * shape[0] * shape[1]))
+        assert tile.shared_bytes <= H200.shared_per_block
+        assert tile.rows * tile.columns * density <= csb_dots.CAPACITY
+    assert csb_dots.choose_tile((2048, 2048), 83886) == (256, 128)
+    assert csb_dots.choose_tile((64, 64), 82) == (64, 64)
 
 
 def test_chunks_of_sampled_products_are_never_empty():

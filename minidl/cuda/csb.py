@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
+from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
 from minidl.cuda.activation import relu as apply_relu
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
@@ -183,6 +183,9 @@ def csb_sampled(
         return
     if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
+        return
+    if csb_dots.applies(side, x.dtype, shape, out.size, current_device()):
+        csb_dots.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
     tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
     chunk = pixel_chunk(samples, tiles[0] * tiles[1])
