@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
+from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
 from minidl.cuda.activation import relu as apply_relu
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
@@ -89,7 +89,8 @@ def csb_matmul(
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
-        csb_skinny.matmul(*arrays, y, shape, transposed, bias, relu)
+        module = csb_skinny_hopper if csb_skinny_hopper.applies(current_device()) else csb_skinny
+        module.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
         return _dense(product, *arrays, bias, relu)
     else:

@@ -222,6 +222,56 @@ struct Features {
     __device__ __forceinline__ int operator[](int i) const { return words[i / 4] >> 8 * (i % 4) & 255; }
 };
 
+#ifdef AHEAD
+DEVICE uint4 load_pair(u32 address) {
+    uint4 v;
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+DEVICE void load_values(float (&v)[VEC], u32 address) {
+    if constexpr (FEATURES_LAST) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(address + j * 128 * PITCH));
+    } else if constexpr (VEC == 4) {
+        asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[VEC - 2]), "=f"(v[VEC - 1]) : "r"(address));
+    }
+}
+DEVICE void multiply_ahead(float (&sum)[UNIT][VEC], u32 list, u32 x) {
+    u32 items = list + 8 * HEADER;
+    uint4 next = load_pair(items);
+    u32 word = 0;
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        if (i % 4 == 0) asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(word) : "r"(list + i));
+        u32 count = word >> 8 * (i % 4) & 255;
+#pragma unroll 1
+        for (; count >= 2; count -= 2) {
+            const u32 first = x + next.x, second = x + next.z;
+            const float w0 = __uint_as_float(next.y), w1 = __uint_as_float(next.w);
+            items += 16;
+            next = load_pair(items);
+            float a[VEC], b[VEC];
+            load_values(a, first);
+            load_values(b, second);
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(w0, a[v], sum[i][v]);
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(w1, b[v], sum[i][v]);
+        }
+        if (count) {
+            const u32 first = x + next.x;
+            const float w0 = __uint_as_float(next.y);
+            items += 16;
+            next = load_pair(items);
+            float a[VEC];
+            load_values(a, first);
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(w0, a[v], sum[i][v]);
+        }
+    }
+}
+#endif
+
 // Bias and ReLU.
 DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int first,
                    const Features& features) {
@@ -320,7 +370,12 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             const u32 list = note[warp];
             last = note[UNITS];
             if (PHASE != 1 && list != NONE)
-                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+#ifdef AHEAD
+                multiply_ahead(sum, shared + ring.index * STAGE + list, shared + ring.index * STAGE +
+#else
+                multiply(sum, stage + list, stage +
+#endif
+                         (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
