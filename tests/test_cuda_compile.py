@@ -297,10 +297,6 @@ SPARSE = [
 
 def call_csb() -> None:
     _sparse_products()
-    for slices in (1, 2, 4, 8):  # of csb_skinny_hopper.cu
-        m, k = 132 * 256 // slices, 64 * 8 * slices
-        pattern, values = (ops.empty(m * k // 4096 + 1, np.int32), ops.empty(99, np.uint16)), ops.empty(99, bfloat16)
-        ops.csb_matmul(*pattern, values, ops.empty((16, k), bfloat16), (m, k), 64, features_last=True)
     with route("generic"):
         _sparse_products()
 

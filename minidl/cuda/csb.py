@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
+from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
 from minidl.cuda.activation import relu as apply_relu
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
@@ -89,8 +89,7 @@ def csb_matmul(
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
-        module = csb_skinny_hopper if csb_skinny_hopper.applies(current_device()) else csb_skinny
-        module.matmul(*arrays, y, shape, transposed, bias, relu)
+        csb_skinny.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
         return _dense(product, *arrays, bias, relu)
     else:
@@ -185,7 +184,7 @@ def csb_sampled(
     if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
-    if csb_dots.applies(side, x.dtype, shape, out.size, current_device()):
+    if csb_dots.applies(side, x.dtype, shape, out.size, features_last, current_device()):
         csb_dots.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
     tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)

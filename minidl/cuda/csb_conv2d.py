@@ -3,7 +3,7 @@
 Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types on the dense
 convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches every output whose window
 holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient multiplies dense tiles and writes the pattern's
-elements only (csb_sampled.cu), or in float32 on Hopper, where they are few, multiplies these alone (csb_dots.cu).
+elements only (csb_sampled.cu).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from minidl import checks
-from minidl.cuda import csb_dots, csb_rows
+from minidl.cuda import csb_rows
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.conv2d import conv2d, conv2d_backward_data
@@ -140,11 +140,6 @@ def csb_conv2d_backward_weight(
     samples, taps = prod(dy.shape[:3]), prod(kernel)
     room = shape[1] // taps
     axes = tap_axes(x.shape[1:3], dy.shape[1:3], kernel, stride, padding, dilation)
-    assert samples < 2**32, dy.shape
-    if csb_dots.applies(side, x.dtype, shape, out.size, current_device()):
-        window = *axes, x.shape[3], room
-        csb_dots.sampled(indptr, indices, dy, x, shape, side, True, out, accumulate, window)
-        return
     tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
     chunk = pixel_chunk(samples, tiles[0] * tiles[1])
     chunks = ceil_div(samples, chunk)
@@ -158,7 +153,7 @@ def csb_conv2d_backward_weight(
     defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": 1, "CONV": 1}
     defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": math.gcd(widest, vector_width(x), room)}
     grid = tiles[0] * tiles[1] * chunks
-    assert grid < 2**31, (shape, samples)
+    assert grid < 2**31 and samples < 2**32, (shape, samples)
     shared = max(STAGES * DEPTH_BYTES * 2 * SAMPLED_TILE, 4 * SAMPLED_TILE**2)
     partials = out if chunks == 1 else empty((chunks, out.size), float32)
     launch("csb_sampled", "csb_sampled_kernel", grid, 32 * WARPS**2, indptr, indices, dy, x, partials, problem,

@@ -14,30 +14,22 @@
 //   dy, x     feature * pitch + sample, or with FEATURES_LAST sample * pitch + feature         float32
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to         float32
 //
-// With CONV, the weight gradient of a convolution: samples are the pixels of dy, a column is a channel of the pixel of
-// x that its tap meets (csb_window.cuh), and no region has two taps.
-//
 // Grid: regions of columns (fastest), of rows, chunks. Dynamic shared memory: DotsTile.shared_bytes.
 // FLOP: 2 nnz samples. Bytes: (ROWS + COLUMNS) * 4 * samples per region, from L2. The bound is shared memory: 4 bytes of
 // x, a share of dy and of the item per multiply-add, a tenth to a fifth of the float32 peak on sm_90.
 //
-// Macros: SIDE, TALL and WIDE (ROWS and COLUMNS: 64, 128, 256), VEC (samples of a lane), STAGES, FEATURES_LAST, CONV (with FEATURES_LAST),
-// VEC_DY, VEC_X (floats per copy: 4 or 1, features last 1).
+// Macros: SIDE, TALL and WIDE (ROWS and COLUMNS: 64, 128, 256), VEC (samples of a lane), STAGES, FEATURES_LAST, VEC_DY,
+// VEC_X (floats per copy: 4 or 1, features last 1).
 #include "csb_tensor.cuh"
 #include "csb.cuh"
-#include "csb_window.cuh"
 
 struct Problem {
     i64 dy_pitch, x_pitch;
     i64 samples, nnz;
     Matrix a;
-    int room, parts;       // columns of a tap and regions of them
     int tiles_m, tiles_n;  // regions down and across
     int steps, chunks;     // stages that make up the sum, and among how many blocks they are divided
     int accumulate;
-#if CONV
-    Window window;
-#endif
 };
 
 constexpr int WARPS = 16, ITEMS = 64, CAPACITY = WARPS * ITEMS;
@@ -64,15 +56,13 @@ struct Shared {
     int begin[ROWS];        // number of the row's first item
     int sums[ROWS / 32];
     int found;
-    int pixels[SAMPLES];
 };
 
 // ---- what the fetching warps do
 
-// One operand of a stage: EXTENT features, of which `left` exist, of SAMPLES samples, of which `there` do. `from`: the
-// first; `pixels`: with CONV of x, where each sample finds its pixel, or -1.
-template <int EXTENT, int VECTOR, bool GATHERED>
-DEVICE void fetch(u32 to, const float* __restrict__ from, i64 pitch, int left, int there, const int* pixels) {
+// One operand of a stage: EXTENT features, of which `left` exist, of SAMPLES samples, of which `there` do.
+template <int EXTENT, int VECTOR>
+DEVICE void fetch(u32 to, const float* __restrict__ from, i64 pitch, int left, int there) {
     using Place = Layout<EXTENT>;
     constexpr int ACROSS = (FEATURES_LAST ? EXTENT : SAMPLES) / VECTOR, DOWN = FEATURES_LAST ? SAMPLES : EXTENT;
     constexpr int GROUP = FETCHERS < ACROSS ? ACROSS / FETCHERS : 1;  // columns of a thread
@@ -84,14 +74,9 @@ DEVICE void fetch(u32 to, const float* __restrict__ from, i64 pitch, int left, i
         const int column = (thread % ACROSS + g * FETCHERS) * VECTOR;
         const float* source = from + row * pitch + column;
         u32 place = to + 4 * (FEATURES_LAST ? row * Place::SAMPLE + column : row * Place::FEATURE + column);
-#pragma unroll(GATHERED ? 4 : 8)
+#pragma unroll 8
         for (int i = row; i < DOWN; i += STEP) {
-            bool valid = i < rows && column < columns;
-            if constexpr (GATHERED) {
-                const int pixel = pixels[i];
-                valid = valid && pixel >= 0;
-                source = from + pixel * pitch + column;
-            }
+            const bool valid = i < rows && column < columns;
             copy_async<4 * VECTOR>(place, valid ? source : from, valid);
             source += STEP * pitch;
             place += 4 * STEP * (FEATURES_LAST ? Place::SAMPLE : Place::FEATURE);
@@ -100,31 +85,19 @@ DEVICE void fetch(u32 to, const float* __restrict__ from, i64 pitch, int left, i
 }
 
 struct Region {
-    int row, tap, channel;  // the first; `channel`: of the tap's columns
+    int row, column;  // the first
 };
 
-DEVICE void fetch_stage(Shared& s, u32 stage, const float* __restrict__ dy, const float* __restrict__ x,
-                        const Problem& p, const Region& region, int step) {
+DEVICE void fetch_stage(u32 stage, const float* __restrict__ dy, const float* __restrict__ x, const Problem& p,
+                        const Region& region, int step) {
     const i64 sample = i64(step) * SAMPLES, left = p.samples - sample;
     const int there = static_cast<int>(left < SAMPLES ? left : SAMPLES);
-#if CONV
-    warpgroup_sync(1);  // what was found before has been read
-    const int thread = threadIdx.x - MULTIPLIERS;
-    if (thread < SAMPLES)
-        s.pixels[thread] =
-            thread < there ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + thread), region.tap)) : -1;
-    warpgroup_sync(1);
-    const int columns = p.window.channels - region.channel;
-    const float* const right = x + region.channel;
-#else
-    const int columns = p.a.columns - region.channel;
-    const float* const right = FEATURES_LAST ? x + sample * p.x_pitch + region.channel
-                                             : x + region.channel * p.x_pitch + sample;
-#endif
-    const float* const first = FEATURES_LAST ? dy + sample * p.dy_pitch + region.row
-                                             : dy + region.row * p.dy_pitch + sample;
-    fetch<ROWS, VEC_DY, false>(stage, first, p.dy_pitch, p.a.rows - region.row, there, nullptr);
-    fetch<COLUMNS, VEC_X, CONV>(stage + Left::BYTES, right, p.x_pitch, columns, there, s.pixels);
+    const auto first = [&](const float* from, i64 pitch, int feature) {
+        return FEATURES_LAST ? from + sample * pitch + feature : from + feature * pitch + sample;
+    };
+    fetch<ROWS, VEC_DY>(stage, first(dy, p.dy_pitch, region.row), p.dy_pitch, p.a.rows - region.row, there);
+    fetch<COLUMNS, VEC_X>(stage + Left::BYTES, first(x, p.x_pitch, region.column), p.x_pitch,
+                          p.a.columns - region.column, there);
 }
 
 // ---- what the multiplying warps do
@@ -173,8 +146,8 @@ DEVICE float add_lanes(float* sum) {
 struct Elements {
     const int* __restrict__ indptr;
     const u16* __restrict__ indices;
-    Matrix a;  // up to the tap's last column
-    int first_row, first_column;
+    Matrix a;
+    Region region;
 
     // Multiplying threads only; each band of rows by threads of its own.
     template <class Visit>
@@ -182,7 +155,7 @@ struct Elements {
         constexpr int BAND = 64, EACH = MULTIPLIERS * BAND / ROWS;
         if (threadIdx.x >= MULTIPLIERS) return;
         const int band = threadIdx.x / EACH * BAND;
-        for_elements<EACH, BAND, COLUMNS>(indptr, indices, a, first_row + band, first_column, threadIdx.x % EACH,
+        for_elements<EACH, BAND, COLUMNS>(indptr, indices, a, region.row + band, region.column, threadIdx.x % EACH,
                                           [&](int e, int row, int column) { call(e, band + row, column); });
     }
 };
@@ -255,14 +228,13 @@ csb_dots_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices,
         barrier_init_done();
     }
     u32 block = blockIdx.x;
-    const int across = block % p.tiles_n;
+    const int column = block % p.tiles_n * COLUMNS;
     block /= p.tiles_n;
-    const int chunk = block / p.tiles_m, tap = across / p.parts;
-    const Region region = {static_cast<int>(block % p.tiles_m) * ROWS, tap, (across - tap * p.parts) * COLUMNS};
+    const int chunk = block / p.tiles_m;
+    const Region region = {static_cast<int>(block % p.tiles_m) * ROWS, column};
     const int first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
     const int last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
-    const Elements elements = {indptr, indices, {p.a.rows, (tap + 1) * p.room, p.a.across},
-                               region.row, tap * p.room + region.channel};
+    const Elements elements = {indptr, indices, p.a, region};
     const int found = number(s, elements), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Ring<STAGES> ring;
     if (warp >= WARPS) {
@@ -272,7 +244,7 @@ csb_dots_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices,
             list(s, elements, base, pass);
             for (int step = first; step < last; ++step) {
                 barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
-                fetch_stage(s, shared + ring.index * STAGE, dy, x, p, region, step);
+                fetch_stage(shared + ring.index * STAGE, dy, x, p, region, step);
                 barrier_arrive_copied(full + 8 * ring.index);
                 ring.advance();
             }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 from minidl.cuda.array import empty
 from minidl.cuda.channel_sum import sum_partials
 from minidl.cuda.conv2d_plan import argument, struct
-from minidl.cuda.csb_rows import LEAST_SIDE, WINDOW
+from minidl.cuda.csb_rows import LEAST_SIDE
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
@@ -22,12 +21,11 @@ CAPACITY = 1024  # elements of a pass
 VEC, STAGES = 2, 2
 REGIONS = ((256, 128), (128, 128), (64, 128), (64, 64))  # by falling size
 FULL = 0.8  # of the capacity, to be left for regions that have more than most
-DENSEST = 0.25  # above that tiles of csb_sampled.cu throw little away
+DENSEST = {True: 0.09, False: 0.14}  # by features last: above that the dense tiles of csb_sampled.cu are faster
 BLOCKS_WANTED = 264  # two for each multiprocessor of an H200: a constant, so that sums are cut alike on every device
 LEAST_STEPS = 8  # stages of a chunk: below that listing the elements costs more than it saves
 
-_FIELDS = "dy_pitch x_pitch samples nnz", "rows columns across room parts tiles_m tiles_n steps chunks accumulate"
-_PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(*_FIELDS, ("window", WINDOW))
+_PROBLEM = struct("dy_pitch x_pitch samples nnz", "rows columns across tiles_m tiles_n steps chunks accumulate")
 
 
 class DotsTile(NamedTuple):
@@ -40,18 +38,18 @@ class DotsTile(NamedTuple):
     def shared_bytes(self) -> int:
         """For operands in either orientation; lists, masks and barriers."""
         samples = 32 * VEC
-        lists = 8 * CAPACITY + self.rows * self.columns // 8 + 4 * self.rows + self.rows // 8 + 4 + 4 * samples
+        lists = 8 * CAPACITY + self.rows * self.columns // 8 + 4 * self.rows + self.rows // 8 + 4
         return STAGES * (4 * samples * (self.rows + self.columns + 2) + 16) + lists + 8
 
 
-def applies(side: int, dtype: Any, shape: Pair, nnz: int, device: DeviceRecord) -> bool:
+def applies(side: int, dtype: Any, shape: Pair, nnz: int, features_last: bool, device: DeviceRecord) -> bool:
     """Whether this kernel can do a product, and the matrix is sparse enough for it."""
     fits = side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
-    return fits and nnz <= DENSEST * shape[0] * shape[1]
+    return fits and nnz <= DENSEST[features_last] * shape[0] * shape[1]
 
 
 def choose_tile(shape: Pair, nnz: int) -> DotsTile:
-    """The largest region whose elements a thread block is expected to hold at a time; ``shape``: of one tap."""
+    """The largest region whose elements a thread block is expected to hold at a time."""
     density = nnz / (shape[0] * shape[1])
     room = DotsTile(*(round_up(n, 64) for n in shape))
     fitting = [DotsTile(*r) for r in REGIONS if r[0] <= room.rows or r[0] == 64 if r[1] <= room.columns or r[1] == 64]
@@ -60,29 +58,20 @@ def choose_tile(shape: Pair, nnz: int) -> DotsTile:
 
 def sampled(
     indptr: Any, indices: Any, dy: Any, x: Any, shape: Pair, side: int, features_last: bool, out: Any,
-    accumulate: bool, window: tuple | None = None,
+    accumulate: bool,
 ) -> None:  # fmt: skip
-    """As `minidl.cuda.csb.csb_sampled`, nothing empty.
-
-    Args:
-        window: of a convolution's weight gradient, what csb_window.cuh holds: axes, channels, columns of a tap; dy and
-            x are then images.
-    """
-    taps = window[0][2] * window[1][2] if window else 1
-    room = shape[1] // taps
-    samples = prod(dy.shape[:-1]) if features_last else dy.shape[1]
-    tile = choose_tile((shape[0], room), out.size / taps)
-    steps, parts = ceil_div(samples, 32 * VEC), ceil_div(room, tile.columns)
-    tiles = ceil_div(shape[0], tile.rows), taps * parts
+    """As `minidl.cuda.csb.csb_sampled`, nothing empty."""
+    samples = dy.shape[0 if features_last else 1]
+    tile, steps = choose_tile(shape, out.size), ceil_div(samples, 32 * VEC)
+    tiles = ceil_div(shape[0], tile.rows), ceil_div(shape[1], tile.columns)
     chunks = max(1, min(ceil_div(BLOCKS_WANTED, tiles[0] * tiles[1]), steps // LEAST_STEPS))
-    convolution = {"window": window} if window else {}
     problem = argument(
-        _CONVOLUTION if window else _PROBLEM, dy_pitch=rows(dy)[2], x_pitch=rows(x)[2], samples=samples, nnz=out.size,
-        rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), room=room, parts=parts, tiles_m=tiles[0],
-        tiles_n=tiles[1], steps=steps, chunks=chunks, accumulate=accumulate and chunks == 1, **convolution,
+        _PROBLEM, dy_pitch=rows(dy)[2], x_pitch=rows(x)[2], samples=samples, nnz=out.size,
+        rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), tiles_m=tiles[0],
+        tiles_n=tiles[1], steps=steps, chunks=chunks, accumulate=accumulate and chunks == 1,
     )  # fmt: skip
     defines = {"SIDE": side, "TALL": tile.rows, "WIDE": tile.columns, "VEC": VEC, "STAGES": STAGES}
-    defines |= {"FEATURES_LAST": int(features_last), "CONV": int(window is not None)}
+    defines["FEATURES_LAST"] = int(features_last)
     for name, array in (("VEC_DY", dy), ("VEC_X", x)):
         defines[name] = 4 if not features_last and vector_width(array) >= 4 else 1
     grid = tiles[0] * tiles[1] * chunks

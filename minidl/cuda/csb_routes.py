@@ -21,7 +21,7 @@ __all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_route
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
 # Density and samples from which three narrower products of the expanded matrix beat float32 ones of its elements.
-SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.07, "bf16x3": 0.04}, 128
+SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.07, "bf16x3": 0.03}, 128
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
 

@@ -22,8 +22,7 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS
-// (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
 // x), VEC_Y (floats per store, features first: VEC or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
 // copies no x).
 #include "csb_tensor.cuh"
@@ -166,32 +165,29 @@ DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
     }
 }
 
-// The next COUNT items of one output feature.
-template <int COUNT>
-DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
-    u32 offset[COUNT];
-    float weight[COUNT], values[COUNT][VEC];
-    if constexpr (COUNT == 1) {
-        const uint2 item = *reinterpret_cast<const uint2*>(items);
-        offset[0] = item.x, weight[0] = __uint_as_float(item.y);
-    } else {
+// The next four items of one output feature, or `count` of them: all loads before the first multiply-add.
+template <bool ALL>
+DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x, u32 count) {
+    u32 offset[4];
+    float weight[4], values[4][VEC];
 #pragma unroll
-        for (int k = 0; k < COUNT; k += 2) {
-            const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
-            offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
-            offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
-        }
+    for (int k = 0; k < 4; k += 2) {
+        const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
+        offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
+        offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
     }
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, offset[k]);
+    for (int k = 0; k < 4; ++k)
+        if (ALL || k < count) load_x(values[k], x, offset[k]);
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k)
+    for (int k = 0; k < 4; ++k)
+        if (ALL || k < count)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
+            for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
 }
 
-// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
-// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
+// Lists of sparse matrices have a few items for each row: the last up to four of them go without a branch, since what
+// a row costs is the time that its loads are on their way.
 DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
     const unsigned char* items = list + 8 * HEADER;
     u32 counts = 0;  // of four output features
@@ -199,15 +195,10 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const u
     for (int i = 0; i < UNIT; ++i) {
         if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
         u32 count = counts >> 8 * (i % 4) & 255;
-#if FOURS
 #pragma unroll 1
-        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
-        if (count & 2) take<2>(sum[i], items, x), items += 16;
-#else
-#pragma unroll 1
-        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
-#endif
-        if (count & 1) take<1>(sum[i], items, x), items += 16;
+        for (; count > 4; count -= 4, items += 32) take<true>(sum[i], items, x, 4);
+        take<false>(sum[i], items, x, count);
+        items += 8 * (count + 1 & ~1);
     }
 }
 
@@ -221,56 +212,6 @@ struct Features {
     }
     __device__ __forceinline__ int operator[](int i) const { return words[i / 4] >> 8 * (i % 4) & 255; }
 };
-
-#ifdef AHEAD
-DEVICE uint4 load_pair(u32 address) {
-    uint4 v;
-    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-DEVICE void load_values(float (&v)[VEC], u32 address) {
-    if constexpr (FEATURES_LAST) {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(address + j * 128 * PITCH));
-    } else if constexpr (VEC == 4) {
-        asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[VEC - 2]), "=f"(v[VEC - 1]) : "r"(address));
-    }
-}
-DEVICE void multiply_ahead(float (&sum)[UNIT][VEC], u32 list, u32 x) {
-    u32 items = list + 8 * HEADER;
-    uint4 next = load_pair(items);
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < UNIT; ++i) {
-        if (i % 4 == 0) asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(word) : "r"(list + i));
-        u32 count = word >> 8 * (i % 4) & 255;
-#pragma unroll 1
-        for (; count >= 2; count -= 2) {
-            const u32 first = x + next.x, second = x + next.z;
-            const float w0 = __uint_as_float(next.y), w1 = __uint_as_float(next.w);
-            items += 16;
-            next = load_pair(items);
-            float a[VEC], b[VEC];
-            load_values(a, first);
-            load_values(b, second);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(w0, a[v], sum[i][v]);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(w1, b[v], sum[i][v]);
-        }
-        if (count) {
-            const u32 first = x + next.x;
-            const float w0 = __uint_as_float(next.y);
-            items += 16;
-            next = load_pair(items);
-            float a[VEC];
-            load_values(a, first);
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[i][v] = fmaf(w0, a[v], sum[i][v]);
-        }
-    }
-}
-#endif
 
 // Bias and ReLU.
 DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int first,
@@ -370,12 +311,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             const u32 list = note[warp];
             last = note[UNITS];
             if (PHASE != 1 && list != NONE)
-#ifdef AHEAD
-                multiply_ahead(sum, shared + ring.index * STAGE + list, shared + ring.index * STAGE +
-#else
-                multiply(sum, stage + list, stage +
-#endif
-                         (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();

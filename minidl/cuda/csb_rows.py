@@ -30,6 +30,7 @@ FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
+BALANCED_FROM = 2.5e8  # multiply-adds from which counting rows costs less than the waiting that it saves
 DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
 
 PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
@@ -44,12 +45,15 @@ _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} par
 
 
 class RowsTile(NamedTuple):
-    """What a block of csb_rows.cu owns and holds: the macros of the same names."""
+    """What a block of csb_rows.cu owns and holds: the macros of the same names.
+
+    ``balanced``: whether rows are counted first and dealt evenly to warps.
+    """
 
     units: int
     vec: int
     part: int
-    fours: bool
+    balanced: bool
     capacity: int
     stages: int
 
@@ -107,7 +111,8 @@ def choose_tile(
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    tile = RowsTile(units, vec, part, part * density >= 4, 0, 0)
+    balanced = features * depth * density * samples >= BALANCED_FROM
+    tile = RowsTile(units, vec, part, balanced, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     room = device.shared_per_block - tile.fixed_bytes(features_last)
@@ -143,15 +148,18 @@ def lists(
     slots = empty((indices.size + out * steps * (tile.features + tile.units * HEADER) + 2, 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
     units = empty((out * tile.units, steps, 2), np.uint32)
-    order, places = (empty((out, tile.features), np.uint8) for _ in range(2))
+    order = empty((out, tile.features), np.uint8)
+    counts = zeros(1 + (out * tile.features if tile.balanced else 0), np.uint32)  # the first: slots that are taken
     problem = argument(
         _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
         room=room, scale=4 if features_last else 128 * tile.vec,
     )  # fmt: skip
     defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": tile.features}
-    launch("csb_lists", "csb_order_kernel", out, 1024, indptr, indices, order, places, problem, defines=defines)
-    arrays = indptr, indices, values, order, places, slots, units, zeros(1, np.uint32)
-    defines |= {"PART": tile.part}
+    if tile.balanced:
+        blocks = ceil_div(indptr.size - 1, 8)
+        launch("csb_lists", "csb_count_kernel", blocks, 256, indptr, indices, counts, problem, defines=defines)
+    arrays = indptr, indices, values, counts, order, slots, units
+    defines |= {"PART": tile.part, "BALANCED": int(tile.balanced)}
     launch("csb_lists", "csb_lists_kernel", out * steps, 2 * tile.features, *arrays, problem, defines=defines)
     return slots, units, order
 
@@ -205,7 +213,7 @@ def multiply(
     )  # fmt: skip
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "FOURS": int(tile.fours), "CAPACITY": tile.capacity,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": 1 if features_last or y.shape[-1] % tile.vec else tile.vec, "PHASE": PHASES[phase],
     }  # fmt: skip

@@ -4,7 +4,7 @@
 // rest * head are summed in float32.
 //
 // Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample, and infinities become
-// NaN. Error: what is left out is at most 2^-20 (bf16: 3 * 2^-18 and a little) of a product; the unit cuts each of the
+// NaN. Error: what is left out is at most 2^-20 (bf16: 3 * 2^-16 and a little) of a product; the unit cuts each of the
 // 3 * depth / 8 sums that it adds up at 2^-23 of the total: a bound of its own, stated in docs/sparse.md and tested.
 //
 // In shared memory the summed features of a tile are permuted, so that a lane's fragments of x are whole float4: the

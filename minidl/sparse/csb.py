@@ -265,7 +265,7 @@ class CSBMatrix:
             split: on a Hopper GPU float32 products may be taken as three products of narrower numbers where `route`
                 says so: faster for all but the sparsest matrices, and structural zeros are multiplied. ``"tf32x3"``
                 is off by some 2^-20 of ``|A||x|`` and what tensor cores lose in sums, ``"bf16x3"``, twice as fast, by
-                up to 2^-16.
+                up to 2^-14.
 
         Raises:
             ValueError: shapes that do not fit; ``split`` of 16-bit arrays or on the CPU.
