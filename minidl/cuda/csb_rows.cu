@@ -7,14 +7,14 @@
 // unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
 // With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
 // lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
-// several, x with each. Units hold features in the order that spreads elements evenly; features last, 32 samples of a
-// tile at a time go through shared memory to be written in theirs.
+// several, x with each.
 //
-//   slots, units, order   csb_lists.cu                                (8 bytes);  (unit, part);  (tile, place) u8
+//   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
-// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: RowsTile.shared_bytes.
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * RowsTile.stage_bytes
+// + 32 + 4 * SAMPLES.
 // FLOP: 2 nnz samples. Bytes: 8 nnz per sample tile, x once per tile of output features, y once. The bound is shared
 // memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
@@ -22,8 +22,9 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
-// x), VEC_Y (floats per store, features first: VEC or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS
+// (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
 // copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
@@ -31,7 +32,7 @@
 struct Problem {
     i64 x_pitch, samples;
     int features, depth;
-    int steps;         // of the lists
+    int units, steps;  // of the lists
     int tiles_down;    // tiles of output features
     int tiles;
     int relu;
@@ -50,9 +51,6 @@ constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
-constexpr int BUFFER = STAGES * (STAGE + NOTES + 16) + 32 + (CONV ? 4 * SAMPLES : 0);  // where y goes to be written
-constexpr int OUT = 16 * UNITS;                                                        // features of a tile
-constexpr int OUT_PITCH = OUT + 1;                                                     // floats from sample to sample of y in shared memory
 
 // ---- what the fetching warps do
 
@@ -165,29 +163,32 @@ DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
     }
 }
 
-// The next four items of one output feature, or `count` of them: all loads before the first multiply-add.
-template <bool ALL>
-DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x, u32 count) {
-    u32 offset[4];
-    float weight[4], values[4][VEC];
+// The next COUNT items of one output feature.
+template <int COUNT>
+DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
+    u32 offset[COUNT];
+    float weight[COUNT], values[COUNT][VEC];
+    if constexpr (COUNT == 1) {
+        const uint2 item = *reinterpret_cast<const uint2*>(items);
+        offset[0] = item.x, weight[0] = __uint_as_float(item.y);
+    } else {
 #pragma unroll
-    for (int k = 0; k < 4; k += 2) {
-        const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
-        offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
-        offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
+        for (int k = 0; k < COUNT; k += 2) {
+            const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
+            offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
+            offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
+        }
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-        if (ALL || k < count) load_x(values[k], x, offset[k]);
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, offset[k]);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-        if (ALL || k < count)
+    for (int k = 0; k < COUNT; ++k)
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
+        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
 }
 
-// Lists of sparse matrices have a few items for each row: the last up to four of them go without a branch, since what
-// a row costs is the time that its loads are on their way.
+// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
+// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
 DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
     const unsigned char* items = list + 8 * HEADER;
     u32 counts = 0;  // of four output features
@@ -195,31 +196,23 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const u
     for (int i = 0; i < UNIT; ++i) {
         if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
         u32 count = counts >> 8 * (i % 4) & 255;
+#if FOURS
 #pragma unroll 1
-        for (; count > 4; count -= 4, items += 32) take<true>(sum[i], items, x, 4);
-        take<false>(sum[i], items, x, count);
-        items += 8 * (count + 1 & ~1);
+        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
+        if (count & 2) take<2>(sum[i], items, x), items += 16;
+#else
+#pragma unroll 1
+        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
+#endif
+        if (count & 1) take<1>(sum[i], items, x), items += 16;
     }
 }
 
-// The output features, within their tile, that a warp holds.
-struct Features {
-    u32 words[UNIT / 4];
-
-    __device__ __forceinline__ Features(const u8* __restrict__ order) {
-        const uint4 v = *reinterpret_cast<const uint4*>(order);
-        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    }
-    __device__ __forceinline__ int operator[](int i) const { return words[i / 4] >> 8 * (i % 4) & 255; }
-};
-
 // Bias and ReLU.
-DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int first,
-                   const Features& features) {
+DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int feature) {
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        const int feature = first + features[i];
-        const float shift = bias && feature < p.features ? bias[feature] : 0.0f;
+        const float shift = bias && feature + i < p.features ? bias[feature + i] : 0.0f;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             if (bias) sum[i][v] += shift;
@@ -229,50 +222,71 @@ DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, cons
 }
 
 #if FEATURES_LAST
-DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int first,
-                  const Features& features, float* buffer) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// Four lanes swap fours of values: lane i gets the i-th four of each.
+DEVICE void swap_fours(float (&v)[UNIT]) {
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        warpgroups_sync<32 * UNITS>(2);
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i) buffer[lane * OUT_PITCH + features[i]] = sum[i][j];
-        warpgroups_sync<32 * UNITS>(2);
-#pragma unroll 1
-        for (int row = warp; row < 32; row += UNITS) {
-            const i64 sample = tile + 32 * j + row;
-            if (sample >= p.samples) break;
-            float* const to = y + sample * p.features + first;
-#pragma unroll
-            for (int f = lane; f < OUT; f += 32)
-                if (first + f < p.features) to[f] = buffer[row * OUT_PITCH + f];
+        for (int i = 0; i < UNIT; ++i) {
+            if (i / 4 & bit) continue;
+            const float given = upper ? v[i] : v[i + 4 * bit];
+            const float taken = __shfl_xor_sync(0xffffffffu, given, bit);
+            if (upper) v[i] = taken;
+            else v[i + 4 * bit] = taken;
         }
     }
 }
-#else
-DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int first,
-                  const Features& features) {
-    const i64 sample = tile + threadIdx.x % 32 * VEC;
-#pragma unroll
-    for (int i = 0; i < UNIT; ++i) {
-        const int feature = first + features[i];
-        if (feature >= p.features) continue;
-        float* const to = y + feature * p.samples + sample;
-        if constexpr (VEC_Y == VEC) {
-            if (sample < p.samples) store<float, VEC>(to, sum[i]);
-        } else {
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (sample + j < p.samples) to[j] = sum[i][j];
-        }
-    }
-}
+
 #endif
 
+DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int feature) {
+    const int lane = threadIdx.x % 32;
+#if FEATURES_LAST
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        float v[UNIT];
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
+        if constexpr (VEC_Y == 4) {
+            swap_fours(v);
+            const int first = feature + lane % 4 * 4;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
+                if (sample < p.samples && first < p.features)
+                    *reinterpret_cast<float4*>(y + sample * p.features + first) =
+                        make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+            }
+        } else {
+            const i64 sample = tile + 32 * j + lane;
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i)
+                if (sample < p.samples && feature + i < p.features) y[sample * p.features + feature + i] = v[i];
+        }
+    }
+#else
+    const i64 sample = tile + lane * VEC;
+    float* to = y + feature * p.samples + sample;
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        if (feature + i < p.features) {
+            if constexpr (VEC_Y == VEC) {
+                if (sample < p.samples) store<float, VEC>(to, sum[i]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < VEC; ++j)
+                    if (sample + j < p.samples) to[j] = sum[i][j];
+            }
+        }
+        to += p.samples;
+    }
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const u8* __restrict__ order,
-                const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
-                const __grid_constant__ Problem p) {
+csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const float* __restrict__ x,
+                const float* __restrict__ bias, float* __restrict__ y, const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
     const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + 32, full = notes + STAGES * NOTES;
     const u32 empty = full + 8 * STAGES;
@@ -288,7 +302,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const int unit = tile % p.tiles_down * UNITS + lane;
             const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
-            const bool there = lane < UNITS;
+            const bool there = lane < UNITS && unit < p.units;
             const uint2* const lists = units + i64(unit) * p.steps;
             uint2 next = there ? lists[0] : make_uint2(0, 0);
             for (int step = 0; step < p.steps; ++step) {
@@ -316,14 +330,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        const int first = tile % p.tiles_down * OUT;
-        const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
-        const Features features(order + first + warp * UNIT);
-        if (bias || p.relu) finish(sum, bias, p, first, features);
-#if FEATURES_LAST
-        write(y, sum, p, sample, first, features, reinterpret_cast<float*>(stages + BUFFER));
-#else
-        write(y, sum, p, sample, first, features);
-#endif
+        const int feature = (tile % p.tiles_down * UNITS + warp) * UNIT;
+        if (bias || p.relu) finish(sum, bias, p, feature);
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, feature);
     }
 }

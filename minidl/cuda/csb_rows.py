@@ -24,13 +24,12 @@ __all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", 
 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
-UNIT = 16  # output features of a warp
+OUT, UNIT = 64, 16  # output features of a part of csb_lists.cu, and of a warp
 HEADER = 4  # slots of a list before its items
 FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
-BALANCED_FROM = 2.5e8  # multiply-adds from which counting rows costs less than the waiting that it saves
 DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
 
 PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
@@ -39,27 +38,20 @@ PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
 WINDOW = np.dtype([("down", AXIS), ("across", AXIS), ("channels", np.int32), ("room", np.int32)])
 
-_LISTS = struct("", "rows columns across steps parts taps room scale")
-_FIELDS = "x_pitch samples", "features depth steps tiles_down tiles relu"
+_LISTS = struct("", "rows columns across steps parts room scale")
+_FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} parts", ("window", WINDOW))
 
 
 class RowsTile(NamedTuple):
-    """What a block of csb_rows.cu owns and holds: the macros of the same names.
-
-    ``balanced``: whether rows are counted first and dealt evenly to warps.
-    """
+    """What a block of csb_rows.cu owns and holds: the macros of the same names."""
 
     units: int
     vec: int
     part: int
-    balanced: bool
+    fours: bool
     capacity: int
     stages: int
-
-    @property
-    def features(self) -> int:
-        return self.units * UNIT
 
     @property
     def unit_slots(self) -> int:
@@ -70,13 +62,6 @@ class RowsTile(NamedTuple):
         """Shared memory of a stage: x, lists, notes, barriers."""
         x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
         return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
-
-    def fixed_bytes(self, features_last: bool) -> int:
-        """Shared memory besides the stages: pixels of a convolution, output on its way."""
-        return 32 + (128 * self.vec + 128 * (self.features + 1) if features_last else 0)
-
-    def shared_bytes(self, features_last: bool) -> int:
-        return self.stages * self.stage_bytes(features_last) + self.fixed_bytes(features_last)
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -111,12 +96,10 @@ def choose_tile(
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    balanced = features * depth * density * samples >= BALANCED_FROM
-    tile = RowsTile(units, vec, part, balanced, 0, 0)
+    tile = RowsTile(units, vec, part, part * density >= 4, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
-    room = device.shared_per_block - tile.fixed_bytes(features_last)
-    return tile._replace(stages=min(6, room // tile.stage_bytes(features_last)))
+    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
 
 
 def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
@@ -129,39 +112,33 @@ def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
 
 
 def lists(
-    tile: RowsTile,
     indptr: Any,
     indices: Any,
     values: Any,
     shape: Pair,
     side: int,
     transposed: bool,
-    features_last: bool,
+    scale: int,
+    part: int,
     taps: int = 1,
-) -> tuple[Any, Any, Any]:
-    """(slots, units, order) of csb_lists.cu."""
+) -> tuple[Any, Any]:
+    """(slots, units) of csb_lists.cu."""
     room = shape[1] // taps
     features, summed = (room, shape[0]) if transposed else (shape[0], room)
-    out, parts = ceil_div(features, tile.features), ceil_div(summed, tile.part)
+    out, parts = ceil_div(features, OUT), ceil_div(summed, part)
     steps = taps * parts
     # Each output feature of a part may have a pad, each unit a header.
-    slots = empty((indices.size + out * steps * (tile.features + tile.units * HEADER) + 2, 2), np.uint32)
+    slots = empty((indices.size + out * steps * (OUT + OUT // UNIT * HEADER) + 2, 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
-    units = empty((out * tile.units, steps, 2), np.uint32)
-    order = empty((out, tile.features), np.uint8)
-    counts = zeros(1 + (out * tile.features if tile.balanced else 0), np.uint32)  # the first: slots that are taken
+    units = empty((out * (OUT // UNIT), steps, 2), np.uint32)
     problem = argument(
-        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
-        room=room, scale=4 if features_last else 128 * tile.vec,
+        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, room=room,
+        scale=scale,
     )  # fmt: skip
-    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": tile.features}
-    if tile.balanced:
-        blocks = ceil_div(indptr.size - 1, 8)
-        launch("csb_lists", "csb_count_kernel", blocks, 256, indptr, indices, counts, problem, defines=defines)
-    arrays = indptr, indices, values, counts, order, slots, units
-    defines |= {"PART": tile.part, "BALANCED": int(tile.balanced)}
-    launch("csb_lists", "csb_lists_kernel", out * steps, 2 * tile.features, *arrays, problem, defines=defines)
-    return slots, units, order
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "PART": part}
+    arrays = indptr, indices, values, slots, units, zeros(1, np.uint32)
+    launch("csb_lists", "csb_lists_kernel", out * steps, 128, *arrays, problem, defines=defines)
+    return slots, units
 
 
 def matmul(
@@ -173,7 +150,8 @@ def matmul(
     features, depth = shape[::-1] if transposed else shape
     samples, density = count if features_last else length, indices.size / (features * depth)
     tile = tile or choose_tile(features, depth, samples, density, features_last, current_device())
-    made = lists(tile, indptr, indices, values, shape, side, transposed, features_last)
+    scale = 4 if features_last else 128 * tile.vec
+    made = lists(indptr, indices, values, shape, side, transposed, scale, tile.part)
     multiply(tile, *made, x, y, features_last, bias, relu)
 
 
@@ -190,35 +168,36 @@ def convolve(
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
     tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
-    made = lists(tile, indptr, indices, values, shape, side, transposed, True, taps)
+    made = lists(indptr, indices, values, shape, side, transposed, 4, tile.part, taps)
     parts = made[1].shape[1] // taps
     multiply(tile, *made, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
 
 def multiply(
-    tile: RowsTile, slots: Any, units: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
+    tile: RowsTile, slots: Any, units: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
     phase: str = "all", **convolution: Any,
 ) -> None:  # fmt: skip
     """The product of `lists` made for this tile; ``phase``: one of `PHASES`, to take times apart."""
     count, length, pitch = rows(x)
     features = y.shape[-1] if features_last else y.shape[0]
     samples = prod(y.shape[:-1]) if features_last else y.shape[1]
-    down = ceil_div(features, tile.features)
+    down = ceil_div(features, tile.units * UNIT)
     tiles = down * ceil_div(samples, 32 * tile.vec)
     assert tiles < 2**31, y.shape
     problem = argument(
         _CONVOLUTION if convolution else _PROBLEM, x_pitch=pitch, samples=samples, features=features,
-        depth=length if features_last else count, steps=units.shape[1], tiles_down=down, tiles=tiles, relu=relu,
-        **convolution,
+        depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
+        tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
+    wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "FOURS": int(tile.fours), "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
-        "VEC_Y": 1 if features_last or y.shape[-1] % tile.vec else tile.vec, "PHASE": PHASES[phase],
+        "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
+    shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec
     grid = min(tiles, current_device().multiprocessors)
-    arrays = slots, units, order, x, bias, y
+    arrays = slots, units, x, bias, y
     threads = 32 * tile.units + FETCHERS
-    shared = tile.shared_bytes(features_last)
     launch("csb_rows", "csb_rows_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)
