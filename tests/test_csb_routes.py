@@ -15,7 +15,8 @@ from minidl.cuda.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.csb_tensor import SPLITS
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import bfloat16, float16, float32, precision
+from minidl.sparse import layers
 from tests.reference import csb as reference
 from tests.tolerance import draw, draw_integers
 
@@ -274,6 +275,15 @@ def test_float32_is_multiplied_strictly_unless_allowed_otherwise():
     assert choose_route(_product(density=0.2, split="tf32x3"), H200) == "split"
     assert choose_route(_product(density=0.02, split="tf32x3"), H200) == "rows"
     assert choose_route(_product(density=0.2, split="tf32x3"), A100) == "generic"
+
+
+def test_layers_split_products_as_their_precision_permits():
+    """By none that is less exact than the precision itself."""
+    for name, allowed in (("fp32", None), ("tf32", "bf16x3"), ("tf32x3", "tf32x3")):
+        assert layers.SPLITS[precision(name).tf32] == allowed
+        assert allowed is None or choose_route(_product(density=0.2, split=allowed), H200) == "split"
+    assert choose_route(_product(density=0.05, split="bf16x3"), H200) == "split"
+    assert choose_route(_product(density=0.02, split="bf16x3"), H200) == "rows"
 
 
 def test_split_products_of_16_bit_arrays_are_refused():

@@ -205,7 +205,7 @@ DEVICE void list(Shared& s, const Elements& elements, int base, const Pass& pass
         for (int w = 0; w < WORDS - 1; ++w)
             if (w < column / 32) rank += __popc(s.mask[row][w]);
         if (0 <= rank && rank < pass.count) {
-            s.items[rank] = 4 * (row * Left::FEATURE << 16 | column * Right::FEATURE);
+            s.items[rank] = 4u * (static_cast<u32>(row * Left::FEATURE) << 16 | column * Right::FEATURE);
             s.elements[rank] = e;
         }
     });
