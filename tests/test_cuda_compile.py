@@ -321,9 +321,10 @@ def _sparse_products() -> None:
         wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
         ops.csb_matmul(*pattern, values, wide, *where, features_last=last)
         if dtype == float32:
-            ops.csb_matmul(*pattern, values, wide, *where, features_last=last, tf32x3=True)
+            for split in ("tf32x3", "bf16x3"):
+                ops.csb_matmul(*pattern, values, wide, *where, features_last=last, split=split)
             few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
-            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
+            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, split="tf32x3")
 
 
 def call_csb_conv2d() -> None:
