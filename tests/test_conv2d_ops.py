@@ -108,9 +108,9 @@ def pitched(ops, host, before=3, after=2):
     return ops.from_host(wide)[..., before : before + host.shape[-1]]
 
 
-def weight_gradient(ops, dy, x, case, start=None):
+def weight_gradient(ops, dy, x, case, start=None, tf32=False):
     out = ops.from_host(np.full(case.w, np.nan, np.float32) if start is None else start)
-    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None)
+    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None, tf32=tf32)
     return ops.to_host(out)
 
 

@@ -249,7 +249,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         output += i64(work.part) * p.rows * columns + filter_row * 3 * p.channels;
         finish<128 * WARPGROUPS>(sum, base, [&](int, int j, float4 quad) {
             const int channel = work.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
-            put_quad(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);
+            put_quad<8>(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);
         });
     }
 }

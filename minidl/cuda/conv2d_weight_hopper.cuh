@@ -25,13 +25,14 @@ DEVICE void put(float* to, float first, float second, bool add) {
     }
 }
 
-// Four accumulators of a thread: two columns from `channel` on of a row and of the row 8 further down.
+// Four accumulators of a thread: two columns from `channel` on of a row and of the row DOWN further down.
 // output: the gradient from some tap's first channel on; rows, columns, channels: of all of it.
+template <int DOWN>
 DEVICE void put_quad(float* output, float4 quad, int row, int rows, int columns, int channel, int channels, bool add) {
     if (channel >= channels) return;
     float* const to = output + i64(row) * columns + channel;
     if (row < rows) put(to, quad.x, quad.y, add);
-    if (row + 8 < rows) put(to + 8 * i64(columns), quad.z, quad.w, add);
+    if (row + DOWN < rows) put(to + DOWN * i64(columns), quad.z, quad.w, add);
 }
 
 // Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's

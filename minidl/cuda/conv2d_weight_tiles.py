@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 from minidl.cuda.conv2d_family import Choice
@@ -19,6 +20,8 @@ __all__ = [
     "HALO",
     "ITEMSIZE",
     "SPAN",
+    "TF32_TILES",
+    "THREE_TILES",
     "TILES",
     "WORKERS",
     "Division",
@@ -30,10 +33,13 @@ __all__ = [
     "halo_views",
     "normalizes",
     "options",
+    "span_of",
     "taken",
+    "tiles_of",
 ]
 
-SPAN = 64  # channels, filters, and pixels of a block of a stage
+SPAN = 64  # channels, filters, and pixels of a block of a stage; of float32 half as many
+ROW_BYTES = 128  # of a block
 ITEMSIZE = 2
 SHARED_BYTES = 227 * 1024  # that a block may have
 WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
@@ -43,7 +49,8 @@ class WeightTile(NamedTuple):
     """Rows x columns of the gradient that a block computes.
 
     Attributes:
-        rows, columns: the macros TILE_M and TILE_N, multiples of 64.
+        rows, columns: the macros TILE_M and TILE_N, multiples of 64; each warp of those of float32 has 64 x 64 of them,
+            or half or a quarter as many.
         warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
         stages, resident: the macros STAGES and RESIDENT.
     """
@@ -66,7 +73,7 @@ class WeightTile(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Stages, later reused for the sums."""
-        stages = self.stages * ITEMSIZE * SPAN * (self.rows + self.columns)
+        stages = self.stages * ROW_BYTES * (self.rows + self.columns)
         return max(stages, 4 * self.rows * self.columns) + 1024
 
     @property
@@ -89,6 +96,30 @@ TILES = (
     WeightTile(64, 128, (1, 2), 4, 2),
     WeightTile(64, 64, (1, 1), 6, 2),
 )
+TF32_TILES = (
+    WeightTile(256, 128, (2, 1), 4, 1),
+    WeightTile(128, 256, (2, 1), 4, 1),
+    WeightTile(128, 128, (2, 1), 6, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(128, 64, (1, 1), 4, 2),
+    WeightTile(64, 128, (1, 1), 4, 2),
+    WeightTile(64, 64, (1, 1), 4, 3),
+)
+THREE_TILES = (
+    WeightTile(128, 64, (2, 1), 6, 1),
+    WeightTile(64, 128, (1, 2), 6, 1),
+    WeightTile(64, 64, (1, 1), 6, 2),
+)
+
+
+def span_of(tf32: int) -> int:
+    """Channels, filters and pixels of a block. ``tf32``: products that stand for one of float32; 0: 16-bit types."""
+    return SPAN // 2 if tf32 else SPAN
+
+
+def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
+    return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
 
 
 class HaloTile(NamedTuple):
@@ -178,6 +209,7 @@ class _Candidate(NamedTuple):
     Attributes:
         steps: stages that make up the sum.
         tiles: of the gradient.
+        itemsize: bytes of a value of x.
         copied: bytes of a stage.
         step: microseconds that a multiprocessor is busy with a stage of a tile.
     """
@@ -186,6 +218,7 @@ class _Candidate(NamedTuple):
     division: Division
     steps: int
     tiles: int
+    itemsize: int
     copied: int
     step: float
 
@@ -194,6 +227,9 @@ class _Candidate(NamedTuple):
 # Microseconds, and what goes through in one.
 _PRODUCTS = 2.96e6  # multiply-adds of a multiprocessor
 _HALO_PRODUCTS = 4.24e6
+# In TF32 by rows x columns of a warp, in three such products for each.
+_TF32_PRODUCTS = {64 * 64: 1.0e6, 64 * 32: 0.85e6, 32 * 32: 0.6e6}
+_THREE_PRODUCTS = 0.3e6
 _COPIED = 1.15e5  # bytes that a multiprocessor copies into stages
 _FETCHED = 9.0e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
@@ -212,9 +248,9 @@ FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tri
 CLUSTERS = 1, 2
 
 
-def choose(conv: Convolution, normalized: bool = False) -> tuple[WeightTile | HaloTile, Division]:
+def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    best = min(_candidates(conv, normalized), key=lambda candidate: _microseconds(conv, candidate))
+    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
 
 
@@ -226,21 +262,22 @@ def normalizes(conv: Convolution) -> bool:
     return together < apart + _SECOND + 2 * x / _PASSED
 
 
-def options(conv: Convolution) -> list[Choice]:
+def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
     """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
-    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv)))
+    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
     found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
     return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
 
 
 @functools.lru_cache(maxsize=1024)
 def taken(
-    choice: Choice | None, conv: Convolution, normalized: bool = False
+    choice: Choice | None, conv: Convolution, normalized: bool = False, tf32: int = 0
 ) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
         return None
-    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else [])) if not normalized or _spare(tile)}
+    every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
+    tiles = {tile.name: tile for tile in every if not normalized or _spare(tile)}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
@@ -249,17 +286,18 @@ def _spare(tile: WeightTile | HaloTile) -> bool:
     return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
 
 
-def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candidate]:
+def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
     """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
     or not at all.
     """
-    spans = ceil_div(conv.channels, SPAN)
-    blocks, steps = conv.kernel[0] * conv.kernel[1] * spans, ceil_div(conv.pixels, SPAN)
-    least = round_up(conv.out_channels, SPAN) * blocks * SPAN  # by the smallest tile
-    lines, odd = reads(conv.channels, ITEMSIZE)
+    span = span_of(tf32)
+    itemsize = ROW_BYTES // span
+    blocks, steps = conv.kernel[0] * conv.kernel[1] * ceil_div(conv.channels, span), ceil_div(conv.pixels, span)
+    least = round_up(conv.out_channels, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
+    lines, odd = reads(conv.channels, itemsize)
     slower = 1 + _CROSSING * lines + _ODD * odd
-    for tile in TILES:
-        tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
+    for tile in tiles_of(tf32):
+        tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // span)
         area = tile.rows * tile.columns
         if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
             continue
@@ -268,34 +306,41 @@ def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candid
         for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns)
-                step = max(SPAN * area / _PRODUCTS, copy * slower, normalized * tile.columns // SPAN * _NORMALIZED)
-                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], copied, step)
-    grid = halo(conv)
+                copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns, span)
+                product = span * area / _rate(tile, tf32)
+                step = max(product, copy * slower, normalized * tile.columns // SPAN * _NORMALIZED)
+                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], itemsize, copied, step)
+    grid = None if tf32 else halo(conv)
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
-        tiles = ceil_div(conv.out_channels, SPAN), spans
+        tiles = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
         for division in _divisions(tiles[0] * tiles[1], steps, 1):
-            copied, copy = _copy(tiles, division, 1, SPAN, SPAN)
+            copied, copy = _copy(tiles, division, 1, SPAN, SPAN, SPAN)
             step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
-            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], copied, step)
+            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], itemsize, copied, step)
 
 
-def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: int) -> tuple[int, float]:
+def _rate(tile: WeightTile, tf32: int) -> float:
+    """Multiply-adds of a multiprocessor in a microsecond."""
+    if tf32 == 1:
+        return _TF32_PRODUCTS[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
+    return _THREE_PRODUCTS if tf32 else _PRODUCTS
+
+
+def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: int, span: int) -> tuple[int, float]:
     """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor."""
     # The hardware fills one group after the other with blocks, but deals out clusters among the groups.
     members, count = range(resident * _MEMBERS), tiles[0] * tiles[1]
     if division.cluster > 1:
         members = [turn * WORKERS // 2 + index for turn in range(resident) for index in _DEALT]
-    fetched, width = set(), columns // SPAN
+    fetched, width = set(), columns // span
     for part, tile in (divmod(index, count) for index in members if index < count * division.parts):
         m, n = divmod(tile, tiles[1])
-        fetched |= {(part, "dy", block) for block in range(m * rows // SPAN, (m + 1) * rows // SPAN)}
+        fetched |= {(part, "dy", block) for block in range(m * rows // span, (m + 1) * rows // span)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
         fetched |= {(part, "x", block) for block in range(n * width, (n + 1) * width)}
-    line = ITEMSIZE * SPAN
-    copied = line * (rows + columns)
-    return copied, max(copied / _COPIED, line * SPAN * len(fetched) * division.cluster / _FETCHED / resident)
+    copied = ROW_BYTES * (rows + columns)
+    return copied, max(copied / _COPIED, ROW_BYTES * span * len(fetched) * division.cluster / _FETCHED / resident)
 
 
 def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
@@ -310,7 +355,7 @@ def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
 
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     """Roughly the time that it takes."""
-    tile, division, steps, tiles, copied, step = candidate
+    tile, division, steps, tiles, itemsize, copied, step = candidate
     resident = tile.resident if isinstance(tile, WeightTile) else 1
     share = ceil_div(tiles * division.chunks, WORKERS)
     rounds = share + (_ALONE - 1 if share % resident else 0)
@@ -319,7 +364,7 @@ def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     around = _START + gradient / tiles / _WRITTEN + merged
     busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
-    memory = ITEMSIZE * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
+    memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
     waited = memory / _MEMORY + _START
     time = max(busy, waited) + _EXPOSED * min(busy, waited)
     if division.parts > 1:
