@@ -54,6 +54,7 @@ KIND = pytest.mark.parametrize(("storage", "tf32"), KINDS.values(), ids=KINDS)
 TILES = [(tile, 0) for tile in (*hopper.TILES, hopper.HALO)]
 TILES += [(tile, tf32) for tf32 in (1, 3) for tile in hopper.tiles_of(tf32)]
 EVERY_TILE = pytest.mark.parametrize(("tile", "tf32"), TILES, ids=[f"{tile.name}-{tf32}" for tile, tf32 in TILES])
+DIVISIONS = (1, 1), (3, 1), (2, 2), (1, 2)
 H200 = BUILT_IN["H200"]
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
 
@@ -279,22 +280,23 @@ def test_equals_definition_and_accumulates(hopper_ops, case, storage, tf32, name
     assert_close(added, start + expected, terms=case.terms[2] + 1, scale=CUT)
 
 
-@EVERY_TILE
-@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (3, 1), (2, 2), (1, 2)])
-def test_every_tile_equals_definition(hopper_ops, tile, tf32, parts, cluster, rng, taking):
+@cases(CASES)
+@pytest.mark.parametrize("kind", ["bf16", "tf32", "tf32x3"])
+def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
     """Bit by bit, on whole numbers: as one sum, too, where a tensor core's cuts of a long sum would add up."""
-    storage = float32 if tf32 else bfloat16
-    for case in CASES:
-        if tile is hopper.HALO and case not in HALO_CASES:
+    storage, tf32 = KINDS[kind]
+    x, dy = (draw_integers(rng, shape, storage) for shape in (case.x, case.y))
+    start = draw_integers(rng, case.w, np.float32)
+    expected = start + reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
+    for tile, of in TILES:
+        if of != tf32 or (tile is hopper.HALO and case not in HALO_CASES):
             continue
-        taking(tile, parts, cluster)
-        x, dy = (draw_integers(rng, shape, storage) for shape in (case.x, case.y))
-        expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-        start = draw_integers(rng, case.w, np.float32)
-        with family("hopper"):
-            placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
-            gradient = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
-        np.testing.assert_array_equal(gradient, start + expected, str(case))
+        for division in DIVISIONS:
+            taking(tile, *division)
+            with family("hopper"):
+                gradient = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
+            np.testing.assert_array_equal(gradient, expected, f"{tile.name} {division}")
 
 
 @cases(CASES)
