@@ -99,6 +99,13 @@ struct Columns {
     }
 };
 
+// Where the gradient has a block of columns from `channel` on; nothing of one behind the last.
+DEVICE Target find_columns(float* output, const Problem& p, int block, int channel) {
+    const int tap = block / p.spans;
+    channel += (block - tap * p.spans) * SPAN;
+    return {output + tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
+}
+
 // Shared memory: stages, barriers.
 struct Layout {
     u32 base;
@@ -251,14 +258,12 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
+template <bool ADD>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     const int first = work.row + row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    finish<128 * WARPGROUPS>(sum, at.base, [&](int i, int j, float4 quad) {
-        const Columns columns(p, work.block + column / 64 + j / 8);
-        float* const tap = output + (columns.tap_h * p.kernel_w + columns.tap_w) * p.channels;
-        const int channel = columns.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
-        put_quad<8>(tap, quad, first + i * 64, p.rows, p.columns, channel, p.channels, p.accumulate);
+    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, first, p.rows, p.columns, [&](int b) {
+        return find_columns(output, p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
     });
 }
 
@@ -321,15 +326,13 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
     }
 }
 
+template <bool ADD>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     find_part(row, column);
     const int first = work.row + row + threadIdx.x % 32 / 4 * 2;
-    finish<128 * WARPGROUPS>(sum, at.base, [&](int i, int j, float4 quad) {
-        const Columns columns(p, work.block + column / SPAN + j / 4);
-        float* const tap = output + (columns.tap_h * p.kernel_w + columns.tap_w) * p.channels;
-        const int channel = columns.channel + j % 4 * 8 + threadIdx.x % 4 * 2;
-        put_quad<1>(tap, quad, first + i * 16, p.rows, p.columns, channel, p.channels, p.accumulate);
+    finish<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, first, p.rows, p.columns, [&](int b) {
+        return find_columns(output, p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
     });
 }
 #endif
@@ -365,6 +368,8 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
         Sum sum;
         accumulate(sum, at, work.last - work.first, row, column);
-        put_sum(output + i64(work.part) * p.rows * p.columns, sum, at, p, work, row, column);
+        output += i64(work.part) * p.rows * p.columns;
+        p.accumulate ? put_sum<true>(output, sum, at, p, work, row, column)
+                     : put_sum<false>(output, sum, at, p, work, row, column);
     }
 }

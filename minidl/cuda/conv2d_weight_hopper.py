@@ -190,7 +190,7 @@ def plan(
         accumulate=accumulate and division.parts == 1,
     )
     defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if division.parts == 1 else 2} | tile.defines
-    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | ({"TF32": tf32} if tf32 else {})
+    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | ({"TF32": int(tf32)} if tf32 else {})
     stem = "conv2d_weight_hopper"
     return Planned(
         stem,
