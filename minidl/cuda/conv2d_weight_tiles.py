@@ -119,6 +119,7 @@ def span_of(tf32: int) -> int:
 
 
 def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
+    """The tiles for 16-bit types (0), TF32 (1), or three such products for each of float32 (3)."""
     return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
 
 
