@@ -72,20 +72,29 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, int row, int rows, 
                 store_shared(space + (i * QUADS + j) * THREADS * 16,
                              make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
         cluster_sync();
+        constexpr int TOGETHER = SHARE % PER ? PER / 2 : PER;
+        static_assert(SHARE % TOGETHER == 0, "whole spans of columns, or halves");
         const int first = cluster_rank() * SHARE;
-#pragma unroll 4
-        for (int share = first; share < first + SHARE; ++share) {
-            float4 part[CLUSTER];
+#pragma unroll 1
+        for (int share = first; share < first + SHARE; share += TOGETHER) {
+            float4 part[TOGETHER][CLUSTER];
 #pragma unroll
-            for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_from_block(space + share * THREADS * 16, rank);
-            float4 total = part[0];
+            for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
-            for (int rank = 1; rank < CLUSTER; ++rank) {
-                total.x += part[rank].x, total.y += part[rank].y;
-                total.z += part[rank].z, total.w += part[rank].w;
-            }
+                for (int rank = 0; rank < CLUSTER; ++rank)
+                    part[j][rank] = load_from_block(space + (share + j) * THREADS * 16, rank);
             const int quad = share % QUADS;
-            write(find(quad / PER), share / QUADS, quad % PER, total);
+            const Target at = find(quad / PER);
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+                float4 total = part[j][0];
+#pragma unroll
+                for (int rank = 1; rank < CLUSTER; ++rank) {
+                    total.x += part[j][rank].x, total.y += part[j][rank].y;
+                    total.z += part[j][rank].z, total.w += part[j][rank].w;
+                }
+                write(at, share / QUADS, quad % PER + j, total);
+            }
         }
         cluster_sync();  // others may still be reading
     }
