@@ -230,6 +230,20 @@ def test_three_products_come_near_to_float32(cuda_ops, case, rng):
         np.testing.assert_array_equal(again, found)
 
 
+@cases(THREE)
+def test_three_products_carry_nan_and_infinity(cuda_ops, case, rng):
+    """Also a NaN whose bits are all ones, which a carry of rounding turns into a zero."""
+    x, w, dy = draws(rng, case)
+    for bad in (np.nan, np.inf, np.uint32(0x7FFFFFFF).view(np.float32)):
+        hurt, pain = x.copy(), dy.copy()
+        hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
+        hosts = hurt, np.ones_like(w), pain
+        with np.errstate(invalid="ignore"):
+            expected = all_expected(case, *hosts)
+        for one, other in zip(three_passes(cuda_ops, case, *put(cuda_ops, *hosts), 3), expected, strict=True):
+            np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
+
+
 def test_other_numbers_of_products_are_refused():
     from minidl import cuda as ops
 
