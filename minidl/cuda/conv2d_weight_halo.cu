@@ -217,8 +217,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
 template <bool ADD>
 DEVICE void put_sum(float* output, const Sum& sum, u32 space, const Problem& p, const Work& work) {
     const int row = work.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, channel = threadIdx.x % 4 * 2;
-    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, space, row, p.rows, 9 * p.channels, [&](int tap) {
-        return Target{output + tap * p.channels + channel, p.channels - work.channel - channel};
+    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, space, output, row, p.rows, 9 * p.channels, [&](int tap) {
+        return Target{tap * p.channels + channel, p.channels - work.channel - channel};
     });
 }
 
@@ -239,11 +239,11 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     }
     __syncthreads();
 
-    const Work work(p);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         give_registers<NORMALIZED ? 80 : 32>();
+        const Work work(p);
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
@@ -252,6 +252,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     } else {
         take_registers<NORMALIZED ? 144 : 160>();
         const int filter_row = warp / 4;
+        const Work work(p);
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
         output += i64(work.part) * p.rows * 9 * p.channels + filter_row * 3 * p.channels + work.channel;

@@ -100,10 +100,10 @@ struct Columns {
 };
 
 // Where the gradient has a block of columns from `channel` on; nothing of one behind the last.
-DEVICE Target find_columns(float* output, const Problem& p, int block, int channel) {
+DEVICE Target find_columns(const Problem& p, int block, int channel) {
     const int tap = block / p.spans;
     channel += (block - tap * p.spans) * SPAN;
-    return {output + tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
+    return {tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
 }
 
 // Shared memory: stages, barriers.
@@ -262,8 +262,8 @@ template <bool ADD>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     const int first = work.row + row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, first, p.rows, p.columns, [&](int b) {
-        return find_columns(output, p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
+    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
+        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
     });
 }
 
@@ -331,8 +331,8 @@ DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Probl
                     int column) {
     find_part(row, column);
     const int first = work.row + row + threadIdx.x % 32 / 4 * 2;
-    finish<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, first, p.rows, p.columns, [&](int b) {
-        return find_columns(output, p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
+    finish<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
+        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
     });
 }
 #endif

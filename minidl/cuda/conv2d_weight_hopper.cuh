@@ -13,10 +13,9 @@
 #define CLUSTERED
 #endif
 
-// What a thread writes of some columns: its first value, and how many columns there are from that one on.
+// What a thread writes of some columns: its first column in the gradient, and how many there are from that one on.
 struct Target {
-    float* to;
-    int left;
+    int column, left;
 };
 
 // Neighbouring columns of one row, set or added to: a parameter of the template, as is what else is known of all, since
@@ -36,22 +35,23 @@ DEVICE void put(float* to, float first, float second) {
 // Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's
 // accumulators, and writes it. Of product i of a thread accumulators 4 * j to 4 * j + 3 are two columns of row `row` +
 // ACROSS * i, and of the row DOWN further down; columns follow each other from 8 to 8, PER times.
-// find(b): this thread's part of the b-th columns, in row 0. space: shared memory for all sums of the block, which the
+// find(b): this thread's part of the b-th columns. output: this partial sum. space: shared memory for all sums of the block, which the
 // copy engine has done with; THREADS: of the multiplying warpgroups.
 template <int THREADS, int ACROSS, int DOWN, int PER, bool ADD, int BLOCKS, int N, class Find>
-DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, int row, int rows, i64 pitch, Find find) {
+DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int row, int rows, i64 pitch, Find find) {
     constexpr int QUADS = N / 4;
     static_assert(QUADS % PER == 0, "whole spans of columns");
     const auto write = [&](const Target& at, int i, int j, const float4& quad) {
         const int here = row + ACROSS * i;
-        float* const to = at.to + here * pitch + 8 * j;
+        float* const to = output + here * pitch + at.column + 8 * j;
         if (8 * j < at.left && here < rows) put<ADD>(to, quad.x, quad.y);
         if (8 * j < at.left && here + DOWN < rows) put<ADD>(to + DOWN * pitch, quad.z, quad.w);
     };
     if constexpr (CLUSTER == 1) {
 #pragma unroll
         for (int b = 0; b < QUADS / PER; ++b) {
-            const Target at = find(b);
+            Target at = find(b);
+            asm volatile("" : "+r"(at.column), "+r"(at.left)::"memory");  // one by one: no registers for all addresses
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
