@@ -366,4 +366,5 @@ def test_large_sums_equal_those_of_exact_float32(hopper_ops, storage, tf32, rng)
         placed = [hopper_ops.from_host(draw_exact(rng, shape, storage, tf32)) for shape in (case.y, case.x)]
         exact = weight_gradient(hopper_ops, *[hopper_ops.cast(a, float32) for a in placed], case)
         found = weight_gradient(hopper_ops, *placed, case, tf32=tf32)
-        assert_close(found, exact, terms=case.terms[2], scale=CUT)
+        cuts = 2 * CUT if tf32 == 1 else CUT  # after 8 products instead of 16: twice as many in a long sum
+        assert_close(found, exact, terms=case.terms[2], scale=cuts)

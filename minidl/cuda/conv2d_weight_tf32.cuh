@@ -65,31 +65,26 @@ DEVICE void load_fragments(Fragments<M, N>& to, const Places& places, u32 offset
 
 // Of each word what TF32 holds, to nearest, and what is left, of which the units ignore the last bit. A NaN that the
 // carry turns into a zero is one in what is left.
-template <int COUNT, int WORDS>
-DEVICE void split_words(u32 (&words)[COUNT][WORDS], u32 (&rest)[COUNT][WORDS]) {
+template <int COUNT>
+DEVICE void split_words(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT * WORDS; ++i) {
-        u32& word = words[i / WORDS][i % WORDS];
-        const u32 head = (word + 0x1000) & 0xffffe000;
-        rest[i / WORDS][i % WORDS] = __float_as_uint(__uint_as_float(word) - __uint_as_float(head));
-        word = head;
+    for (int i = 0; i < COUNT; ++i) {
+        const u32 head = (words[i] + 0x1000) & 0xffffe000;
+        rest[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(head));
+        words[i] = head;
     }
 }
 
-// sum[i][4 * j]...: of fragment i of the rows and j of the columns, of this thread filter 2 * g, channels 2 * t and
-// 2 * t + 1, then filter 2 * g + 1.
-template <int M, int N>
-DEVICE void multiply_fragments(float (&sum)[2 * M][16 * N], const u32 (&a)[2 * M][4], const u32 (&b)[4 * N][2]) {
+// d[4 * j]...: the product of a fragment of the rows and of fragment j of the columns, of this thread filter 2 * g,
+// channels 2 * t and 2 * t + 1, then filter 2 * g + 1.
+template <int N>
+DEVICE void multiply_fragment(float (&d)[4 * N], const u32 (&a)[4], const u32 (&b)[N][2]) {
 #pragma unroll
-    for (int i = 0; i < 2 * M; ++i)
-#pragma unroll
-        for (int j = 0; j < 4 * N; ++j) {
-            float* const d = sum[i] + 4 * j;
-            asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                "{%0, %1, %2, %3};"
-                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                : "r"(a[i][0]), "r"(a[i][1]), "r"(a[i][2]), "r"(a[i][3]), "r"(b[j][0]), "r"(b[j][1]));
-        }
+    for (int j = 0; j < N; ++j)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[4 * j]), "+f"(d[4 * j + 1]), "+f"(d[4 * j + 2]), "+f"(d[4 * j + 3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[j][0]), "r"(b[j][1]));
 }
 
 template <int I, int J>
@@ -101,12 +96,18 @@ DEVICE void clear(float (&sum)[I][J]) {
 // Adds the product of 8 pixels.
 template <int M, int N>
 DEVICE void multiply_eight(float (&sum)[2 * M][16 * N], Fragments<M, N>& of) {
-    if constexpr (TF32 == 3) {
-        Fragments<M, N> rest;
-        split_words(of.rows, rest.rows);
-        split_words(of.columns, rest.columns);
-        multiply_fragments<M, N>(sum, rest.rows, of.columns);
-        multiply_fragments<M, N>(sum, of.rows, rest.columns);
+    u32 columns_rest[4 * N][2];
+    if constexpr (TF32 == 3)
+#pragma unroll
+        for (int j = 0; j < 4 * N; ++j) split_words(of.columns[j], columns_rest[j]);
+#pragma unroll
+    for (int i = 0; i < 2 * M; ++i) {
+        if constexpr (TF32 == 3) {
+            u32 rest[4];
+            split_words(of.rows[i], rest);
+            multiply_fragment<4 * N>(sum[i], rest, of.columns);
+            multiply_fragment<4 * N>(sum[i], of.rows[i], columns_rest);
+        }
+        multiply_fragment<4 * N>(sum[i], of.rows[i], of.columns);
     }
-    multiply_fragments<M, N>(sum, of.rows, of.columns);
 }

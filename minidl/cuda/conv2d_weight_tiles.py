@@ -107,8 +107,10 @@ TF32_TILES = (
     WeightTile(64, 64, (1, 1), 4, 3),
 )
 THREE_TILES = (
+    WeightTile(128, 128, (2, 1), 6, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
     WeightTile(128, 64, (2, 1), 6, 1),
-    WeightTile(64, 128, (1, 2), 6, 1),
     WeightTile(64, 64, (1, 1), 6, 2),
 )
 
@@ -228,9 +230,9 @@ class _Candidate(NamedTuple):
 # Microseconds, and what goes through in one.
 _PRODUCTS = 2.96e6  # multiply-adds of a multiprocessor
 _HALO_PRODUCTS = 4.24e6
-# In TF32 by rows x columns of a warp, in three such products for each.
-_TF32_PRODUCTS = {64 * 64: 1.0e6, 64 * 32: 0.85e6, 32 * 32: 0.6e6}
-_THREE_PRODUCTS = 0.3e6
+# In TF32, and in three such products for each, by rows x columns of a warp.
+_TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
+_THREE_PRODUCTS = {64 * 32: 0.3e6, 32 * 32: 0.255e6}
 _COPIED = 1.15e5  # bytes that a multiprocessor copies into stages
 _FETCHED = 9.0e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
@@ -239,7 +241,7 @@ _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were 
 _MEMORY, _MISSED = 4.26e6, 0.009  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
 _EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer does not hide
 _ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
-_START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
+_START, _WRITTEN = 0.9, 8.0e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
 # Microseconds to normalise a block of 64 pixels x 64 channels, and in the halo kernel; bytes of a pass of its own.
 _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.7, 1.0, 4.0e6
@@ -247,6 +249,7 @@ LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as 
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
+ROUNDS = 8  # partial sums of a division that is fine
 
 
 def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
@@ -304,7 +307,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         if normalized and not _spare(tile):
             continue
-        for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
+        for division in _divisions(tiles[0] * tiles[1], steps, tile.resident, tf32 > 0):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns, span)
@@ -315,7 +318,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
         tiles = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
-        for division in _divisions(tiles[0] * tiles[1], steps, 1):
+        for division in _divisions(tiles[0] * tiles[1], steps, 1, False):
             copied, copy = _copy(tiles, division, 1, SPAN, SPAN, SPAN)
             step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
             yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], itemsize, copied, step)
@@ -323,9 +326,10 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
 
 def _rate(tile: WeightTile, tf32: int) -> float:
     """Multiply-adds of a multiprocessor in a microsecond."""
-    if tf32 == 1:
-        return _TF32_PRODUCTS[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
-    return _THREE_PRODUCTS if tf32 else _PRODUCTS
+    if not tf32:
+        return _PRODUCTS
+    rates = _TF32_PRODUCTS if tf32 == 1 else _THREE_PRODUCTS
+    return rates[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
 
 
 def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: int, span: int) -> tuple[int, float]:
@@ -344,9 +348,12 @@ def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: in
     return copied, max(copied / _COPIED, ROW_BYTES * span * len(fetched) * division.cluster / _FETCHED / resident)
 
 
-def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
+def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Division]:
+    """``finely``: also so that what does not fill all multiprocessors once may fill them some times, nearly: for steps
+    that take long. In 16 bits partial sums would cost more.
+    """
     full = resident * WORKERS // tiles
-    counts = {1, full, 2 * full}
+    counts = {1, full, 2 * full} | (set(range(2, ROUNDS + 1)) if finely and full < 2 else set())
     while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
         full //= 2
         counts.add(full)
