@@ -48,6 +48,9 @@ CASES = [
     Case("1x1-padded", (2, 4, 3, 8), (8, 1, 1), padding=(2, 1), stride=(2, 2)),
     Case("linear", (7, 1, 1, 104), (32, 1, 1)),
     Case("linear-one-sample", (1, 1, 1, 264), (72, 1, 1)),
+    Case("groups-of-blocks", (2, 9, 8, 192), (128, 3, 3), padding=(1, 1), groups=2),
+    Case("groups-beside-blocks", (3, 7, 9, 120), (216, 3, 3), stride=(2, 1), padding=(1, 2), groups=3),
+    Case("groups-1x1", (2, 6, 7, 32), (416, 1, 1), groups=4),
 ]
 KINDS = {"bf16": (bfloat16, 0), "fp16": (float16, 0), "tf32": (float32, 1), "tf32x3": (float32, 3)}
 KIND = pytest.mark.parametrize(("storage", "tf32"), KINDS.values(), ids=KINDS)
@@ -110,7 +113,9 @@ def test_the_engine_walks_the_pixels_of_the_definition(case, code, tf32, rng):
             offset = r * conv.dilation[0], s * conv.dilation[1]
             pixels = walk(view, x, (0, -conv.padding[0], -conv.padding[1]), count, offset)
             assert not pixels[len(rows) :].any()
-        gradient[:, r, s] = rows.T @ pixels[: len(rows)]
+        parts = (np.split(np.arange(count), conv.groups) for count in (case.y[3], case.x[3]))
+        for filters, channels in zip(*parts, strict=True):
+            gradient[filters, r, s] = rows[:, filters].T @ pixels[: len(rows), channels]
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
     np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
 
@@ -153,7 +158,8 @@ def test_every_block_has_a_step():
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
         assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= min(steps, parts * cluster)
         assert planned.shared <= H200.shared_per_block
-        assert planned.grid == chunks * int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0])
+        tiles = int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0]) * conv.groups
+        assert planned.grid == chunks * tiles
 
 
 def test_large_products_keep_the_multiprocessors_busy():

@@ -1,10 +1,10 @@
 // Weight gradient of a convolution on Hopper (sm_90a): the implicit matrix product of conv2d_weight.cu with operands
 // copied by the engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma), those of float32 by warps in TF32
-// (mma.sync, conv2d_weight_tf32.cuh). One group.
+// (mma.sync, conv2d_weight_tf32.cuh).
 //
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c]
 //
-// Rows are the filters k. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as many channels
+// Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as many channels
 // of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output pixels in chunks, each summed in order by one block;
 // the blocks of a cluster add theirs up into one float32 partial, and sum_partials_kernel (channel_sum.cu) adds the
 // partials, both in order. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
@@ -12,7 +12,7 @@
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (partials, K, R, S, C) dense; with one partial the gradient itself, set or added to           float32
+//   output  (partials, K, R, S, C / groups) dense; with one partial the gradient itself, set or added to           float32
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -22,11 +22,11 @@
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2),
 // blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk of a partial, column tile, row tile and partial, the first fastest, so that blocks which
+// Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks which
 // share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane
 // one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N,
 // and 1024.
-// FLOP: 2 * K * R*S*C * pixels. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
+// FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
 // 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
 #if NORMALIZED
@@ -54,7 +54,7 @@ struct Maps {
 
 struct Problem {
     int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
-    int rows, channels, columns;
+    int groups, rows, channels, columns;  // of a group
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
     int pixels;  // of dy
@@ -70,7 +70,8 @@ struct Problem {
 
 // The tile of a block, and its share of the sum.
 struct Work {
-    int row, block;   // the first
+    int group;
+    int row, block;   // the first of it
     int first, last;  // steps
     int part;         // the partial sum that its cluster leaves
 
@@ -79,7 +80,9 @@ struct Work {
         block = index % p.tiles_n * COLUMN_BLOCKS;
         index /= p.tiles_n;
         row = index % p.tiles_m * TILE_M;
-        part = index / p.tiles_m;
+        index /= p.tiles_m;
+        group = index % p.groups;
+        part = index / p.groups;
         const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
         first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
         last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
@@ -142,7 +145,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const Columns columns(p, work.block + lane - ROW_BLOCKS);
-    const int channel = of_dy ? work.row + lane * SPAN : columns.channel;
+    // What is read of the next group is not written.
+    const int channel = of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
     const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
     Pixels pixels(p, work.first * SPAN);
     Ring<STAGES> ring;
@@ -368,7 +372,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
         Sum sum;
         accumulate(sum, at, work.last - work.first, row, column);
-        output += i64(work.part) * p.rows * p.columns;
+        output += (i64(work.part) * p.groups + work.group) * p.rows * p.columns;
         p.accumulate ? put_sum<true>(output, sum, at, p, work, row, column)
                      : put_sum<false>(output, sum, at, p, work, row, column);
     }

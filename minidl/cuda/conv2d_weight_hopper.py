@@ -65,7 +65,7 @@ ARCH = (9, 0)
 # The structure Problem of conv2d_weight_hopper.cu.
 _PROBLEM = struct(
     "",
-    "steps chunks rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
+    "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
     "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
@@ -115,13 +115,13 @@ def backward_weight(
 
 @functools.lru_cache(maxsize=4096)
 def applies(conv: Convolution, code: int, device: DeviceRecord, tf32: int = 0) -> bool:
-    """Whether the kernel can do this: on compute capability 9.0, one group of arrays whose channels and filters are
-    multiples of eight, of four in TF32 (``tf32``: 1 or 3), as far as the copy engine can walk them densely
-    (`View.legal`, offsets of taps below 255).
+    """Whether the kernel can do this: on compute capability 9.0, channels and filters of a group in multiples of eight,
+    of four in TF32 (``tf32``: 1 or 3), as far as the copy engine can walk the arrays densely (`View.legal`, offsets of
+    taps below 255).
     """
-    if device.arch != ARCH or conv.groups != 1 or not (code or tf32):
+    if device.arch != ARCH or not (code or tf32):
         return False
-    unit = 8 if code else 4
+    unit = conv.groups * (8 if code else 4)
     if conv.channels % unit or conv.out_channels % unit:
         return False
     if max(conv.pixels, conv.images * conv.height * conv.width) >= 2**30:
@@ -137,8 +137,8 @@ def pays(conv: Convolution, tf32: int = 0) -> bool:
     Here each tap fills whole blocks of 64 channels, of 32 in TF32: that is made up for by speed up to some 2.5 or 1.6
     times the columns, by the rates measured at 64 channels and more.
     """
-    taps, span = conv.kernel[0] * conv.kernel[1], span_of(tf32)
-    return taps * ceil_div(conv.channels, span) <= (1.6 if tf32 else 2.5) * ceil_div(taps * conv.channels, span)
+    taps, span, channels = conv.kernel[0] * conv.kernel[1], span_of(tf32), conv.channels // conv.groups
+    return taps * ceil_div(channels, span) <= (1.6 if tf32 else 2.5) * ceil_div(taps * channels, span)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,9 +168,10 @@ def plan(
     views = _views(conv, code, pitches, tf32)
     assert views.legal, (conv, pitches)
     span = span_of(tf32)
-    taps, spans, steps = conv.kernel[0] * conv.kernel[1], ceil_div(conv.channels, span), ceil_div(conv.pixels, span)
+    rows, channels = conv.out_channels // conv.groups, conv.channels // conv.groups
+    taps, spans, steps = conv.kernel[0] * conv.kernel[1], ceil_div(channels, span), ceil_div(conv.pixels, span)
     division = division.of(steps)
-    tiles_m, tiles_n = ceil_div(conv.out_channels, tile.rows), ceil_div(taps * spans, tile.columns // span)
+    tiles_m, tiles_n = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
     lines, further_w = divmod(span, conv.out_width)
     further_n, further_h = divmod(lines, conv.out_height)
     problem = argument(
@@ -178,8 +179,9 @@ def plan(
         conv,
         steps=steps,
         chunks=division.chunks,
-        rows=conv.out_channels,
-        columns=taps * conv.channels,
+        rows=rows,
+        channels=channels,
+        columns=taps * channels,
         spans=spans,
         blocks=taps * spans,
         further_n=further_n,
@@ -194,7 +196,7 @@ def plan(
     stem = "conv2d_weight_hopper"
     return Planned(
         stem,
-        tiles_m * tiles_n * division.chunks,
+        tiles_m * tiles_n * conv.groups * division.chunks,
         tile.threads,
         views,
         problem,

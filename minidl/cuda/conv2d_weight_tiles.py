@@ -154,8 +154,8 @@ class Grid(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def halo(conv: Convolution) -> Grid | None:
-    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
-    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
+    """The grid; None where there is none: another kernel, groups, stride, padding beyond it, too wide to be held."""
+    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24 or conv.groups > 1:
         return None
     size = tuple(
         max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
@@ -260,7 +260,11 @@ def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[
 
 @functools.lru_cache(maxsize=1024)
 def normalizes(conv: Convolution) -> bool:
-    """Whether normalising x on the way should take less time than a pass that reads and writes it before."""
+    """Whether normalising x on the way should take less time than a pass that reads and writes it before; not in
+    groups.
+    """
+    if conv.groups > 1:
+        return False
     apart, together = (min(_microseconds(conv, one) for one in _candidates(conv, n)) for n in (False, True))
     x = ITEMSIZE * conv.images * conv.height * conv.width * conv.channels
     return together < apart + _SECOND + 2 * x / _PASSED
@@ -296,30 +300,31 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     """
     span = span_of(tf32)
     itemsize = ROW_BYTES // span
-    blocks, steps = conv.kernel[0] * conv.kernel[1] * ceil_div(conv.channels, span), ceil_div(conv.pixels, span)
-    least = round_up(conv.out_channels, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
+    rows, channels, steps = conv.out_channels // conv.groups, conv.channels // conv.groups, ceil_div(conv.pixels, span)
+    blocks = conv.kernel[0] * conv.kernel[1] * ceil_div(channels, span)
+    least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
     lines, odd = reads(conv.channels, itemsize)
     slower = 1 + _CROSSING * lines + _ODD * odd
     for tile in tiles_of(tf32):
-        tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // span)
-        area = tile.rows * tile.columns
+        tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
+        area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
         if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
             continue
         if normalized and not _spare(tile):
             continue
-        for division in _divisions(tiles[0] * tiles[1], steps, tile.resident, tf32 > 0):
+        for division in _divisions(count, steps, tile.resident, tf32 > 0):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns, span)
+                copied, copy = _copy(tiles, conv.groups, division, tile, span)
                 product = span * area / _rate(tile, tf32)
                 step = max(product, copy * slower, normalized * tile.columns // SPAN * _NORMALIZED)
-                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], itemsize, copied, step)
+                yield _Candidate(tile, division, steps, count, itemsize, copied, step)
     grid = None if tf32 else halo(conv)
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
         tiles = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
         for division in _divisions(tiles[0] * tiles[1], steps, 1, False):
-            copied, copy = _copy(tiles, division, 1, SPAN, SPAN, SPAN)
+            copied, copy = _copy(tiles, 1, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN)
             step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
             yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], itemsize, copied, step)
 
@@ -332,20 +337,24 @@ def _rate(tile: WeightTile, tf32: int) -> float:
     return rates[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
 
 
-def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: int, span: int) -> tuple[int, float]:
-    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor."""
-    # The hardware fills one group after the other with blocks, but deals out clusters among the groups.
-    members, count = range(resident * _MEMBERS), tiles[0] * tiles[1]
+def _copy(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int) -> tuple[int, float]:
+    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor.
+
+    ``tiles``: of a group of channels, along rows and columns.
+    """
+    # The hardware fills one group of multiprocessors after the other with blocks, but deals out clusters among them.
+    members, count = range(tile.resident * _MEMBERS), groups * tiles[0] * tiles[1]
     if division.cluster > 1:
-        members = [turn * WORKERS // 2 + index for turn in range(resident) for index in _DEALT]
-    fetched, width = set(), columns // span
-    for part, tile in (divmod(index, count) for index in members if index < count * division.parts):
-        m, n = divmod(tile, tiles[1])
-        fetched |= {(part, "dy", block) for block in range(m * rows // span, (m + 1) * rows // span)}
+        members = [turn * WORKERS // 2 + index for turn in range(tile.resident) for index in _DEALT]
+    fetched, height, width = set(), tile.rows // span, tile.columns // span
+    for part, index in (divmod(index, count) for index in members if index < count * division.parts):
+        m, n = divmod(index, tiles[1])  # m: rows of tiles of all groups
+        fetched |= {(part, "dy", block) for block in range(m * height, (m + 1) * height)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
-        fetched |= {(part, "x", block) for block in range(n * width, (n + 1) * width)}
-    copied = ROW_BYTES * (rows + columns)
-    return copied, max(copied / _COPIED, ROW_BYTES * span * len(fetched) * division.cluster / _FETCHED / resident)
+        fetched |= {(part, "x", m // tiles[0], block) for block in range(n * width, (n + 1) * width)}
+    copied = ROW_BYTES * (tile.rows + tile.columns)
+    fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
+    return copied, max(copied / _COPIED, fetches / _FETCHED)
 
 
 def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Division]:
@@ -367,7 +376,7 @@ def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     resident = tile.resident if isinstance(tile, WeightTile) else 1
     share = ceil_div(tiles * division.chunks, WORKERS)
     rounds = share + (_ALONE - 1 if share % resident else 0)
-    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels
+    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
     merged = _MERGED if division.cluster > 1 and isinstance(tile, HaloTile) else 0
     around = _START + gradient / tiles / _WRITTEN + merged
     busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, resident) * around
