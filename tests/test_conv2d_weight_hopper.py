@@ -50,6 +50,7 @@ CASES = [
     Case("linear-one-sample", (1, 1, 1, 264), (72, 1, 1)),
     Case("groups-of-blocks", (2, 9, 8, 192), (128, 3, 3), padding=(1, 1), groups=2),
     Case("groups-beside-blocks", (3, 7, 9, 120), (216, 3, 3), stride=(2, 1), padding=(1, 2), groups=3),
+    Case("groups-dilated", (3, 8, 11, 144), (160, 3, 3), padding=(2, 1), dilation=(2, 1), groups=2),
     Case("groups-1x1", (2, 6, 7, 32), (416, 1, 1), groups=4),
 ]
 KINDS = {"bf16": (bfloat16, 0), "fp16": (float16, 0), "tf32": (float32, 1), "tf32x3": (float32, 3)}
@@ -97,6 +98,12 @@ def walk(view, image: np.ndarray, start: tuple[int, int, int], count: int, offse
     return pixels
 
 
+def of_groups(conv):
+    """(filters, channels) of each group"""
+    every = (np.split(np.arange(count), conv.groups) for count in (conv.out_channels, conv.channels))
+    return list(zip(*every, strict=True))
+
+
 @cases(CASES)
 @pytest.mark.parametrize(("code", "tf32"), [(1, 0), (0, 1)])
 def test_the_engine_walks_the_pixels_of_the_definition(case, code, tf32, rng):
@@ -113,8 +120,7 @@ def test_the_engine_walks_the_pixels_of_the_definition(case, code, tf32, rng):
             offset = r * conv.dilation[0], s * conv.dilation[1]
             pixels = walk(view, x, (0, -conv.padding[0], -conv.padding[1]), count, offset)
             assert not pixels[len(rows) :].any()
-        parts = (np.split(np.arange(count), conv.groups) for count in (case.y[3], case.x[3]))
-        for filters, channels in zip(*parts, strict=True):
+        for filters, channels in of_groups(conv):
             gradient[filters, r, s] = rows[:, filters].T @ pixels[: len(rows), channels]
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
     np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
@@ -135,7 +141,8 @@ def test_a_tap_is_one_offset_for_all_points_of_the_grid(case, rng):
     gradient = np.zeros(case.w)
     for r, s in np.ndindex(3, 3):
         offset = r * grid.tap[0] + s * grid.tap[1]
-        gradient[:, r, s] = rows.T @ pixels[offset : offset + points]
+        for filters, channels in of_groups(conv):
+            gradient[filters, r, s] = rows[:, filters].T @ pixels[offset : offset + points, channels]
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
     np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-9)
 

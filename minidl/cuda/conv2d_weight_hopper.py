@@ -208,8 +208,8 @@ def plan(
 
 _HALO_PROBLEM = struct(
     "",
-    "steps chunks rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n "
-    "further_h further_w tiles_m tiles_n accumulate",
+    "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
+    "further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
 
@@ -231,13 +231,15 @@ def _plan_halo(
     division = division.of(steps)
     lines, further_w = divmod(SPAN, width)
     further_n, further_h = divmod(lines, height)
-    tiles_m, tiles_n = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
+    rows, channels = conv.out_channels // conv.groups, conv.channels // conv.groups
+    tiles_m, tiles_n = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
     problem = argument(
         _HALO_PROBLEM,
         conv,
         steps=steps,
         chunks=division.chunks,
-        rows=conv.out_channels,
+        rows=rows,
+        channels=channels,
         grid_h=height,
         grid_w=width,
         tap_h=grid.tap[0],
@@ -254,7 +256,7 @@ def _plan_halo(
     defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if division.parts == 1 else 2}
     defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)}
     shared = grid.shared_bytes(tile.stages)
-    blocks = tiles_m * tiles_n * division.chunks
+    blocks = tiles_m * tiles_n * conv.groups * division.chunks
     return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, division.parts)
 
 

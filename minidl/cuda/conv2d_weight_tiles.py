@@ -154,8 +154,8 @@ class Grid(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def halo(conv: Convolution) -> Grid | None:
-    """The grid; None where there is none: another kernel, groups, stride, padding beyond it, too wide to be held."""
-    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24 or conv.groups > 1:
+    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
+    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
         return None
     size = tuple(
         max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
@@ -322,11 +322,12 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     grid = None if tf32 else halo(conv)
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
-        tiles = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
-        for division in _divisions(tiles[0] * tiles[1], steps, 1, False):
-            copied, copy = _copy(tiles, 1, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN)
+        tiles = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
+        count = conv.groups * tiles[0] * tiles[1]
+        for division in _divisions(count, steps, 1, False):
+            copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN)
             step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
-            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], itemsize, copied, step)
+            yield _Candidate(HALO, division, steps, count, itemsize, copied, step)
 
 
 def _rate(tile: WeightTile, tf32: int) -> float:
