@@ -17,20 +17,20 @@
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
-//   output  (partials, K, 3, 3, C / groups) dense; with one partial the gradient itself, set or added to           float32
+//   output  (partials, K, 3, 3, C / groups) dense; with one partial the gradient itself, set or added to  float32
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
 // VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks which
-// share pixels run together.
+// Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
+// which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
 // Dynamic shared memory: STAGES stages of dy, a ring of `held` stages of x and a repetition of its first, so that 16
 // points and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
-// FLOP: 2 * K * 9 * C * points / groups; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
-// filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
+// FLOP: 2 * K * 9 * C * points / groups; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once
+// per 64 filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
@@ -260,7 +260,8 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         const Work work(p);
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
-        output += (i64(work.part) * p.groups + work.group) * p.rows * 9 * p.channels + filter_row * 3 * p.channels + work.channel;
+        output += (i64(work.part) * p.groups + work.group) * p.rows * 9 * p.channels;
+        output += filter_row * 3 * p.channels + work.channel;
         p.accumulate ? put_sum<true>(output, sum, base, p, work) : put_sum<false>(output, sum, base, p, work);
     }
 }

@@ -4,15 +4,17 @@
 //
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c]
 //
-// Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as many channels
-// of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output pixels in chunks, each summed in order by one block;
-// the blocks of a cluster add theirs up into one float32 partial, and sum_partials_kernel (channel_sum.cu) adds the
-// partials, both in order. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
+// Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as
+// many channels of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output
+// pixels in chunks, each summed in order by one block; the blocks of a cluster add theirs up into one float32 partial,
+// and sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone, so the
+// bits depend neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN
+// reaches all taps of its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (partials, K, R, S, C / groups) dense; with one partial the gradient itself, set or added to           float32
+//   output  (partials, K, R, S, C / groups) dense; with one partial the gradient itself, set or added to  float32
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -20,12 +22,12 @@
 // warps that are otherwise idle.
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
-// WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2),
-// blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks which
-// share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane
-// one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N,
-// and 1024.
+// WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
+// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
+// Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks
+// which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
+// lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
+// TILE_M * TILE_N, and 1024.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
 // 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"

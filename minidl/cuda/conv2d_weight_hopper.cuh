@@ -35,8 +35,8 @@ DEVICE void put(float* to, float first, float second) {
 // Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's
 // accumulators, and writes it. Of product i of a thread accumulators 4 * j to 4 * j + 3 are two columns of row `row` +
 // ACROSS * i, and of the row DOWN further down; columns follow each other from 8 to 8, PER times.
-// find(b): this thread's part of the b-th columns. output: this partial sum. space: shared memory for all sums of the block, which the
-// copy engine has done with; THREADS: of the multiplying warpgroups.
+// find(b): this thread's part of the b-th columns. output: this partial sum. space: shared memory for all sums of the
+// block, which the copy engine has done with; THREADS: of the multiplying warpgroups.
 template <int THREADS, int ACROSS, int DOWN, int PER, bool ADD, int BLOCKS, int N, class Find>
 DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int row, int rows, i64 pitch, Find find) {
     constexpr int QUADS = N / 4;
