@@ -218,15 +218,6 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
     settle(sum[0]);
 }
 
-// output: the first tap's first channel.
-template <bool ADD>
-DEVICE void put_sum(float* output, const Sum& sum, u32 space, const Problem& p, const Work& work) {
-    const int row = work.row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, channel = threadIdx.x % 4 * 2;
-    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, space, output, row, p.rows, 9 * p.channels, [&](int tap) {
-        return Target{tap * p.channels + channel, p.channels - work.channel - channel};
-    });
-}
-
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
                           const float* __restrict__ moments, const float* __restrict__ gamma,
@@ -260,8 +251,11 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         const Work work(p);
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
-        output += (i64(work.part) * p.groups + work.group) * p.rows * 9 * p.channels;
-        output += filter_row * 3 * p.channels + work.channel;
-        p.accumulate ? put_sum<true>(output, sum, base, p, work) : put_sum<false>(output, sum, base, p, work);
+        const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
+        output += (i64(work.part) * p.groups + work.group) * p.rows * columns + filter_row * 3 * p.channels;
+        finish<128 * WARPGROUPS>(sum, base, [&](int, int j, float4 quad) {
+            const int channel = work.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
+            put_quad(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);
+        });
     }
 }

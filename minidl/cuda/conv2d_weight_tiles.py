@@ -232,7 +232,7 @@ _PRODUCTS = 2.96e6  # multiply-adds of a multiprocessor
 _HALO_PRODUCTS = 4.24e6
 # In TF32, and in three such products for each, by rows x columns of a warp.
 _TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
-_THREE_PRODUCTS = {64 * 32: 0.3e6, 32 * 32: 0.255e6}
+_THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _COPIED = 1.15e5  # bytes that a multiprocessor copies into stages
 _FETCHED = 9.0e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
