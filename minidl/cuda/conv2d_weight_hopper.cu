@@ -28,8 +28,8 @@
 // which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
 // lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
 // TILE_M * TILE_N, and 1024.
-// FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
-// 4 * partials * |dw| twice.
+// FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
+// and 4 * partials * |dw| twice.
 #include "conv2d_weight_spans.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
@@ -148,7 +148,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const Columns columns(p, work.block + lane - ROW_BLOCKS);
     // What is read of the next group is not written.
-    const int channel = of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
+    const int channel =
+        of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
     const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
     Pixels pixels(p, work.first * SPAN);
     Ring<STAGES> ring;

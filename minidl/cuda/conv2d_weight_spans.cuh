@@ -1,6 +1,6 @@
-// How the sums of conv2d_weight_hopper.cu leave the registers: like `finish` of conv2d_weight_hopper.cuh, but whole spans
-// of columns at a time, whose places are worked out once. That is 1 to 3 us less for each block (H200); the halo kernel,
-// with its longer spans and more warps, was 1 to 4 us slower with it.
+// How the sums of conv2d_weight_hopper.cu leave the registers: like `finish` of conv2d_weight_hopper.cuh, but whole
+// spans of columns at a time, whose places are worked out once. That is 1 to 3 us less (seen on an H200); the halo
+// kernel was 1 to 4 us slower with it.
 #pragma once
 #include "conv2d_weight_hopper.cuh"
 
