@@ -4,8 +4,8 @@
 // Operands are blocks of 32 pixels x 32 filters or channels, rows of 128 bytes as the copy engine leaves them (see
 // hopper.cuh). A thread of lane 4 * g + t has pixels 2 * t and 2 * t + 1 of every eight: with the swizzle no two
 // threads that read together meet in a bank, and which pixel is which of a product's eight is the same for both
-// operands. Of 16 rows g and g + 8 of a fragment are filters 2 * g and 2 * g + 1, which are read at once; of 8 columns g
-// is channel g.
+// operands. Of 16 rows g and g + 8 of a fragment are filters 2 * g and 2 * g + 1, which are read at once; of 8 columns
+// g is channel g.
 //
 // Macros: TF32, 1: the engine has rounded the operands; 3: each is split in two, of whose products the smallest is left
 // out (see tile.cuh), and every stage is summed apart, as the units cut long sums off.
