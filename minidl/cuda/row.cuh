@@ -73,3 +73,71 @@ struct RowShare {
         first = threadIdx.x % LANES * RUN;
     }
 };
+
+#ifdef PER
+// Kernels whose threads hold their part of PER rows at once: HELD runs of each row in registers, all loads in flight before
+// the first is used. With HELD = 0 the rows are longer, PER is 1, and each step of the formula reads the row again.
+static_assert(HELD > 0 || PER == 1, "rows that are read again are taken one at a time");
+
+struct HeldRows {
+    i64 first_row;
+    int first;  // element of this thread's first run
+
+    __device__ __forceinline__ HeldRows() {
+        first_row = i64(blockIdx.x) * (PER * ROWS) + threadIdx.x / LANES;
+        first = threadIdx.x % LANES * RUN;
+    }
+    __device__ __forceinline__ i64 row(int j) const { return first_row + j * ROWS; }
+};
+
+// f(r, i) for each run r of a thread, which begins at element i; held runs may lie behind the row.
+template <class F>
+DEVICE void for_runs(int first, int channels, F f) {
+    if constexpr (HELD > 0) {
+#pragma unroll
+        for (int r = 0; r < HELD; ++r) f(r, first + r * RowShare::STEP);
+    } else {
+#pragma unroll 1
+        for (int i = first; i < channels; i += RowShare::STEP) f(0, i);
+    }
+}
+
+struct RowPart {
+    Raw<T, VEC> parts[HELD > 0 ? HELD : 1][RUN / VEC];
+    const T* row;
+
+    __device__ __forceinline__ void fetch(const T* __restrict__ from, int first, int channels) {
+        row = from;
+        if constexpr (HELD > 0)
+            for_runs(first, channels, [&](int r, int i) {
+#pragma unroll
+                for (int j = 0; j < RUN / VEC; ++j)
+                    if (i + j * VEC < channels) parts[r][j] = load_raw<VEC>(from + i + j * VEC);
+            });
+    }
+
+    // Run r; what lies behind the row reads as `otherwise`.
+    __device__ __forceinline__ void run(int r, int i, int channels, float otherwise, float (&v)[RUN]) const {
+        if constexpr (HELD > 0) {
+#pragma unroll
+            for (int j = 0; j < RUN / VEC; ++j) {
+                float part[VEC];
+                unpack(parts[r][j], part);
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) v[j * VEC + e] = i + j * VEC < channels ? part[e] : otherwise;
+            }
+        } else {
+            load_run(row, i, channels, otherwise, v);
+        }
+    }
+
+    // The row's first element, in each of its threads.
+    __device__ __forceinline__ float head() const {
+        if constexpr (HELD > 0 && LANES <= 32) {
+            const float own = to_float(parts[0][0].items[0]);
+            return __shfl_sync(0xffffffffu, own, threadIdx.x % 32 & ~(LANES - 1));
+        }
+        return to_float(row[0]);
+    }
+};
+#endif
