@@ -137,6 +137,33 @@ def test_shards_of_a_weighted_loss_give_the_gradient_of_the_whole(ops, rng):
     np.testing.assert_allclose(np.concatenate(dx), expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [1, 3, 21, 62])
+def test_many_rows_are_the_sum_of_a_few(ops, rng, dtype, classes, weighted):
+    """Blocks take several groups of rows where there are many."""
+    rows = 280_001
+    logits, labels = ops.from_host(draw(rng, (rows, classes), dtype)), rng.integers(0, classes, rows)
+    labels[::5], labels[3] = IGNORE, classes
+    labels = ops.from_host(labels)
+    weights = ops.from_host(rng.uniform(0.2, 2, classes).astype(np.float32)) if weighted else None
+    options = {"smoothing": 0.1, "ignore_index": IGNORE}
+    totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, top=2, **options)
+    plain, plain_lse = ops.softmax_cross_entropy(logits, labels, ignore_index=IGNORE)
+    dx = ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, **options)
+    sums, plain_sums = np.zeros(6), np.zeros(4)
+    for begin in range(0, rows, 70_000):
+        few = slice(begin, min(begin + 70_000, rows))
+        part, norm = ops.smoothed_cross_entropy(logits[few], labels[few], weights, top=2, **options)
+        plain_part, plain_norm = ops.softmax_cross_entropy(logits[few], labels[few], ignore_index=IGNORE)
+        found = ops.smoothed_cross_entropy_backward(logits[few], labels[few], norm, totals, weights, **options)
+        sums += ops.to_host(part)
+        plain_sums += ops.to_host(plain_part)
+        for whole, piece in ((lse, norm), (plain_lse, plain_norm), (dx, found)):
+            np.testing.assert_array_equal(ops.to_host(whole[few]), ops.to_host(piece))
+    np.testing.assert_allclose(ops.to_host(totals), sums, rtol=1e-12)
+    np.testing.assert_allclose(ops.to_host(plain), plain_sums, rtol=1e-12)
+
+
 LOSSES = [("mse", 1.0, 0.0), ("bce_with_logits", 1.0, 0.0), ("bce_with_logits", 3.0, 0.0), ("focal", 0.25, 2.0),
           ("focal", 0.5, 0.0), ("focal", 0.75, 1.0)]  # fmt: skip
 

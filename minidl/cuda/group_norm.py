@@ -96,8 +96,7 @@ def group_norm_stats(x: Any, groups: int, *, eps: float) -> Any:
 
 
 def _merge(name: str, partials: Partials, out: Any, *args: Any) -> None:
-    """Launch a kernel that makes ``out`` (2, samples, groups) of the partials: a warp each, or a block where there is much
-    to add."""
+    """Launch a kernel that makes ``out`` (2, samples, groups) of partials: a warp for each, a block if many."""
     count = out.size // 2
     terms = partials.array.shape[1] * partials.array.shape[2] // count
     width = 32 if terms <= MOST_OF_A_WARP else MERGE_BLOCK

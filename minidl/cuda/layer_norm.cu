@@ -29,7 +29,7 @@ layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, cons
                   T* __restrict__ y, float* __restrict__ moments, i64 rows, int channels, i64 pitch, float eps) {
     const HeldRows at;
     const float inverse = 1.0f / float(channels);
-    RowPart part[PER];
+    RowPart<> part[PER];
     float mean[PER], rstd[PER];
 #pragma unroll
     for (int j = 0; j < PER; ++j) part[j].fetch(x + (at.row(j) < rows ? at.row(j) : 0) * pitch, at.first, channels);
@@ -80,7 +80,7 @@ layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, co
                            int channels, i64 dy_pitch, i64 x_pitch, i64 add_pitch) {
     const HeldRows at;
     const float inverse = 1.0f / float(channels);
-    RowPart gradient[PER], part[PER];
+    RowPart<> gradient[PER], part[PER];
     float mean[PER], rstd[PER], first[PER] = {}, second[PER] = {};
 #pragma unroll
     for (int j = 0; j < PER; ++j) {

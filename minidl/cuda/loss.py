@@ -13,7 +13,14 @@ from minidl.cuda.rows import ACCESS, address, dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["count_labels", "softmax_cross_entropy", "softmax_cross_entropy_backward"]
+__all__ = [
+    "LABELS",
+    "STAGED_BLOCK",
+    "count_labels",
+    "short_rows",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+]
 
 BLOCK = 256
 STAGED_BLOCK = 128  # where a thread takes whole rows
@@ -23,6 +30,30 @@ STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the r
 MOST_PARTIALS = 1024  # blocks whose totals one more block can add in a few microseconds
 LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
+
+
+class ShortRows(NamedTuple):
+    """How threads take short, unaligned rows (short_rows.cuh): macros, rows of a block, shared memory in bytes."""
+
+    defines: dict[str, int | str]
+    block_rows: int
+    shared: int
+
+
+def short_rows(logits: Any, staged: bool) -> ShortRows | None:
+    """How a thread takes whole rows of ``logits``; None where they are long, aligned, or at a pitch.
+
+    Args:
+        staged: copy the next rows during the work on these, where shared memory has room for both.
+    """
+    _, classes, pitch = rows(logits)
+    size = logits.itemsize
+    if classes > STAGED_CLASSES or classes % (ACCESS // size) == 0 or pitch != classes or address(logits) % ACCESS:
+        return None
+    block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
+    tile = block_rows * classes * size
+    stages = 2 if 2 * tile <= STAGED_BYTES else 1
+    return ShortRows({"CLASSES": classes, "STAGES": stages}, block_rows, tile * (stages if staged else 1))
 
 
 class _Plan(NamedTuple):
@@ -55,13 +86,9 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
         "LABEL": _label(labels),
     }
     vec = ACCESS // size
-    aligned = address(logits) % ACCESS == 0
-    if classes <= STAGED_CLASSES and classes % vec and pitch == classes and aligned:
-        block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
-        tile = block_rows * classes * size
-        stages = 2 if 2 * tile <= STAGED_BYTES else 1
-        shared = tile * (stages if out is None else 1)
-        return _Plan(defines | {"CLASSES": classes, "STAGES": stages}, STAGED_BLOCK, block_rows, shared)
+    short = short_rows(logits, staged=out is None)
+    if short is not None:
+        return _Plan(defines | short.defines, STAGED_BLOCK, short.block_rows, short.shared)
     if out is not None:
         # One vector boundary has to serve the row that is read and the one that is written.
         while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:

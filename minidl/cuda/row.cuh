@@ -102,11 +102,12 @@ DEVICE void for_runs(int first, int channels, F f) {
     }
 }
 
+template <class S = T>
 struct RowPart {
-    Raw<T, VEC> parts[HELD > 0 ? HELD : 1][RUN / VEC];
-    const T* row;
+    Raw<S, VEC> parts[HELD > 0 ? HELD : 1][RUN / VEC];
+    const S* row;
 
-    __device__ __forceinline__ void fetch(const T* __restrict__ from, int first, int channels) {
+    __device__ __forceinline__ void fetch(const S* __restrict__ from, int first, int channels) {
         row = from;
         if constexpr (HELD > 0)
             for_runs(first, channels, [&](int r, int i) {

@@ -9,7 +9,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import rows
+from minidl.cuda.rows import ACCESS, rows
 from minidl.cuda.softmax import BLOCK, row_variant
 from minidl.cuda.totals import column_totals
 from minidl.precision import float32
@@ -18,6 +18,7 @@ from minidl.shapes import ceil_div
 __all__ = ["soft_cross_entropy", "soft_cross_entropy_backward"]
 
 COLUMNS = 4
+MOST_HELD = 4  # runs of a row and its targets that a thread holds in registers
 MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
 
 
@@ -30,6 +31,14 @@ def _arrays(logits: Any, targets: Any) -> tuple[Any, Any]:
 
 def _shares(smoothing: float, channels: int) -> tuple[np.float32, np.float32]:
     return np.float32(1 - smoothing), np.float32(smoothing / channels)
+
+
+def _variant(most: int, logits: Any, *more: Any) -> tuple[dict[str, int | str], int]:
+    """Macros and grid: up to ``most`` runs of a row stay in a thread's registers, unless they are read narrowly."""
+    defines, grid = row_variant("soft_cross_entropy", logits, *more)
+    wide = int(defines["VEC"]) * logits.itemsize == ACCESS
+    runs = ceil_div(logits.shape[-1], int(defines["LANES"]) * ACCESS // logits.itemsize)
+    return defines | {"PER": 1, "HELD": runs if wide and runs <= most else 0}, grid
 
 
 def soft_cross_entropy(
@@ -51,7 +60,8 @@ def soft_cross_entropy(
     lse = empty(logits.shape[:-1], float32)
     if count == 0:
         return zeros((COLUMNS,), np.float64), lse
-    defines, grid = row_variant("soft_cross_entropy", logits, targets)
+    # Four runs of 16-bit logits, their targets and all sums are too much for the registers of a thread.
+    defines, grid = _variant(MOST_HELD if logits.itemsize == 4 else 1, logits, targets)
     passes = ceil_div(grid, MOST_PARTIALS)
     partial = empty((ceil_div(grid, passes), COLUMNS), np.float64)
     sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int32(passes), *_shares(smoothing, channels)
@@ -80,7 +90,7 @@ def soft_cross_entropy_backward(
     assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)
     dlogits = empty(logits.shape, logits.dtype)
     if logits.size:
-        defines, grid = row_variant("soft_cross_entropy", logits, targets, dlogits)
+        defines, grid = _variant(MOST_HELD, logits, targets, dlogits)
         count, channels, pitch = rows(logits)
         sizes = np.int64(count), np.int32(channels), np.int64(pitch), *_shares(smoothing, channels)
         args = (logits, targets, weights, contiguous(lse), totals, scale, dlogits, *sizes)

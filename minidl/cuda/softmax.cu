@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 softmax_kernel(const T* __restrict__ x, T* __restrict__ y, i64 rows, int channels, i64 pitch) {
     const HeldRows at;
     const float least = __uint_as_float(0xff800000u);
-    RowPart part[PER];
+    RowPart<> part[PER];
 #pragma unroll
     for (int j = 0; j < PER; ++j) part[j].fetch(x + (at.row(j) < rows ? at.row(j) : 0) * pitch, at.first, channels);
 #pragma unroll
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 softmax_backward_kernel(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dx, i64 rows, int channels,
                         i64 dy_pitch, i64 y_pitch) {
     const HeldRows at;
-    RowPart gradient[PER], part[PER];
+    RowPart<> gradient[PER], part[PER];
 #pragma unroll
     for (int j = 0; j < PER; ++j) {
         const i64 row = at.row(j) < rows ? at.row(j) : 0;
