@@ -139,9 +139,9 @@ def test_shards_of_a_weighted_loss_give_the_gradient_of_the_whole(ops, rng):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("classes", [1, 3, 21, 62])
-def test_many_rows_are_the_sum_of_a_few(ops, rng, dtype, classes, weighted):
+def test_many_rows_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes, weighted):
     """Blocks take several groups of rows where there are many."""
-    rows = 280_001
+    ops, rows = cuda_ops, 280_001
     logits, labels = ops.from_host(draw(rng, (rows, classes), dtype)), rng.integers(0, classes, rows)
     labels[::5], labels[3] = IGNORE, classes
     labels = ops.from_host(labels)

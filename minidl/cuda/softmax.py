@@ -40,7 +40,7 @@ def row_variant(who: str, *arrays: Any) -> tuple[dict[str, int | str], int]:
 def held_variant(who: str, arrays: tuple[Any, ...], read: int) -> tuple[dict[str, int | str], int]:
     """`row_variant` for kernels whose threads hold their part of PER rows, of ``read`` arrays, in registers.
 
-    Longer rows are read once for each step of the formula, and rows are taken one at a time where there are few of them:
+    Longer rows are read once for each step of the formula. Where there are few, rows are taken one at a time:
     neither changes a bit.
     """
     count, channels, _ = rows(arrays[0])
