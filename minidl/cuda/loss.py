@@ -116,12 +116,20 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
     labels = contiguous(labels)
     count = labels.size
     blocks = min(MOST_PARTIALS, ceil_div(count, BLOCK * LABELS_PER_THREAD))
-    totals, partial = empty(4, np.float64), empty((blocks, 4), np.float64)
+    partial = empty((blocks, 4), np.float64)
     launch(
         "loss", "count_labels", blocks, BLOCK, labels, partial, np.int64(count), np.int32(num_classes),
         np.int64(ignore_index), defines={"LABEL": _label(labels), "COUNT": 1},
     )  # fmt: skip
-    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
+    return _total(partial)
+
+
+def _total(partial: Any) -> Any:
+    """(4,) float64: the sum over ``partial`` (blocks, 4)."""
+    if len(partial) == 1:  # a small batch is spared the launch
+        return partial[0]
+    totals = empty(4, np.float64)
+    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(len(partial)))
     return totals
 
 
@@ -143,14 +151,13 @@ def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tup
     # A block's run of rows depends on their number only, never on the device.
     passes = max(1, ceil_div(count, plan.block_rows * MOST_PARTIALS))
     blocks = ceil_div(count, plan.block_rows * passes)
-    totals, lse = empty(4, np.float64), empty(labels.shape, float32)
+    lse = empty(labels.shape, float32)
     partial = empty((blocks, 4), np.float64)
     launch(
         "loss", "softmax_cross_entropy", blocks, plan.block, logits, labels, lse, partial, np.int64(count),
         *_layout(plan, logits), np.int32(passes), np.int64(ignore_index), defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
-    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
-    return totals, lse
+    return _total(partial), lse
 
 
 def softmax_cross_entropy_backward(
