@@ -17,7 +17,7 @@ CASES = [
     ((1, 1, 1, 2), 1), ((3, 5, 7, 6), 3), ((2, 9, 11, 32), 8), ((4, 3, 2, 30), 30), ((2, 33, 41, 24), 2),
     ((70, 4, 4, 64), 32), ((5, 12), 4), ((2, 9, 7, 600), 1), ((0, 4, 4, 8), 2),
 ]  # fmt: skip
-ROWS = [(1, 2), (7, 5), (33, 96), (2, 3, 5, 24), (3, 1000), (5, 10000), (1500, 7), (9, 512), (7, 768), (0, 8)]
+ROWS = [(1, 2), (7, 5), (33, 96), (2, 3, 5, 24), (3, 1000), (5, 10000), (1500, 7), (9, 512), (7, 768), (6, 2048), (5, 3001), (0, 8)]
 
 
 def parameters(rng, channels):
@@ -123,7 +123,7 @@ def test_a_misaligned_array_has_the_same_bits(ops, rng, dtype):
         np.testing.assert_array_equal(dense, pitched)
 
 
-@pytest.mark.parametrize("shape", [(20000, 256), (10000, 512), (70000, 24), (5000, 1000)])
+@pytest.mark.parametrize("shape", [(20000, 256), (20000, 512), (150_000, 24), (5000, 1000), (9000, 1024)])
 def test_a_row_has_its_bits_whatever_stands_beside_it(cuda_ops, rng, dtype, shape):
     """Threads take several rows at once where there are many, and one elsewhere."""
     x, dy = (cuda_ops.from_host(draw(rng, shape, dtype)) for _ in range(2))

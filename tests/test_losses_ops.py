@@ -13,7 +13,7 @@ from tests.reference.differences import gradient
 from tests.tolerance import assert_close, draw
 
 IGNORE = 255
-SHAPES = [(1, 1), (7, 10), (2, 5, 3, 4), (33, 1000), (1, 41, 37, 21), (3, 9000), (0, 10), (0, 4, 4, 3)]
+SHAPES = [(1, 1), (7, 10), (2, 5, 3, 4), (33, 1000), (9, 512), (5, 2500), (1, 41, 37, 21), (3, 9000), (0, 10), (0, 4, 4, 3)]
 
 
 def labelled(rng, shape, dtype, label_type=np.int64):

@@ -12,8 +12,8 @@
 //   Block: LANES x 256/LANES threads; a thread owns VEC neighbouring channels and each (256/LANES)-th pixel of a chunk.
 //   Grid: tiles of LANES*VEC channels, then chunks, then samples, in one dimension. A variance is never a difference of
 //   raw moments: each thread subtracts a pivot, the first value of its own; (count, mean, M2) are merged as by Chan,
-//   Golub and LeVeque (1983) in a tree over the depth of the block. Chunks and LANES depend on the sizes alone.
-// group_norm_moments, group_norm_group_sums   WIDTH threads (a warp, or the block of 128) for each sample and group, in double.
+//   Golub and LeVeque (1983), within a warp by shuffles, then warp by warp. Chunks and LANES depend on the sizes alone.
+// group_norm_moments, group_norm_group_sums   WIDTH threads (4 to 32, or the block of 128) for a sample's group, in double.
 // group_norm_apply, group_norm_backward_apply   SampleShare: blocks keep to a sample, threads to their channels, so that
 //   what a group says is read once for many pixels.
 //
@@ -30,11 +30,29 @@ struct Cut {
 
 constexpr int DEEP = 256 / LANES;  // pixels that a block reads at a time
 constexpr int WIDTH = LANES * VEC;
+constexpr int WARPS = 256 / 32;
+
+// Sums, or moments of `count` values, of a channel.
+struct Gathered {
+    float one, two;
+
+    // Those of `theirs` values more, which may be none; there are never fewer of its own.
+    __device__ __forceinline__ void merge(float x, float y, float count, float theirs) {
+        if (KIND) {
+            one += x;
+            two += y;
+        } else {
+            const float delta = x - one, share = theirs > 0.0f ? theirs / (count + theirs) : 0.0f;
+            one = fmaf(delta, share, one);
+            two += fmaf(delta * delta * count, share, y);
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __restrict__ moments,
             float* __restrict__ partials, Cut cut) {
-    __shared__ float scratch[2][DEEP][WIDTH];
+    __shared__ float scratch[WARPS][2][WIDTH], counts[WARPS];
     const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles;
     const int chunk = at % cut.chunks, sample = at / cut.chunks;
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES, slot = lane * VEC;
@@ -86,46 +104,49 @@ sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __res
             }
         }
     }
-    // How many pixels of the chunk lie at `from` and every `step` pixels behind.
-    const auto pixels = [&](int from, int step) { return float(max(ceil_div(last - first - from + step, step) - 1, 0)); };
-    const float count = pixels(depth, DEEP);
+    float count = float(max(ceil_div(last - first - depth + DEEP, DEEP) - 1, 0));  // of this thread's pixels
+    Gathered mine[VEC];
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
-        if (KIND == 1) two[e] *= rstd[e];
+        mine[e] = {one[e], KIND == 1 ? two[e] * rstd[e] : two[e]};
         if (KIND == 0 && count > 0.0f) {
             const float offset = one[e] / count;
-            two[e] = fmaxf(fmaf(-one[e], offset, two[e]), 0.0f);
-            one[e] = pivot[e] + offset;
+            mine[e] = {pivot[e] + offset, fmaxf(fmaf(-one[e], offset, two[e]), 0.0f)};
         }
-        scratch[0][depth][slot + e] = one[e];
-        scratch[1][depth][slot + e] = two[e];
     }
-    for (int half = DEEP / 2; half > 0; half /= 2) {
-        __syncthreads();
-        const float mine = pixels(depth, 2 * half), theirs = pixels(depth + half, 2 * half);
-        if (depth < half)
+    // Depths within a warp, then warps in their order.
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                const float x = scratch[0][depth + half][slot + e], y = scratch[1][depth + half][slot + e];
-                if (KIND) {
-                    one[e] += x;
-                    two[e] += y;
-                } else if (theirs > 0.0f) {
-                    const float delta = x - one[e], share = theirs / (mine + theirs);
-                    one[e] = fmaf(delta, share, one[e]);
-                    two[e] += y + delta * delta * mine * share;
-                }
-                scratch[0][depth][slot + e] = one[e];
-                scratch[1][depth][slot + e] = two[e];
-            }
-    }
-    if (depth > 0 || !inside) return;
-    const i64 stride = i64(cut.samples) * cut.channels, to = chunk * stride + i64(sample) * cut.channels + channel;
+    for (int offset = LANES; offset < 32; offset *= 2) {
+        const float theirs = __shfl_xor_sync(0xffffffffu, count, offset);
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) {
-        partials[to + e] = one[e];
-        if (KIND != 3) partials[cut.chunks * stride + to + e] = two[e];
+        for (int e = 0; e < VEC; ++e) {
+            const float x = __shfl_xor_sync(0xffffffffu, mine[e].one, offset);
+            const float y = __shfl_xor_sync(0xffffffffu, mine[e].two, offset);
+            mine[e].merge(x, y, count, theirs);
+        }
+        count += theirs;
     }
+    if (threadIdx.x % 32 < LANES) {
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            scratch[threadIdx.x / 32][0][slot + e] = mine[e].one;
+            scratch[threadIdx.x / 32][1][slot + e] = mine[e].two;
+        }
+        if (lane == 0) counts[threadIdx.x / 32] = count;
+    }
+    __syncthreads();
+    const int c = tile * WIDTH + threadIdx.x;
+    if (threadIdx.x >= WIDTH || c >= cut.channels) return;
+    Gathered all = {scratch[0][0][threadIdx.x], scratch[0][1][threadIdx.x]};
+    float so_far = counts[0];
+#pragma unroll
+    for (int warp = 1; warp < WARPS; ++warp) {
+        all.merge(scratch[warp][0][threadIdx.x], scratch[warp][1][threadIdx.x], so_far, counts[warp]);
+        so_far += counts[warp];
+    }
+    const i64 stride = i64(cut.samples) * cut.channels, to = chunk * stride + i64(sample) * cut.channels + c;
+    partials[to] = all.one;
+    if (KIND != 3) partials[cut.chunks * stride + to] = all.two;
 }
 
 #elif defined(MERGE)
@@ -144,7 +165,10 @@ struct Member {
     }
     // The sum over these threads, in each of them. `scratch` is used once.
     static __device__ __forceinline__ double sum(double x, double* scratch) {
-        return WIDTH == 32 ? warp_sum(x) : block_sum<THREADS>(x, scratch);
+        if (WIDTH > 32) return block_sum<THREADS>(x, scratch);
+#pragma unroll
+        for (int offset = WIDTH / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+        return x;
     }
 };
 

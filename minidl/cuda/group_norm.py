@@ -9,7 +9,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.channel_sum import check_sum, sum_partials
-from minidl.cuda.conv2d_plan import lanes_along
+from minidl.cuda.conv2d_plan import BLOCKS_WANTED, lanes_along
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, walk_samples
@@ -30,8 +30,7 @@ __all__ = [
 
 BLOCK, MERGE_BLOCK = 256, 128
 UNROLL = 4  # vectors that a thread has in flight
-BLOCKS_WANTED = 2048  # constant, so that sums are cut alike on every device: while some merge, others read
-GROUPS = 4  # of pixels that a thread normalises, so that what it reads of the moments costs little
+GROUPS = 2, 4  # of pixels that a thread normalises, forward and backward: what it reads of the moments costs little
 MOMENTS, GROUP_SUMS, ROW_SUMS, PRODUCT = range(4)  # the macro KIND of group_norm.cu
 MOST_OF_A_WARP = 512  # terms of a group's moments that a warp merges
 MOST_PER_THREAD = 64  # terms that a thread adds in float32
@@ -96,10 +95,10 @@ def group_norm_stats(x: Any, groups: int, *, eps: float) -> Any:
 
 
 def _merge(name: str, partials: Partials, out: Any, *args: Any) -> None:
-    """Launch a kernel that makes ``out`` (2, samples, groups) of partials: a warp for each, a block if many."""
+    """Launch a kernel that makes ``out`` (2, samples, groups) of partials: a few threads each, a block if many."""
     count = out.size // 2
     terms = partials.array.shape[1] * partials.array.shape[2] // count
-    width = 32 if terms <= MOST_OF_A_WARP else MERGE_BLOCK
+    width = max(4, min(32, 1 << (terms - 1).bit_length())) if terms <= MOST_OF_A_WARP else MERGE_BLOCK
     grid = ceil_div(count, MERGE_BLOCK // width)
     launch("group_norm", name, grid, MERGE_BLOCK, *args, defines={"MERGE": 1, "WIDTH": width})
 
@@ -118,7 +117,7 @@ def group_norm_apply(x: Any, moments: Any, gamma: Any | None = None, beta: Any |
         return y
     n, groups = moments.shape[1:]
     group = x.shape[-1] // groups
-    plan = walk_samples(x, y, samples=n, unroll=UNROLL, groups=GROUPS)
+    plan = walk_samples(x, y, samples=n, unroll=UNROLL, groups=GROUPS[0])
     defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "SINGLE": int(group % plan.vec == 0), "ADD": 0}
     args = (x, moments, gamma, beta, y, *ints(n, group, groups), plan.argument)
     launch("group_norm", "group_norm_apply", plan.grid, plan.block, *args, defines=defines)
@@ -176,7 +175,10 @@ def group_norm_backward_apply(
     n, groups = moments.shape[1:]
     group = x.shape[-1] // groups
     arrays = (dy, x, dx) if add is None else (dy, x, dx, add)
-    plan = walk_samples(*arrays, samples=n, unroll=UNROLL // 2, groups=GROUPS)
+    # Groups of few channels leave each its own moments: wide vectors of those would leave room for few threads.
+    wide = group % (ACCESS // x.itemsize) == 0
+    unroll, access = (UNROLL // 2, ACCESS) if wide else (UNROLL, ACCESS // 2)
+    plan = walk_samples(*arrays, samples=n, unroll=unroll, groups=GROUPS[1], access=access)
     defines = {
         "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "SINGLE": int(group % plan.vec == 0),
         "ADD": int(add is not None),

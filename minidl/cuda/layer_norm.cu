@@ -74,7 +74,7 @@ layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, cons
 
 #else
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, HELD > 1 ? 3 : 4)
 layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                            const float* __restrict__ gamma, const T* __restrict__ add, T* __restrict__ dx, i64 rows,
                            int channels, i64 dy_pitch, i64 x_pitch, i64 add_pitch) {

@@ -339,27 +339,25 @@ count_labels(const LABEL* __restrict__ labels, double* __restrict__ partial, i64
 #else
 // ------------------------------------------------------------------------------------------------------------- totals
 
-#define THREADS 1024
+#define THREADS 128
 
-// One block adds the blocks' totals: thread t takes partials t, t + 1024, ..., then a tree.
+// One block adds the blocks' totals: thread t column t % 4 of partials t / 4, t / 4 + 32, ..., then a tree.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_cross_entropy_totals(const double* __restrict__ partial, double* __restrict__ totals, int blocks) {
-    __shared__ double scratch[4][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    double mine[4] = {};
-#pragma unroll 4
-    for (int i = threadIdx.x; i < blocks; i += THREADS)
+    __shared__ double scratch[4][THREADS / 32];
+    const int lane = threadIdx.x % 32, column = lane % 4;
+    double mine = 0.0;
+#pragma unroll 16
+    for (int i = threadIdx.x / 4; i < blocks; i += THREADS / 4) mine += partial[4 * i + column];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) mine[j] += partial[4 * i + j];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        mine[j] = warp_sum(mine[j]);
-        if (lane == 0) scratch[j][warp] = mine[j];
-    }
+    for (int offset = 16; offset >= 4; offset /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
+    if (lane < 4) scratch[column][threadIdx.x / 32] = mine;
     __syncthreads();
-    if (warp >= 4) return;
-    const double total = warp_sum(scratch[warp][lane]);
-    if (lane == 0) totals[warp] = total;
+    if (threadIdx.x >= 4) return;
+    double total = 0.0;
+#pragma unroll
+    for (int warp = 0; warp < THREADS / 32; ++warp) total += scratch[threadIdx.x][warp];
+    totals[threadIdx.x] = total;
 }
 
 #endif

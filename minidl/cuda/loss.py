@@ -27,7 +27,7 @@ STAGED_BLOCK = 128  # where a thread takes whole rows
 STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
 STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
-MOST_PARTIALS = 1024  # blocks whose totals one more block can add in a few microseconds
+MOST_PARTIALS = 512  # blocks whose totals one more block can add in a microsecond or two
 LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
 
@@ -129,7 +129,7 @@ def _total(partial: Any) -> Any:
     if len(partial) == 1:  # a small batch is spared the launch
         return partial[0]
     totals = empty(4, np.float64)
-    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(len(partial)))
+    launch("loss", "softmax_cross_entropy_totals", 1, 128, partial, totals, np.int32(len(partial)))
     return totals
 
 

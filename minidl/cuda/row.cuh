@@ -1,4 +1,4 @@
-// Kernels in which LANES neighbouring threads (1 .. 32 of a warp, or the block of 256) share a row of channels.
+// Kernels in which LANES neighbouring threads (a power of two, up to the block of 256) share a row of channels.
 //
 // A thread takes runs of RUN = 16 / sizeof(T) elements, loaded VEC at a time, so that which thread adds what depends on the
 // sizes alone and not on an array's alignment. A row is read once per step of the formula: between the steps it stays in the
@@ -9,7 +9,13 @@
 
 constexpr int RUN = 16 / int(sizeof(T)) > VEC ? 16 / int(sizeof(T)) : VEC;
 constexpr int ROWS = BLOCK / LANES;  // rows that a block works on
-static_assert(LANES <= 32 || LANES == BLOCK, "a row belongs to part of a warp, or to a block");
+static_assert(BLOCK % LANES == 0, "a block works on whole rows");
+
+// WHOLE: a row fills the runs of its threads, so that no element has to be asked whether it is one.
+#ifndef WHOLE
+#define WHOLE 0
+#endif
+DEVICE bool within(int i, int channels) { return WHOLE || i < channels; }
 
 // RUN elements from `first` on; what lies behind the row reads as `otherwise`.
 template <class S>
@@ -17,7 +23,7 @@ DEVICE void load_run(const S* __restrict__ row, int first, int channels, float o
 #pragma unroll
     for (int j = 0; j < RUN; j += VEC) {
         float part[VEC];
-        if (first + j < channels) {
+        if (within(first + j, channels)) {
             load(row + first + j, part);
         } else {
 #pragma unroll
@@ -34,7 +40,7 @@ DEVICE void store_run(T* __restrict__ row, int first, int channels, const float 
         float part[VEC];
 #pragma unroll
         for (int e = 0; e < VEC; ++e) part[e] = v[j + e];
-        if (first + j < channels) store(row + first + j, part);
+        if (within(first + j, channels)) store(row + first + j, part);
     }
 }
 
@@ -53,9 +59,10 @@ DEVICE float over_row(float x) {
     __syncthreads();
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     __syncthreads();
-    x = scratch[0];
+    const float* of_row = scratch + threadIdx.x / LANES * (LANES / 32);
+    x = of_row[0];
 #pragma unroll
-    for (int warp = 1; warp < BLOCK / 32; ++warp) x = LARGEST ? larger(x, scratch[warp]) : x + scratch[warp];
+    for (int warp = 1; warp < LANES / 32; ++warp) x = LARGEST ? larger(x, of_row[warp]) : x + of_row[warp];
     return x;
 }
 
@@ -113,7 +120,7 @@ struct RowPart {
             for_runs(first, channels, [&](int r, int i) {
 #pragma unroll
                 for (int j = 0; j < RUN / VEC; ++j)
-                    if (i + j * VEC < channels) parts[r][j] = load_raw<VEC>(from + i + j * VEC);
+                    if (within(i + j * VEC, channels)) parts[r][j] = load_raw<VEC>(from + i + j * VEC);
             });
     }
 
@@ -125,7 +132,7 @@ struct RowPart {
                 float part[VEC];
                 unpack(parts[r][j], part);
 #pragma unroll
-                for (int e = 0; e < VEC; ++e) v[j * VEC + e] = i + j * VEC < channels ? part[e] : otherwise;
+                for (int e = 0; e < VEC; ++e) v[j * VEC + e] = within(i + j * VEC, channels) ? part[e] : otherwise;
             }
         } else {
             load_run(row, i, channels, otherwise, v);

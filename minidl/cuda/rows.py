@@ -129,19 +129,21 @@ def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
     return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels, max(itemsizes)), unroll)
 
 
-def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int) -> Walk:
+def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS) -> Walk:
     """A pass as `walk_channels`, in which each block keeps to the rows of one of ``samples`` equal parts.
 
     The argument speaks of one sample; blocks are numbered along a sample first.
 
     Args:
         groups: that a thread takes of the rows of a sample: what it reads for all of them should cost little.
+        access: bytes that a thread moves at a time, at most.
     """
     spans = [rows(x) for x in arrays]
     alignments = tuple(math.gcd(address(x), s[2] * x.itemsize, ACCESS) for x, s in zip(arrays, spans, strict=True))
     itemsizes, pitches = tuple(x.itemsize for x in arrays), tuple(span[2] for span in spans)
     count, channels = spans[0][0] // samples, spans[0][1]
-    return _sampled(count, samples, channels, pitches, _widest(itemsizes, alignments, channels), unroll, groups)
+    vec = min(_widest(itemsizes, alignments, channels), access // itemsizes[0])
+    return _sampled(count, samples, channels, pitches, vec, unroll, groups)
 
 
 def walk_channels(*arrays: Any, unroll: int, per_sm: int | None = None, parameters: tuple[Any, ...] = ()) -> Walk:

@@ -19,7 +19,7 @@ from minidl.shapes import ceil_div
 __all__ = ["smoothed_cross_entropy", "smoothed_cross_entropy_backward"]
 
 COLUMNS = 6
-MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
+MOST_PARTIALS = 512  # blocks whose totals one more launch adds
 
 
 class _Plan(NamedTuple):

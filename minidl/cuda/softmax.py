@@ -16,23 +16,22 @@ from minidl.shapes import ceil_div
 __all__ = ["BLOCK", "held_variant", "row_lanes", "row_variant", "softmax", "softmax_backward"]
 
 BLOCK = 256
-BLOCK_CHANNELS = 8192  # shortest row that gets a whole block
 IN_FLIGHT = 4  # vectors of 16 bytes that a thread loads before it uses the first
+ROWS_IN_FLIGHT = 2  # of which it holds parts, at most
 FULL = 4  # blocks that a multiprocessor holds: rows are shared out to these before a thread takes several
 
 
-def row_lanes(channels: int, itemsize: int) -> int:
-    """Threads that share a row (see row.cuh): a function of the sizes alone."""
-    if channels >= BLOCK_CHANNELS:
-        return BLOCK
-    runs = ceil_div(channels, ACCESS // itemsize)
-    return min(32, 1 << max(runs - 1, 0).bit_length())
+def row_lanes(channels: int, itemsize: int, most: int = IN_FLIGHT) -> int:
+    """Threads that share a row (see row.cuh), where possible with at most ``most`` runs each: by the sizes alone."""
+    runs = max(1, ceil_div(channels, ACCESS // itemsize))
+    lanes = min(runs, max(32, ceil_div(runs, most)))
+    return min(BLOCK, 1 << (lanes - 1).bit_length())
 
 
-def row_variant(who: str, *arrays: Any) -> tuple[dict[str, int | str], int]:
+def row_variant(who: str, *arrays: Any, most: int = IN_FLIGHT) -> tuple[dict[str, int | str], int]:
     """Macros and grid of the kernel variant for the rows of ``arrays``, all of one shape and type."""
     count, channels, _ = rows(arrays[0])
-    lanes = row_lanes(channels, arrays[0].itemsize)
+    lanes = row_lanes(channels, arrays[0].itemsize, most)
     vec = min(vector_width(*arrays), ACCESS // arrays[0].itemsize)
     return {"DTYPE": dtype_code(arrays[0], who), "VEC": vec, "LANES": lanes}, ceil_div(count, BLOCK // lanes)
 
@@ -44,14 +43,16 @@ def held_variant(who: str, arrays: tuple[Any, ...], read: int) -> tuple[dict[str
     neither changes a bit.
     """
     count, channels, _ = rows(arrays[0])
-    defines, grid = row_variant(who, *arrays)
-    runs = ceil_div(channels, int(defines["LANES"]) * ACCESS // arrays[0].itemsize)
-    most = IN_FLIGHT // read if int(defines["VEC"]) * arrays[0].itemsize == ACCESS else 1  # narrow loads fill registers
-    held = runs if runs <= most else 0
-    per = most // held if held else 1
+    most, width = IN_FLIGHT // read, ACCESS // arrays[0].itemsize
+    defines, grid = row_variant(who, *arrays, most=most)
+    lanes = int(defines["LANES"])
+    runs = ceil_div(channels, lanes * width)
+    held = runs if runs <= (most if defines["VEC"] == width else 1) else 0  # narrow loads fill more registers
+    per = min(most // held, ROWS_IN_FLIGHT) if held and defines["VEC"] == width else 1
     if grid < per * current_device().multiprocessors * FULL:
         per = 1
-    return defines | {"HELD": held, "PER": per}, ceil_div(count, BLOCK // int(defines["LANES"]) * per)
+    defines |= {"HELD": held, "PER": per, "WHOLE": int(channels == held * lanes * width)}
+    return defines, ceil_div(count, BLOCK // lanes * per)
 
 
 def softmax(x: Any) -> Any:

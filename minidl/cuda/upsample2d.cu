@@ -39,11 +39,11 @@ DEVICE Tap tap(const Axis& axis, int o) {
     return {low, high, BILINEAR ? float(at - low * axis.d) / float(axis.d) : 0.0f};
 }
 
-// The first output whose low is at least i.
-DEVICE int reader(const Axis& axis, int i) {
-    if (i <= 0) return 0;
+// The first output that lies at input i or behind it; without those `at` i.
+DEVICE int reader(const Axis& axis, int i, bool at = true) {
+    if (i < 0 || (i == 0 && at)) return 0;
     if (i >= axis.size || axis.a == 0) return axis.out;
-    return min((i * axis.d - axis.b + axis.a - 1) / axis.a, axis.out);
+    return min((i * axis.d - axis.b + axis.a - at) / axis.a, axis.out);
 }
 
 // With what weight output o reads input i.
@@ -58,10 +58,10 @@ struct Strip {
     bool inside;
 
     __device__ __forceinline__ Strip(int rows, int strips, int strip, int height, int width, int channels) {
-        const int vectors = channels / VEC;
+        const u32 vectors = u32(channels) / VEC;
         const Place at = place(rows, width * vectors);
-        n = at.row / strips;
-        column = at.item / vectors;
+        n = u32(at.row) / u32(strips);
+        column = u32(at.item) / vectors;
         c = (at.item - column * vectors) * VEC;
         begin = (at.row - n * strips) * strip;
         end = min(begin + strip, height);
@@ -71,27 +71,25 @@ struct Strip {
 
 #if defined(FORWARD)
 
-// What a thread keeps of a row of x: its column, resized across.
-#if BILINEAR
-struct Row {
-    float v[VEC];
+// Fused in one way only: what a row gives depends on no strip.
+DEVICE float between(float a, float b, float weight) { return fmaf(b, weight, __fmul_rn(a, 1.0f - weight)); }
 
-    __device__ __forceinline__ void read(const T* __restrict__ left, i64 to_right, float weight) {
-        const Raw<T, VEC> one = load_raw<VEC>(left), two = load_raw<VEC>(left + to_right);
-        float right[VEC];
-        unpack(one, v);
-        unpack(two, right);
+// Two neighbours in a row of x, on their way.
+struct Neighbours {
+    Raw<T, VEC> left, right;
+
+    __device__ __forceinline__ void fetch(const T* __restrict__ from, i64 to_right) {
+        left = load_raw<VEC>(from);
+        right = load_raw<VEC>(from + to_right);
+    }
+    __device__ __forceinline__ void mix(float weight, float (&v)[VEC]) const {
+        float w[VEC];
+        unpack(left, v);
+        unpack(right, w);
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) v[e] = v[e] * (1.0f - weight) + right[e] * weight;
+        for (int e = 0; e < VEC; ++e) v[e] = between(v[e], w[e], weight);
     }
 };
-#else
-struct Row {
-    Raw<T, VEC> raw;
-
-    __device__ __forceinline__ void read(const T* __restrict__ left, i64, float) { raw = load_raw<VEC>(left); }
-};
-#endif
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int channels, i64 pitch, Axis down,
@@ -100,29 +98,57 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
     const Strip at(rows, strips, strip, down.out, across.out, channels);
     if (!at.inside) return;
     const Tap h = tap(across, at.column);
-    const i64 line = across.size * pitch, to_right = (h.high - h.low) * pitch;
+    const i64 line = across.size * pitch, out_line = i64(across.out) * channels;
     const T* image = x + at.n * down.size * line + h.low * pitch + at.c;
-    T* out = y + ((i64(at.n) * down.out + at.begin) * across.out + at.column) * channels + at.c;
-    Row upper, lower;
-    int low = -1, high = -1;  // the rows of x that they are of
-    for (int p = at.begin; p < at.end; ++p, out += i64(across.out) * channels) {
+    T* out = y + (i64(at.n) * down.out + at.begin) * out_line + i64(at.column) * channels + at.c;
+#if BILINEAR
+    const i64 to_right = (h.high - h.low) * pitch;
+    int low = tap(down, at.begin).low, high = min(low + 1, down.size - 1);
+    const int last = tap(down, at.end - 1).high;
+    float upper[VEC], lower[VEC];  // rows low and high of x, resized across
+    Neighbours above, next;
+    above.fetch(image + low * line, to_right);
+    next.fetch(image + high * line, to_right);
+    above.mix(h.weight, upper);
+    next.mix(h.weight, lower);
+    // Row high + 1 arrives while outputs between these two are made.
+    const auto look_ahead = [&] {
+        if (high < last) next.fetch(image + (high + 1) * line, to_right);
+    };
+    const auto take = [&](int row, float (&v)[VEC]) {
+        if (row > high + 1) next.fetch(image + row * line, to_right);
+        next.mix(h.weight, v);
+    };
+    look_ahead();
+    for (int p = at.begin; p < at.end; ++p, out += out_line) {
         const Tap v = tap(down, p);
         if (v.low != low) {
+            if (v.low == high) {
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) upper[e] = lower[e];
+            } else {
+                take(v.low, upper);
+            }
+            if (v.high != high) take(v.high, lower);
             low = v.low;
-            if (BILINEAR && low == high) upper = lower;
-            else upper.read(image + low * line, to_right, h.weight);
-            if (BILINEAR && v.high != high) lower.read(image + v.high * line, to_right, h.weight);
             high = v.high;
+            look_ahead();
         }
-#if BILINEAR
         float mixed[VEC];
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) mixed[e] = upper.v[e] * (1.0f - v.weight) + lower.v[e] * v.weight;
+        for (int e = 0; e < VEC; ++e) mixed[e] = between(upper[e], lower[e], v.weight);
         store(out, mixed);
-#else
-        store_raw(out, upper.raw);
-#endif
     }
+#else
+    Raw<T, VEC> raw;
+    int low = -1;  // the row that it is of
+    for (int p = at.begin; p < at.end; ++p, out += out_line) {
+        const int wanted = tap(down, p).low;
+        if (wanted != low) raw = load_raw<VEC>(image + wanted * line);
+        low = wanted;
+        store_raw(out, raw);
+    }
+#endif
 }
 
 #else
@@ -130,13 +156,13 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 // READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used.
 constexpr int HELD = READERS <= 8 ? READERS : 1;
 
-extern "C" __global__ void __launch_bounds__(256, READERS <= 2 ? 4 : READERS <= 4 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, READERS <= 2 ? 4 : READERS > 4 ? 2 : VEC < 8 ? 4 : 3)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels, i64 pitch,
                     Axis down, Axis across) {
     settle(down, across);
     const Strip at(rows, strips, strip, down.size, across.size, channels);
     if (!at.inside) return;
-    const int first = reader(across, at.column - BILINEAR), readers = reader(across, at.column + 1) - first;
+    const int first = reader(across, at.column - BILINEAR, !BILINEAR), readers = reader(across, at.column + 1) - first;
     const i64 line = across.out * pitch;
     const T* image = dy + at.n * down.out * line + first * pitch + at.c;
     T* out = dx + ((i64(at.n) * down.size + at.begin) * across.size + at.column) * channels + at.c;
