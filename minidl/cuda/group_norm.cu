@@ -13,9 +13,10 @@
 //   Grid: tiles of LANES*VEC channels, then chunks, then samples, in one dimension. A variance is never a difference of
 //   raw moments: each thread subtracts a pivot, the first value of its own; (count, mean, M2) are merged as by Chan,
 //   Golub and LeVeque (1983), within a warp by shuffles, then warp by warp. Chunks and LANES depend on the sizes alone.
-// group_norm_moments, group_norm_group_sums   WIDTH threads (4 to 32, or the block of 128) for a sample's group, in double.
-// group_norm_apply, group_norm_backward_apply   SampleShare: blocks keep to a sample, threads to their channels, so that
-//   what a group says is read once for many pixels.
+// group_norm_moments, group_norm_group_sums   WIDTH threads (4 to 32, or the block of 128) for a group of a sample, in
+//   double.
+// group_norm_apply, group_norm_backward_apply   SampleShare: blocks keep to a sample, threads to their channels, so
+//   that what a group says is read once for many pixels.
 //
 // Cost, s = sizeof(T), per element: sample_sums s bytes for KIND 0, else 2s, 4 FLOP; apply 2s bytes 3 FLOP; backward_apply
 // 3s bytes 5 FLOP (+ s with add). Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48, 0.95, 0.95, 1.43 us.
@@ -42,7 +43,8 @@ struct Gathered {
             one += x;
             two += y;
         } else {
-            const float delta = x - one, share = theirs > 0.0f ? theirs / (count + theirs) : 0.0f;
+            const bool some = theirs > 0.0f;
+            const float delta = some ? x - one : 0.0f, share = some ? theirs / (count + theirs) : 0.0f;
             one = fmaf(delta, share, one);
             two += fmaf(delta * delta * count, share, y);
         }
@@ -207,7 +209,8 @@ group_norm_group_sums(const float* __restrict__ partials, const float* __restric
     __shared__ double scratch[2][32];
     const int groups = channels / group, all = samples * groups;
     const Member me(all);
-    const int sample = me.at / groups, begin = (me.at - sample * groups) * group, terms = me.inside ? chunks * group : 0;
+    const int sample = me.at / groups, begin = (me.at - sample * groups) * group;
+    const int terms = me.inside ? chunks * group : 0;
     const i64 stride = i64(samples) * channels;
     const float* first = partials + i64(sample) * channels + begin;
     const float* second = first + chunks * stride;

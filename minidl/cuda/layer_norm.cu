@@ -6,9 +6,9 @@
 //   FORWARD:  y = (x - mean) * rstd * gamma + beta. The variance is the mean of squared deviations from the mean.
 //   else:     dx = rstd * (g - mean of g - xhat * mean of g*xhat) + add, with g = dy * gamma
 //
-// Mapping: row.cuh, PER rows for a thread. Cost per element, s = sizeof(T): forward 2s bytes, 8 FLOP; backward 3s bytes,
-// 10 FLOP (+ s with add); floor on an H200 at 4.2 TB/s in bf16 per million elements: 0.95 and 1.43 us. A row of 64 channels is
-// eight threads' work of some 110 instructions each: half of what fits into that time.
+// Mapping: row.cuh, PER rows for a thread. Cost per element, s = sizeof(T): forward 2s bytes, 8 FLOP; backward 3s
+// bytes, 10 FLOP (+ s with add); floor on an H200 at 4.2 TB/s in bf16 per million elements: 0.95 and 1.43 us. A row of
+// 64 channels is eight threads' work of some 110 instructions each: half of what fits into that time.
 #include "common.cuh"
 #include "row.cuh"
 

@@ -3,9 +3,9 @@
 //   x, t, dx: `count` elements of T, dense; totals double[2]: sum of the terms, their number (over all ranks); partial (blocks, 2)
 //   double, the same of each block. LOSS names one of the structs below, with parameters a and b.
 //
-// A block takes CHUNK neighbouring elements, forward a multiple of that, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run and then
-// in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the memory leaves time for some 24
-// instructions per element forward and 36 backward.
+// A block takes CHUNK neighbouring elements, forward a multiple of that, a thread runs of RUN (row.cuh), HELD at a time,
+// in float32 within a run and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the
+// memory leaves time for some 24 instructions per element forward and 36 backward.
 #define LANES 256
 #define HELD (VEC * sizeof(T) == 16 ? 2 : 1)
 #define PER 1
@@ -15,7 +15,7 @@
 
 constexpr int CHUNK = 8192;
 
-// log(1 + e^-|x|), which lies in (0, log 2]: 2 artanh z with z = e / (2 + e) at most 1/3, by its series; within 2e-7 of it.
+// log(1 + e^-|x|), which lies in (0, log 2]: 2 artanh z with z = e / (2 + e), at most 1/3, by its series; within 2e-7.
 DEVICE float log_one_plus(float x) {
     const float e = exponential(-fabsf(x)), z = e * reciprocal(2.0f + e), s = z * z;
     float q = 2.0f / 13.0f;

@@ -82,8 +82,8 @@ struct RowShare {
 };
 
 #ifdef PER
-// Kernels whose threads hold their part of PER rows at once: HELD runs of each row in registers, all loads in flight before
-// the first is used. With HELD = 0 the rows are longer, PER is 1, and each step of the formula reads the row again.
+// Kernels whose threads hold their part of PER rows at once: HELD runs of each row in registers, all loads in flight
+// before the first is used. With HELD = 0 the rows are longer, PER is 1, and each step of the formula reads the row again.
 static_assert(HELD > 0 || PER == 1, "rows that are read again are taken one at a time");
 
 struct HeldRows {

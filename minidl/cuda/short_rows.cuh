@@ -1,7 +1,8 @@
-// Short dense rows of CLASSES elements that are not 16-byte aligned (segmentation with 21 classes), one or two for a thread.
+// Short dense rows of CLASSES elements that are not 16-byte aligned (segmentation with 21 classes), one or two for a
+// thread.
 //
-// The rows of a warp are one run of memory: it is copied through shared memory in 16-byte vectors, then each thread takes its
-// rows. With STAGES = 2 the next rows are copied during the work on these. Warps do not wait for each other.
+// The rows of a warp are one run of memory: it is copied through shared memory in 16-byte vectors, then each thread takes
+// its rows. With STAGES = 2 the next rows are copied during the work on these. Warps do not wait for each other.
 #pragma once
 #include "lanes.cuh"
 

@@ -8,8 +8,9 @@
 //   loss of a row with label y, e = smoothing, w = weights: (1 - e) w_y (lse - x_y) + e/K sum_k w_k (lse - x_k)
 //   (Szegedy et al., "Rethinking the Inception architecture", CVPR 2016; divided by the sum of w_y, as in torch.nn)
 //
-// Mapping: `passes` groups of rows for a block; -DCLASSES=K: short_rows.cuh, a thread for one or two rows, with -DWEIGHTED=1
-// where there are weights; -DLANES=L: row.cuh. Per logit: forward sizeof(T) bytes, 8 FLOP, backward 2 sizeof(T) bytes, 6 FLOP.
+// Mapping: `passes` groups of rows for a block; -DCLASSES=K: short_rows.cuh, a thread for one or two rows, with
+// -DWEIGHTED=1 where there are weights; -DLANES=L: row.cuh. Per logit: forward sizeof(T) bytes, 8 FLOP, backward
+// 2 sizeof(T) bytes, 6 FLOP.
 // Without weights, smoothing and TOP the kernels of loss.cu do it in fewer instructions.
 #include "common.cuh"
 #include "exponential.cuh"

@@ -10,9 +10,9 @@
 // With -DFIXED=1 a, b and d of both axes are macros: quotients by small whole numbers are then a few instructions.
 //
 // A thread owns VEC neighbouring channels of one column and walks down `strip` rows of what it writes; an image has
-// `strips` of them. bytes: x once (neighbours share it through the caches) and y once; 4 FLOP per element of y each way when
-// bilinear. Floor on an H200 at 4.2 TB/s, bf16, twofold: 0.60 us per million elements of y. Four loads, their weights and
-// 48 operations for each output, as the formula has it, take twice as long as the memory.
+// `strips` of them. bytes: x once (neighbours share it through the caches) and y once; 4 FLOP per element of y each way
+// when bilinear. Floor on an H200 at 4.2 TB/s, bf16, twofold: 0.60 us per million elements of y. Four loads, their
+// weights and 48 operations for each output, as the formula has it, take twice as long as the memory.
 #include "common.cuh"
 #include "grid.cuh"
 
@@ -92,8 +92,8 @@ struct Neighbours {
 };
 
 extern "C" __global__ void __launch_bounds__(256, 4)
-upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int channels, i64 pitch, Axis down,
-           Axis across) {
+upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int channels, i64 pitch,
+           Axis down, Axis across) {
     settle(down, across);
     const Strip at(rows, strips, strip, down.out, across.out, channels);
     if (!at.inside) return;
@@ -157,8 +157,8 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 constexpr int HELD = READERS <= 8 ? READERS : 1;
 
 extern "C" __global__ void __launch_bounds__(256, READERS <= 2 ? 4 : READERS > 4 ? 2 : VEC < 8 ? 4 : 3)
-upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels, i64 pitch,
-                    Axis down, Axis across) {
+upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
+                    i64 pitch, Axis down, Axis across) {
     settle(down, across);
     const Strip at(rows, strips, strip, down.size, across.size, channels);
     if (!at.inside) return;
