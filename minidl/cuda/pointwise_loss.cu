@@ -3,8 +3,7 @@
 //   x, t, dx: `count` elements of T, dense; totals double[2]: sum of the terms, their number (over all ranks); partial (blocks, 2)
 //   double, the same of each block. LOSS names one of the structs below, with parameters a and b.
 //
-// A block takes CHUNK neighbouring elements, forward a multiple of that, a thread runs of RUN (row.cuh), HELD at a time,
-// in float32 within a run and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the
+// A block takes CHUNK neighbouring elements, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the
 // memory leaves time for some 24 instructions per element forward and 36 backward.
 #define LANES 256
 #define HELD (VEC * sizeof(T) == 16 ? 2 : 1)
@@ -82,11 +81,11 @@ DEVICE void for_chunk(const T* __restrict__ x, const T* __restrict__ t, int size
 #if defined(FORWARD)
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restrict__ partial, i64 count, int chunk,
-               float a, float b) {
+pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restrict__ partial, i64 count, float a,
+               float b) {
     __shared__ double scratch[32];
-    const i64 begin = i64(blockIdx.x) * chunk;
-    const int size = int(min(count - begin, i64(chunk)));
+    const i64 begin = i64(blockIdx.x) * CHUNK;
+    const int size = int(min(count - begin, i64(CHUNK)));
     double total = 0.0;
     for_chunk(x + begin, t + begin, size, [&](int i, const float (&v)[RUN], const float (&w)[RUN]) {
         float part = 0.0f;

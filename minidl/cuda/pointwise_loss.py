@@ -17,7 +17,6 @@ from minidl.shapes import ceil_div
 __all__ = ["pointwise_loss", "pointwise_loss_backward"]
 
 BLOCK, CHUNK = 256, 8192  # as in pointwise_loss.cu
-MOST_PARTIALS = 512  # blocks whose totals one more launch adds
 LOSSES = ("bce_with_logits", "mse", "focal")
 
 
@@ -42,10 +41,10 @@ def pointwise_loss(x: Any, target: Any, loss: str, a: float = 1.0, b: float = 0.
     if x.size == 0:
         return zeros((2,), np.float64)
     defines = _variant(x, target, loss) | {"FORWARD": 1}
-    chunk = CHUNK * ceil_div(x.size, CHUNK * MOST_PARTIALS)
-    partial = empty((ceil_div(x.size, chunk), 2), np.float64)
-    args = (x, target, partial, np.int64(x.size), np.int32(chunk), np.float32(a), np.float32(b))
-    launch("pointwise_loss", "pointwise_loss", len(partial), BLOCK, *args, defines=defines)
+    blocks = ceil_div(x.size, CHUNK)
+    partial = empty((blocks, 2), np.float64)
+    args = (x, target, partial, np.int64(x.size), np.float32(a), np.float32(b))
+    launch("pointwise_loss", "pointwise_loss", blocks, BLOCK, *args, defines=defines)
     return column_totals(partial)
 
 
