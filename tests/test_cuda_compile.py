@@ -158,8 +158,9 @@ def call_softmax() -> None:
 def call_upsample2d() -> None:
     for dtype, mode in itertools.product(STORAGE, ("nearest", "bilinear")):
         for x in _activations(dtype):
-            y = ops.upsample2d(x, (2 * x.shape[1], x.shape[2] + 1), mode)
-            assert ops.upsample2d_backward(y, x.shape, mode).shape == x.shape
+            for size in ((2 * x.shape[1], x.shape[2] + 1), (6 * x.shape[1], 6 * x.shape[2])):
+                y = ops.upsample2d(x, size, mode)
+                assert ops.upsample2d_backward(y, x.shape, mode).shape == x.shape
 
 
 # (N, H, W, C), K, kernel, stride, padding, dilation, groups
@@ -369,15 +370,13 @@ def call_loss() -> None:
 def call_smoothed_loss() -> None:
     scale, kinds = ops.empty(1, np.float32), [(dtype, np.int32) for dtype in STORAGE]
     kinds += [(bfloat16, np.int64), (bfloat16, np.uint8)]
-    for (dtype, label), shape in itertools.product(kinds, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
-        logits, labels, weights = (
-            ops.empty(shape, dtype),
-            ops.empty(shape[:-1], label),
-            ops.empty(shape[-1], np.float32),
-        )
+    shapes = [(512, 1000), (6, 3), (2, 9, 9, 21), (5, 62), (5, 63), (4, 32000), (0, 10)]
+    for (dtype, label), shape in itertools.product(kinds, shapes):
+        logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
         options = {"smoothing": 0.1, "ignore_index": 255}
-        totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, **options)
-        ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, scale, **options)
+        for weights in (None, ops.empty(shape[-1], np.float32)):
+            totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, **options)
+            ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, scale, **options)
         sums = ops.dice_sums(logits, labels, ignore_index=255)
         ops.dice_backward(logits, labels, sums, scale, smooth=1.0, ignore_index=255)
         if shape[-1] <= 1000:
@@ -386,7 +385,7 @@ def call_smoothed_loss() -> None:
 
 def call_soft_loss() -> None:
     scale = ops.empty(1, np.float32)
-    for dtype, shape in itertools.product(STORAGE, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
+    for dtype, shape in itertools.product(STORAGE, [(512, 1000), (6, 3), (9, 64), (5, 256), (5, 512), (4, 32000)]):
         logits, targets, weights = (
             ops.empty(shape, dtype),
             ops.empty(shape, np.float32),

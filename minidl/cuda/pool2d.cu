@@ -28,6 +28,7 @@
 // norm -DBATCH=1, or 0 where its moments are constants.
 #include "common.cuh"
 #include "grid.cuh"
+#include "lanes.cuh"
 
 #define BLOCK 256
 
@@ -165,48 +166,6 @@ typedef u16 index_t;
 
 typedef Raw<T, VEC> Lanes;
 constexpr int WORDS = (VEC * int(sizeof(T)) + 3) / 4;   // registers that hold a thread's channels
-constexpr int PER_WORD = sizeof(T) == 4 ? 1 : 2;        // channels in one register
-
-#if DTYPE == 0
-constexpr u32 LOWEST = 0xff800000u, ONE_PER_LANE = 1u;
-
-DEVICE u32 lane_max(u32 a, u32 b) {
-    u32 y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-// `if_greater` in the lanes where a > b, `otherwise` elsewhere.
-DEVICE u32 lane_select(u32 a, u32 b, u32 if_greater, u32 otherwise) {
-    return __uint_as_float(a) > __uint_as_float(b) ? if_greater : otherwise;
-}
-#else
-constexpr u32 ONE_PER_LANE = 0x00010001u;
-#if DTYPE == 1
-constexpr u32 LOWEST = 0xff80ff80u;
-#define LANE_TYPE "bf16x2"
-#else
-constexpr u32 LOWEST = 0xfc00fc00u;
-#define LANE_TYPE "f16x2"
-#endif
-
-DEVICE u32 lane_max(u32 a, u32 b) {
-    u32 y;
-    asm("max.NaN." LANE_TYPE " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-DEVICE u32 lane_select(u32 a, u32 b, u32 if_greater, u32 otherwise) {
-#if DTYPE == 2 || __CUDA_ARCH__ >= 900
-    u32 mask;
-    asm("set.gt.u32." LANE_TYPE " %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-#else
-    // Before Hopper bfloat16 has no packed comparison.
-    const u32 low = __uint_as_float(a << 16) > __uint_as_float(b << 16) ? 0x0000ffffu : 0u;
-    const u32 high = __uint_as_float(a & 0xffff0000u) > __uint_as_float(b & 0xffff0000u) ? 0xffff0000u : 0u;
-    const u32 mask = low | high;
-#endif
-    return (if_greater & mask) | (otherwise & ~mask);
-}
-#endif
 
 DEVICE bool is_nan(T value) {
     const float x = to_float(value);
