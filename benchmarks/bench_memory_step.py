@@ -199,7 +199,8 @@ def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: 
 
     from minidl.bench.torch_twin import TorchGraph, from_nhwc
 
-    torch.backends.cudnn.benchmark = True
+    # What waits for the link gains nothing from a search among kernels, which takes longer than its steps.
+    torch.backends.cudnn.benchmark = arm != "torch-save-on-cpu"
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = a.precision == "tf32"
     empty()
     before = used_bytes()

@@ -236,12 +236,17 @@ class ScriptedStore(TensorStore):
         return result
 
     def _seen(self, array: Any, here: list[tuple[int, int]]) -> Any:
-        """``array`` by its tensor, among those that the present step touches; one of the caller's as it is."""
+        """``array`` by its tensor, among those that the present step touches; any other as it is.
+
+        Others are the caller's, and values that a layer is handed but does not read: those may be dead, and lie where
+        a tensor of the step lies now.
+        """
         offset = self.engine.offset(array)
-        if offset is None:
+        if offset is None or not array.size:
             return array
+        extent = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
         for begin, i in here:
-            if begin <= offset < begin + self._script.trace.tensors[i].bytes:
+            if begin <= offset and offset + extent <= begin + self._script.trace.tensors[i].bytes:
                 return Place(i, offset - begin, array.shape, array.strides, array.dtype)
         return array
 
