@@ -140,8 +140,9 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
     )
     p.add_argument(
-        "--gradients", default="keep", choices=["keep", "ring"],
-        help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
+        "--gradients", default="keep", choices=["keep", "ring", "momentum"],
+        help="ring: update within the backward pass, so that a few layers' gradients are held at a time; momentum: add "
+        "them to the momentum of sgd, so that they need no memory at all",
     )  # fmt: skip
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
 
@@ -284,6 +285,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
 
     if a.gradients == "ring":
         optimizer.update_in_backward()
+    elif a.gradients == "momentum":
+        optimizer.gradients_in_momentum()
     memory = None
     if a.memory_limit is not None:
         if a.optimizer != "sgd" or a.mixup is not None:

@@ -253,7 +253,7 @@ class SGD:
         with self.model.profiler.span("optimizer", "update"):
             self.ops.sgd_update(
                 arena.master[part],
-                arena.gradient(begin, end),
+                None if arena.adds else arena.gradient(begin, end),
                 self._velocity_of(begin, end),
                 arena.working[part] if self._mixed else None,
                 self.segment_of[begin // ALIGN : end // ALIGN],
@@ -266,7 +266,8 @@ class SGD:
         """What takes part in this optimizer's steps, by the names of `minidl.legality`."""
         arena, several = self.arena, self.model.comm.size > 1
         return {
-            "ring": arena.slots > 0, "sharded": arena.sharded and several, "rounded": arena.wire is not arena.grad,
+            "ring": arena.slots > 0, "in_momentum": arena.adds, "sharded": arena.sharded and several,
+            "rounded": arena.wire is not arena.grad,
             "scaled": self.scales_loss, "clipped": self.clip_value is not None or self.clip_norm is not None,
             "filters": any(layer.parted for layer in self.model.layers),
         }  # fmt: skip
@@ -287,8 +288,44 @@ class SGD:
         legality.refuse(type(self).__name__, **self.parts() | {"ring": True})
         self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._apply)
 
+    def gradients_in_momentum(self) -> None:
+        """From now on backward passes add gradients to the momentum itself: they need no memory of their own.
+
+        When a backward pass begins, the momentum becomes ``momentum·v + weight_decay·w``; each layer adds its gradient,
+        micro-batches and ranks theirs, and the update is ``w -= lr·v``. Checkpoints are those of gradients apart. So
+        are the bits on one rank without micro-batches, but for layers that add several sums to an element (sparse ones
+        on the CPU): with u = 2^-24 and n addends the momentum of a step then differs by at most
+        (n + 3) u (|momentum·v| + |weight_decay·w| + sum |g|). An error within a backward pass leaves a momentum that is
+        refused from then on: go on from a checkpoint.
+
+        Raises:
+            ValueError: without momentum, with nesterov, or what `minidl.legality` names.
+        """
+        who = type(self).__name__
+        legality.refuse(who, **self.parts() | {"in_momentum": True})
+        if self.velocity is None or self.nesterov:
+            expected = "positive, and nesterov=False, for gradients to be added to it"
+            raise checks.bad_value(who, "momentum", expected, "nesterov" if self.nesterov else 0)
+        self.arena.add_to(self.velocity, self._begin_sums)
+
+    def _begin_sums(self) -> None:
+        """The momentum that gradients are added to; that of one rank, as messages add up those of all."""
+        size = self.arena.trainable_size
+        with self.model.profiler.span("optimizer", "update"):
+            if self.arena.comm.rank == 0:
+                tables = self.segment_of, self.segments, self.control
+                self.ops.sgd_begin(self.arena.master[:size], self.velocity, *tables)
+            else:
+                self.velocity.fill(0)
+
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Momentum by parameter name, and the control array, as host copies."""
+        """Momentum by parameter name, and the control array, as host copies.
+
+        Raises:
+            RuntimeError: when the momentum holds gradients of an unfinished step.
+        """
+        if self.arena.half_added:
+            raise checks.order(type(self).__name__, "the momentum holds gradients of half a step", "call step() first")
         state = {"control": self.ops.to_host(self.control)}
         if self.velocity is not None:
             host = self._whole_velocity()
@@ -303,6 +340,7 @@ class SGD:
         Raises:
             ValueError: when the names do not match this optimizer.
         """
+        self.arena.restore()
         checkpoint.match(self.state_dict(), state, "optimizer state")
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)

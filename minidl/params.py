@@ -6,19 +6,18 @@ update, whatever parameter groups they belong to. Frozen parameters lie behind i
 
     master   float32   every parameter                     | trainable, backward order | frozen |
     working  storage   what products read; is ``master`` for float32
-    grad     float32   trainable part only; with `Arena.ring`, a few messages of it at a time
+    grad     float32   trainable part only; with `Arena.ring`, a few messages of it at a time; with `Arena.add_to`, what
+                       an update needs anyway, to which gradients are added
     wire     what is sent of it; is ``grad`` unless messages are rounded
 """
 
 from __future__ import annotations
 
 import bisect
-import fnmatch
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,53 +25,12 @@ import numpy as np
 
 from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, Work, place
-from minidl.initializers import Initializer, generator
+from minidl.initializers import generator
 from minidl.precision import Precision, float32
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.shapes import round_up
+from minidl.segments import ALIGN, ParameterSpec, Segment, drawn, lay_out, ring_places
 
 __all__ = ["ALIGN", "Arena", "Gradient", "LayerParams", "Message", "ParameterSpec", "Segment"]
-
-ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """What a layer declares: ``product`` parameters enter matrix products and are read in the storage dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    init: Initializer
-    product: bool
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One parameter's place: ``offset`` and ``size`` in elements of the arena; JSON-able but for nothing."""
-
-    layer: str
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    product: bool
-    trainable: bool
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def stop(self) -> int:
-        """End of the segment including its padding."""
-        return self.offset + round_up(self.size, ALIGN)
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.layer}.{self.name}" if self.layer else self.name
-
-    def describe(self) -> str:
-        """One line that is equal on two ranks exactly when their plans agree here."""
-        return f"{self.full_name} {self.shape} at {self.offset}{'' if self.trainable else ' frozen'}"
 
 
 class Gradient(NamedTuple):
@@ -118,6 +76,8 @@ class LayerParams(Mapping[str, Any]):
         """The gradients as they stand, float32, by name (trainable parameters only)."""
         if self._arena.slots:
             raise checks.order("gradients", "they are gone when their update is done", "read them without a ring")
+        if self._arena.adds:
+            raise checks.order("gradients", "they are added to the momentum", "read them where they are kept apart")
         return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
 
     def restart(self) -> None:
@@ -172,13 +132,13 @@ class Arena:
             raise checks.bad_value("arena", "frozen", "a list of patterns", frozen, f"pass [{frozen!r}]")
         self.ops = ops
         self.precision = precision
-        self.segments = _lay_out(layers, frozen)
+        self.segments = lay_out(layers, frozen)
         self.trainable_size = max((s.stop for s in self.segments if s.trainable), default=0)
         size = max((s.stop for s in self.segments), default=0)
         host = np.zeros(size, np.float32)
         inits = {(name, spec.name): spec.init for name, specs in layers for spec in specs}
         for s in self.segments:
-            values = _drawn(inits[s.layer, s.name], generator(seed, s.full_name), s)
+            values = drawn(inits[s.layer, s.name], generator(seed, s.full_name), s)
             host[s.offset : s.offset + s.size] = values.reshape(-1)
         self.master = ops.from_host(host)
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
@@ -187,7 +147,9 @@ class Arena:
         self._written: set[str] = set()
         self._abandoned = False
         self.slots = 0  # messages that ``grad`` holds at a time; 0: all
+        self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
+        self._prepare: Callable[[], None] = lambda: None
         self._ready: deque[Message] = deque()  # started, not updated yet; only with slots
         self._begun: set[str] = set()  # first layers of messages that have gradients; only with slots
         self.connected = 0  # how often: each time the messages are others
@@ -237,18 +199,32 @@ class Arena:
         Raises:
             ValueError: for less than one slot, or an arena that is sharded.
         """
-        legality.refuse("gradients", ring=True, sharded=self.sharded)
+        legality.refuse("gradients", ring=True, sharded=self.sharded, in_momentum=self.adds)
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         self.connected += 1
         rounded = self.wire is not self.grad
         sizes = [m.end - m.begin for m in self.messages]
-        self._places = _ring_places(sizes, self.slots)
+        self._places = ring_places(sizes, self.slots)
         size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
         if size >= self.trainable_size:
             self._places, size = self._begins, self.trainable_size
         self.grad = self.ops.zeros((size,), np.dtype(np.float32))
         self.wire = self.ops.empty((size,), self.wire.dtype) if rounded else self.grad
         self.settle()
+        self.begin_step()
+
+    def add_to(self, sums: Any, prepare: Callable[[], None]) -> None:
+        """Add gradients to ``sums``, which an update needs anyway, instead of holding them apart.
+
+        Args:
+            sums: (trainable_size,) float32; what was ``grad`` is given up.
+            prepare: called when the first backward pass of a step begins: makes of ``sums`` what gradients are added
+                to. On several ranks what all make, and their gradients, are added up.
+        """
+        legality.refuse("gradients", ring=self.slots, sharded=self.sharded, in_momentum=True)
+        self.adds, self._prepare = True, prepare
+        self.connected += 1
+        self.grad = self.wire = sums
         self.begin_step()
 
     def _at(self, begin: int) -> int:
@@ -307,7 +283,7 @@ class Arena:
         Raises:
             ValueError: for an arena that is a ring.
         """
-        legality.refuse("gradients", ring=self.slots, sharded=True)
+        legality.refuse("gradients", ring=self.slots, sharded=True, in_momentum=self.adds)
         self.sharded = True
         self._share_out()
 
@@ -340,6 +316,9 @@ class Arena:
         if self.slots and (accumulate or not send):
             remedy = "make the optimizer without update_in_backward(), or take whole batches"
             raise checks.order("gradients", "micro-batches add up what a ring of slots does not hold", remedy)
+        if self.half_added and self._abandoned:
+            text = "the momentum holds gradients of a backward pass that failed"
+            raise checks.order("gradients", text, "load_state_dict, or go on from a checkpoint")
         self._ready.clear()
         self._begun.clear()
         self._abandoned = False
@@ -347,9 +326,18 @@ class Arena:
         if not accumulate:
             self._written.clear()
 
+    def prepare(self) -> None:
+        """At the start of the first backward pass of a step, for arenas that add (`add_to`)."""
+        self._prepare()
+
+    @property
+    def half_added(self) -> bool:
+        """Whether ``grad`` holds gradients of an unfinished step beside what it is for."""
+        return self.adds and bool(self._written)
+
     def claim(self, segment: Segment) -> tuple[Any, bool]:
         """The gradient's view, and whether this is the first contribution of the step."""
-        first = segment.full_name not in self._written
+        first = segment.full_name not in self._written and not self.adds
         self._written.add(segment.full_name)
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
@@ -405,8 +393,13 @@ class Arena:
         """
         self._abandoned = True
         if not started:
+            self._written.clear()
             for message in self.messages:
                 message.work = None
+
+    def restore(self) -> None:
+        """What ``grad`` holds beside gradients was written from outside: those of a failed pass are gone."""
+        self._written.clear()
 
     def finished(self) -> Iterator[Message]:
         """The messages in the order they were started, each waited for (on the device's stream, not the host)."""
@@ -433,53 +426,3 @@ class Arena:
             begin, end = message.own
             at = self._at(begin)
             self.ops.copy_into(self.gradient(begin, end), self.wire[at : at + end - begin])
-
-
-def _ring_places(sizes: Sequence[int], slots: int) -> list[int]:
-    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
-    places: dict[int, int] = {}
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lowest = 0
-        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
-            if places[j] - lowest >= sizes[i]:
-                break
-            lowest = max(lowest, places[j] + sizes[j])
-        places[i] = lowest
-    return [places[i] for i in range(len(sizes))]
-
-
-def _drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:
-    """Starting values of one parameter.
-
-    Raises:
-        TypeError: when ``init`` is no function.
-        ValueError: when it gives another shape.
-    """
-    if not callable(init):
-        remedy = "see minidl.initializers"
-        raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", repr(init), remedy)
-    values = np.asarray(init(rng, segment.shape))
-    if values.shape != segment.shape:
-        raise checks.bad_shape(segment.full_name, "starting values", str(segment.shape), values.shape)
-    return values
-
-
-def _lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Sequence[str]) -> list[Segment]:
-    """Segments with offsets: trainable ones in backward order, then the frozen ones."""
-    found = [
-        Segment(name, spec.name, spec.shape, 0, spec.product, True)
-        for name, specs in reversed(layers)
-        for spec in specs
-    ]
-    for pattern in frozen:
-        if not any(fnmatch.fnmatchcase(s.full_name, pattern) for s in found):
-            raise checks.unknown("parameter pattern", pattern, [s.full_name for s in found])
-    placed: list[Segment] = []
-    offset = 0
-    held = [any(fnmatch.fnmatchcase(s.full_name, p) for p in frozen) for s in found]
-    for want_frozen in (False, True):
-        for s, is_frozen in zip(found, held, strict=True):
-            if is_frozen is want_frozen:
-                placed.append(Segment(s.layer, s.name, s.shape, offset, s.product, not is_frozen))
-                offset = placed[-1].stop
-    return placed

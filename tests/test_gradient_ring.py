@@ -10,7 +10,7 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.cuda.launch import dry_run
-from minidl.params import _ring_places
+from minidl.segments import ring_places
 from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
 from minidl.step import EagerStep
 from tests.conftest import CUDA
@@ -78,7 +78,7 @@ def test_pruning_and_a_ring_give_the_same_bits():
 def test_neighbours_never_share_a_place(rng):
     for _ in range(50):
         sizes, slots = rng.integers(1, 100, int(rng.integers(1, 30))).tolist(), int(rng.integers(1, 6))
-        places = _ring_places(sizes, slots)
+        places = ring_places(sizes, slots)
         for i in range(len(sizes)):
             for j in range(max(i - slots + 1, 0), i):
                 assert places[i] + sizes[i] <= places[j] or places[j] + sizes[j] <= places[i]

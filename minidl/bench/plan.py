@@ -39,6 +39,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
+    p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
     p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
     p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
     p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
@@ -92,7 +93,7 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
     graph = setup.graph()
     fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
     trace = record(
-        graph, batch, precision=a.precision, momentum=a.momentum, device=BUILT_IN[a.device],
+        graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, device=BUILT_IN[a.device],
         model=a.model, image_size=setup.image, classes=setup.num_classes,
     )  # fmt: skip
     content = load(a.times) if a.times else {}

@@ -93,7 +93,7 @@ class LimitedMemory:
         return record_step(
             unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
-            slots=model.arena.slots, input_grad=model.input_grad,
+            slots=model.arena.slots, in_momentum=model.arena.adds, input_grad=model.input_grad,
         )  # fmt: skip
 
     def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:

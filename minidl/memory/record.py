@@ -234,6 +234,7 @@ def record(
     *,
     precision: str | Precision = "fp32",
     momentum: float = 0.9,
+    gradients: str = "keep",
     device: DeviceRecord | None = None,
     **facts: Any,
 ) -> Trace:
@@ -246,6 +247,8 @@ def record(
         batch: samples.
         precision: as `minidl.Model`.
         momentum: 0 leaves the optimizer without state.
+        gradients: ``"keep"`` all of them; ``"ring"``, a few messages' (`minidl.SGD.update_in_backward`);
+            ``"momentum"``, none (`minidl.SGD.gradients_in_momentum`).
         device: the imagined GPU, which decides workspaces; default an H200.
         facts: kept in the trace, JSON-able (the model's name, image size, ...).
 
@@ -253,7 +256,11 @@ def record(
         ValueError: for a batch below one or an unknown precision.
         RuntimeError: when the graph's layers belong to a model already.
     """
-    return record_step(graph, batch, precision=precision, momentum=momentum, device=device, facts=facts).trace
+    modes = {"keep": {}, "ring": {"slots": 1}, "momentum": {"in_momentum": True}}
+    if gradients not in modes:
+        raise checks.unknown("gradients", gradients, modes)
+    options = {"precision": precision, "momentum": momentum, "device": device, "facts": facts, **modes[gradients]}
+    return record_step(graph, batch, **options).trace
 
 
 def record_step(
@@ -265,12 +272,14 @@ def record_step(
     device: DeviceRecord | None = None,
     facts: Mapping[str, Any] | None = None,
     slots: int = 0,
+    in_momentum: bool = False,
     **options: Any,
 ) -> Recording:
     """As `record`, with all that an executor needs beside the trace.
 
     Args:
         slots: of a ring of gradients (`minidl.SGD.update_in_backward`); 0: all are kept.
+        in_momentum: gradients are added to the momentum (`minidl.SGD.gradients_in_momentum`).
         options: those of `minidl.Model`.
     """
     batch = checks.at_least("record", "batch", batch, 1)
@@ -282,6 +291,8 @@ def record_step(
         optimizer = SGD(model, 0.1, momentum)
         if slots:
             optimizer.update_in_backward(slots)
+        if in_momentum:
+            optimizer.gradients_in_momentum()
         loss = SoftmaxCrossEntropy()
         loss.profiler = watcher
         ops, storage = model.ops, model.precision.storage
@@ -368,7 +379,8 @@ def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(arena.master, "weight", parts(4, False))
     if arena.working is not arena.master:
         watcher.divide(arena.working, "working", parts(arena.working.itemsize, False))
-    watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
+    if not arena.adds:
+        watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
     watcher.divide(optimizer.velocity, "momentum", parts(4, True))
 
 
