@@ -239,8 +239,9 @@ class SGD:
         """Before the first update of a step, when it is known whether the gradients overflowed."""
 
     def _apply(self, begin: int, end: int) -> None:
-        self._condition(begin, end)
-        self._update(begin, end)
+        if begin < end:  # nothing is left of a message whose tiles are updated
+            self._condition(begin, end)
+            self._update(begin, end)
 
     def _condition(self, begin: int, end: int) -> None:
         """What is done to gradients before anything uses them."""
@@ -276,7 +277,8 @@ class SGD:
         """From now on update each message's layers within the backward pass; gradients then need ``slots`` messages.
 
         Weights, momentum and checkpoints stay those of `step` after the backward pass, bit for bit; `step` finishes the
-        last messages. ResNet-152 then holds 5 % of its gradients on one rank. An error within a backward pass leaves
+        last messages. ResNet-152 then holds 5 % of its gradients on one rank, VGG-16 13 %: a huge dense layer's are
+        made, and updated, in tiles. An error within a backward pass leaves
         weights of two steps behind: go on from a checkpoint.
 
         Args:
@@ -294,9 +296,9 @@ class SGD:
         When a backward pass begins, the momentum becomes ``momentum·v + weight_decay·w``; each layer adds its gradient,
         micro-batches and ranks theirs, and the update is ``w -= lr·v``. Checkpoints are those of gradients apart. So
         are the bits on one rank without micro-batches, but for layers that add several sums to an element (sparse ones
-        on the CPU): with u = 2^-24 and n addends the momentum of a step then differs by at most
-        (n + 3) u (|momentum·v| + |weight_decay·w| + sum |g|). An error within a backward pass leaves a momentum that is
-        refused from then on: go on from a checkpoint.
+        on the CPU). With ``u = 2^-24`` and n addends the momentum of a step then differs by at most
+        ``(n + 3) u`` times the sum of the magnitudes of ``momentum·v``, ``weight_decay·w`` and all addends. An error
+        within a backward pass leaves a momentum that is refused from then on: go on from a checkpoint.
 
         Raises:
             ValueError: without momentum, with nesterov, or what `minidl.legality` names.

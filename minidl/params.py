@@ -66,11 +66,25 @@ class LayerParams(Mapping[str, Any]):
         """Whether the layer has this parameter and it is not frozen."""
         return name in self._segments and self._segments[name].trainable
 
-    def grad(self, name: str) -> Gradient | None:
-        """Where to write the gradient of ``name`` now; None when there is no such parameter or it is frozen."""
+    def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
+        """Where to write the gradient of ``name``, or a tile of it, now; None when it is absent or frozen."""
         if not self.trainable(name):
             return None
-        return Gradient(*self._arena.claim(self._segments[name]))
+        return Gradient(*self._arena.claim(self._segments[name], rows))
+
+    @property
+    def tiled(self) -> bool:
+        """Whether each tile of the gradient is updated before the next one is made, in the same memory."""
+        return self._layer in self._arena.tiled
+
+    @property
+    def tiles(self) -> list[slice]:
+        """Their rows."""
+        return self._arena.tiled[self._layer].tiles
+
+    def tile_ready(self, rows: slice) -> None:
+        """A tile's gradient is written, and the weights have served the input gradient: they are updated."""
+        self._arena.tile_ready(self._layer, rows)
 
     def gradients(self) -> dict[str, Any]:
         """The gradients as they stand, float32, by name (trainable parameters only)."""
@@ -100,7 +114,8 @@ class Message:
     work: Work | None = None
     cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
     own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
-    updated: bool = False  # in this step, within the backward pass
+    begun: bool = False  # to be updated in this step, within the backward pass
+    updated: bool = False  # all of it
 
     @property
     def name(self) -> str:
@@ -144,9 +159,10 @@ class Arena:
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
         mixed = precision.storage != np.float32
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
-        self._written: set[str] = set()
+        self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
         self._abandoned = False
         self.slots = 0  # messages that ``grad`` holds at a time; 0: all
+        self.tiled: dict[str, Segment] = {}  # of layers whose gradient ``grad`` holds tile by tile
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
         self._prepare: Callable[[], None] = lambda: None
@@ -156,7 +172,7 @@ class Arena:
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
-        self.look: Callable[[str], None] = lambda layer: None  # at the gradients of a layer, before they are sent
+        self._look: Callable[[str], None] | None = None
         self.sharded = False
         self.connect(SOLO)
 
@@ -194,7 +210,8 @@ class Arena:
 
         ``update(begin, end)`` is called between two layers, when all layers of the message have run backward and its
         all-reduce is over, before another message takes its slot. Weights, momentum and their bits are those of updates
-        after the backward pass. After an error within one, part of the weights are those of the next step.
+        after the backward pass. After an error within one, part of the weights are those of the next step. On one rank
+        a gradient that its layer makes in tiles takes the place of one tile.
 
         Raises:
             ValueError: for less than one slot, or an arena that is sharded.
@@ -203,7 +220,8 @@ class Arena:
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         self.connected += 1
         rounded = self.wire is not self.grad
-        sizes = [m.end - m.begin for m in self.messages]
+        self._tile()
+        sizes = [self._held(m) for m in self.messages]
         self._places = ring_places(sizes, self.slots)
         size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
         if size >= self.trainable_size:
@@ -212,6 +230,26 @@ class Arena:
         self.wire = self.ops.empty((size,), self.wire.dtype) if rounded else self.grad
         self.settle()
         self.begin_step()
+
+    def _tile(self) -> None:
+        """Which layers' gradients are held tile by tile: what is sent, or looked at, is held whole."""
+        self.tiled = {}
+        if self.comm.size == 1 and self._look is None:
+            self.tiled = {s.layer: s for s in self.segments if s.rows and s.trainable}
+        for message in self.messages:
+            segment = self.tiled.get(message.layers[0])
+            message.own = message.begin if segment is None else segment.stop, message.end
+
+    def _held(self, message: Message) -> int:
+        """Elements that a ring holds of a message at a time."""
+        segment = self.tiled.get(message.layers[0])
+        return message.end - message.begin - (0 if segment is None else segment.stop - segment.offset - segment.tile)
+
+    def watch(self, look: Callable[[str], None]) -> None:
+        """Call ``look(layer)`` when the gradients of a layer are complete, before they are sent."""
+        self._look = look
+        if self.slots:
+            self.ring(self.slots, self._update)
 
     def add_to(self, sums: Any, prepare: Callable[[], None]) -> None:
         """Add gradients to ``sums``, which an update needs anyway, instead of holding them apart.
@@ -232,7 +270,11 @@ class Arena:
         if not self.slots:
             return begin
         number = bisect.bisect_right(self._begins, begin) - 1
-        return self._places[number] + begin - self._begins[number]
+        inside, segment = begin - self._begins[number], self.tiled.get(self.messages[number].layers[0])
+        if segment is not None:
+            behind = begin - segment.stop
+            inside = inside % segment.tile if behind < 0 else segment.tile + behind
+        return self._places[number] + inside
 
     def gradient(self, begin: int, end: int) -> Any:
         """The gradients of elements ``begin`` to ``end``, which belong to one message."""
@@ -266,7 +308,7 @@ class Arena:
                 continue
             begin, end = mine[0].offset, mine[-1].stop
             last = self.messages[-1] if self.messages else None
-            if last is not None and (last.end - last.begin) * 4 < enough(last.layers[-1]):
+            if last is not None and not mine[0].rows and (last.end - last.begin) * 4 < enough(last.layers[-1]):
                 last.end, last.layers = end, (*last.layers, name)
             else:
                 self.messages.append(Message(begin, end, (name,)))
@@ -312,7 +354,7 @@ class Arena:
                 raise checks.order(
                     "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
                 )
-            message.waiting, message.updated = len(message.layers), False
+            message.waiting, message.begun, message.updated = len(message.layers), False, False
         if self.slots and (accumulate or not send):
             remedy = "make the optimizer without update_in_backward(), or take whole batches"
             raise checks.order("gradients", "micro-batches add up what a ring of slots does not hold", remedy)
@@ -335,34 +377,50 @@ class Arena:
         """Whether ``grad`` holds gradients of an unfinished step beside what it is for."""
         return self.adds and bool(self._written)
 
-    def claim(self, segment: Segment) -> tuple[Any, bool]:
-        """The gradient's view, and whether this is the first contribution of the step."""
-        first = segment.full_name not in self._written and not self.adds
-        self._written.add(segment.full_name)
+    def claim(self, segment: Segment, rows: slice | None = None) -> tuple[Any, bool]:
+        """The gradient's view, or that of a tile of it, and whether this is the first contribution of the step."""
+        begin, end, shape = segment.offset, segment.offset + segment.size, segment.shape
+        if rows is not None:
+            begin, end = segment.span(rows)
+            shape = rows.stop - rows.start, *shape[1:]
+        first = (segment.full_name, begin) not in self._written and not self.adds
+        self._written.add((segment.full_name, begin))
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self.gradient(segment.offset, segment.offset + segment.size).reshape(segment.shape), first
+        return self.gradient(begin, end).reshape(shape), first
+
+    def tile_ready(self, layer: str, rows: slice) -> None:
+        """Update one tile of a tiled layer, and the padding behind the last one."""
+        segment = self.tiled[layer]
+        begin, end = segment.span(rows)
+        if rows.stop == segment.shape[0] and end < segment.stop:  # where another tile lay
+            self.gradient(end, segment.stop).fill(0)
+            end = segment.stop
+        self._message_of[layer].begun = True
+        self._update(begin, end)
 
     def _clear_padding(self, message: Message) -> None:
         """Before a message's first gradient: what another one left between the segments is no gradient of theirs."""
         if message.waiting == len(message.layers) and message.layers[0] not in self._begun:
             self._begun.add(message.layers[0])
             if any(s.stop - s.offset > s.size for name in message.layers for s in self._layers[name]):
-                self.gradient(message.begin, message.end).fill(0)
+                at = self._at(message.begin)
+                self.grad[at : at + self._held(message)].fill(0)
 
     def ready(self, layer: str) -> None:
         """Count a layer as done and start its message when it was the last of it."""
         message = self._message_of.get(layer)
         if message is None:
             return
-        self.look(layer)
+        if self._look is not None:
+            self._look(layer)
         message.waiting -= 1
         if message.waiting < 0:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
             span = partial(self.profiler.span, message.name, "all_reduce")
             at = self._at(message.begin)
-            part = self.wire[at : at + message.end - message.begin]
+            part = self.wire[at : at + self._held(message)]
             if self.wire is not self.grad:
                 self.ops.copy_into(part, self.gradient(message.begin, message.end))
             if self.sharded:
@@ -377,13 +435,13 @@ class Arena:
         while self.slots and len(self._ready) >= self.slots:
             message = self._ready.popleft()
             self._arrive(message)
-            message.updated = True
-            self._update(message.begin, message.end)
+            message.begun = message.updated = True
+            self._update(*message.own)
 
     @property
     def updating(self) -> bool:
         """Whether part of the present step's update is done."""
-        return any(message.updated for message in self.messages)
+        return any(message.begun for message in self.messages)
 
     def abandon(self, *, started: bool = True) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
@@ -414,7 +472,7 @@ class Arena:
             self._arrive(message)
             yield message
         for message in self.messages:
-            message.updated = False
+            message.begun = message.updated = False
         self._ready.clear()
 
     def _arrive(self, message: Message) -> None:

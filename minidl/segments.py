@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -20,12 +20,17 @@ ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segm
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layer declares: ``product`` parameters enter matrix products and are read in the storage dtype."""
+    """What a layer declares: ``product`` parameters enter matrix products and are read in the storage dtype.
+
+    ``rows``: the layer computes the gradient in tiles of so many rows (of the first axis), one after the other, in
+    `minidl.Layer.backward_weight_tile`; 0: at once.
+    """
 
     name: str
     shape: tuple[int, ...]
     init: Initializer
     product: bool
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,22 @@ class Segment:
     offset: int
     product: bool
     trainable: bool
+    rows: int = 0
+
+    @property
+    def tile(self) -> int:
+        """Elements of a tile of its gradient; 0 where that is made at once."""
+        return self.rows * prod(self.shape[1:])
+
+    @property
+    def tiles(self) -> list[slice]:
+        """The rows of each tile."""
+        return [slice(i, min(i + self.rows, self.shape[0])) for i in range(0, self.shape[0], self.rows)]
+
+    def span(self, rows: slice) -> tuple[int, int]:
+        """Where in the arena these rows begin and end."""
+        row = prod(self.shape[1:])
+        return self.offset + rows.start * row, self.offset + rows.stop * row
 
     @property
     def size(self) -> int:
@@ -89,7 +110,7 @@ def drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.n
 def lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Sequence[str]) -> list[Segment]:
     """Segments with offsets: trainable ones in backward order, then the frozen ones."""
     found = [
-        Segment(name, spec.name, spec.shape, 0, spec.product, True)
+        Segment(name, spec.name, spec.shape, 0, spec.product, True, spec.rows)
         for name, specs in reversed(layers)
         for spec in specs
     ]
@@ -102,6 +123,6 @@ def lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Seque
     for want_frozen in (False, True):
         for s, is_frozen in zip(found, held, strict=True):
             if is_frozen is want_frozen:
-                placed.append(Segment(s.layer, s.name, s.shape, offset, s.product, not is_frozen))
+                placed.append(replace(s, offset=offset, trainable=not is_frozen))
                 offset = placed[-1].stop
     return placed

@@ -445,9 +445,12 @@ def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer:
                 costs[node.name, pass_name] = getattr(cost, pass_name)
     cost = loss.cost(shapes[model.output_node.index], itemsize)
     costs |= {("loss", "forward"): cost.forward, ("loss", "backward_data"): cost.backward_data}
-    weights = watcher.passes.count(("optimizer", "update"))
-    total = optimizer.cost()
-    costs["optimizer", "update"] = PassCost(total.flop // weights, total.bytes // weights)
+    costs["optimizer", "update"] = optimizer.cost()
+    shared = {  # by as many spans: updates, gradients of weights in tiles
+        key: count for key, count in Counter(watcher.passes).items() if key[1] in ("update", "backward_weight")
+    }
+    for key, count in shared.items():
+        costs[key] = PassCost(costs[key].flop // count, costs[key].bytes // count)
     read = [0] * len(watcher.passes)
     for memory in watcher.all:
         for t in memory.touches:
@@ -455,7 +458,7 @@ def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer:
     steps, seen = [], set()
     for t, (key, workspace) in enumerate(zip(watcher.passes, watcher.workspaces(), strict=True)):
         cost = costs[key]
-        if key in seen and key[0] != "optimizer":
+        if key in seen and key not in shared:
             cost = PassCost(0, read[t])
         seen.add(key)
         kind, matrix = kinds.get(key[0], ("", False))
