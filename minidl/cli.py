@@ -144,6 +144,10 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         help="ring: update within the backward pass, so that a few layers' gradients are held at a time; momentum: add "
         "them to the momentum of sgd, so that they need no memory at all",
     )  # fmt: skip
+    p.add_argument(
+        "--host-momentum", action="store_true",
+        help="with --memory-limit and --gradients ring: that of large layers may lie on the host between updates",
+    )  # fmt: skip
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
 
 
@@ -287,12 +291,15 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         optimizer.update_in_backward()
     elif a.gradients == "momentum":
         optimizer.gradients_in_momentum()
+    if a.host_momentum and (a.memory_limit is None or a.gradients != "ring"):
+        raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
     memory = None
     if a.memory_limit is not None:
         if a.optimizer != "sgd" or a.mixup is not None:
             other = a.optimizer if a.optimizer != "sgd" else "mixed images"
             raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
-        memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
+        hosted = optimizer if a.host_momentum else None
+        memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a), optimizer=hosted)
 
     train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,21 @@ class ParameterGroup:
     pattern: str
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Momentum of elements ``begin`` to ``end`` of the arena that lies on the host between updates.
+
+    Attributes:
+        here: the array on the device, for use within the update.
+        host: the one on the host, for use between steps.
+    """
+
+    begin: int
+    end: int
+    here: Callable[[], Any]
+    host: Callable[[], np.ndarray]
 
 
 def _finite(who: str, argument: str, value: float) -> None:
@@ -106,6 +121,7 @@ class SGD:
         self.control = self.ops.from_host(control)
         self._lr = float(lr)
         self.velocity = self.ops.zeros((self._state_size,), np.dtype(np.float32)) if momentum else None
+        self._visits: tuple[Visit, ...] = ()
         self.segment_of, self.segments = self.arena.table(self._row)
         legality.refuse(who, **self.parts())
 
@@ -143,7 +159,14 @@ class SGD:
 
     def _velocity_of(self, begin: int, end: int) -> Any:
         """The momentum of a part of the arena, None without momentum."""
-        return self.velocity[begin:end] if self.velocity is not None else None
+        if self.velocity is None:
+            return None
+        place = begin
+        for visit in self._visits:
+            if visit.begin <= begin < visit.end:
+                return visit.here()[begin - visit.begin : end - visit.begin]
+            place -= visit.end - visit.begin if visit.end <= begin else 0
+        return self.velocity[place : place + end - begin]
 
     @property
     def lr(self) -> float:
@@ -358,10 +381,32 @@ class SGD:
             self._set_velocity(host)
 
     def _whole_velocity(self) -> np.ndarray:
-        return self.ops.to_host(self.velocity)
+        kept = self.ops.to_host(self.velocity)
+        for visit in self._visits:
+            kept = np.concatenate((kept[: visit.begin], visit.host(), kept[visit.begin :]))
+        return kept
 
     def _set_velocity(self, whole: np.ndarray) -> None:
-        self.ops.copy_into(self.velocity, self.ops.from_host(whole))
+        away = np.zeros(whole.size, np.bool_)
+        for visit in self._visits:
+            visit.host()[:] = whole[visit.begin : visit.end]
+            away[visit.begin : visit.end] = True
+        self.ops.copy_into(self.velocity, self.ops.from_host(whole[~away]))
+
+    def host_momentum(self, visits: Sequence[Visit]) -> None:
+        """Keep the momentum of ``visits``, in ascending order, on the host, all other on the device; as it is.
+
+        Raises:
+            ValueError: for another optimizer than plain `SGD` with momentum, or one that does not update in backward.
+        """
+        if visits and (type(self) is not SGD or self.velocity is None or not self.arena.slots):
+            expected = "SGD with momentum after update_in_backward()"
+            raise checks.bad_value(type(self).__name__, "optimizer", expected, "another")
+        whole = self._whole_velocity()
+        self._visits, self.velocity = tuple(visits), None
+        size = whole.size - sum(visit.end - visit.begin for visit in visits)
+        self.velocity = self.ops.zeros((size,), np.dtype(np.float32))
+        self._set_velocity(whole)
 
     def collect(self) -> None:
         """Before `state_dict` is called on one rank only: bring together what lies on several; a collective."""

@@ -9,6 +9,7 @@ import minidl as m
 from minidl import models
 from minidl.compile import CompiledStep
 from minidl.cuda.launch import dry_run
+from minidl.fusion import fuse
 from minidl.memory import limit_memory, record
 from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
 from minidl.step import EagerStep
@@ -66,6 +67,7 @@ def test_the_bits_are_those_of_gradients_apart(name, precision, device):
 def test_captured_steps_have_the_same_bits(device, limit):
     def trained(added: bool, make) -> dict[str, bytes]:
         model = _model("resnet20", "bf16", "cuda")
+        fuse(model, "none")
         optimizer = m.SGD(model, 0.05, 0.9, 1e-2)
         if added:
             optimizer.gradients_in_momentum()

@@ -17,6 +17,8 @@ from minidl.memory.limit import parse_limit
 from minidl.memory.plan import human
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
+from minidl.memory.trace import Trace
+from minidl.memory.visits import candidates, visiting
 from minidl.precision import precision
 from minidl.profile.results import load
 from minidl.profile.tables import show
@@ -46,6 +48,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that a pass reaches, without --times")
     p.add_argument("--link", type=float, metavar="GB/S", help="rate of the link to the host, each way")
     p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may travel as well")
+    p.add_argument(
+        "--host-momentum", action="store_true",
+        help="with --gradients ring: that of large layers is on the host between updates",
+    )  # fmt: skip
     p.add_argument("--no-rebuild", action="store_true", help="move tensors only, rebuild none")
     p.add_argument("--layers", action="store_true", help="one row for each layer, however many")
     p.add_argument("--alternatives", action="store_true", help="largest batch under the limit; gradient accumulation")
@@ -104,7 +110,19 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
     else:
         times = modelled(trace, ceilings, a.share)
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
+    if a.host_momentum:
+        trace = _visited(trace, times, link)
     return _Case(problem(trace, window, state=a.state), times, link, how)
+
+
+def _visited(trace: Trace, times: list[float], link: Link) -> Trace:
+    """The step with the momentum of large layers on the host but around their updates."""
+    numbers = candidates(trace)
+    if not numbers:
+        expected = "large layers, updated within the backward pass"
+        remedy = "pass --gradients ring, or leave --host-momentum out"
+        raise checks.bad_value("plan", "--host-momentum", expected, "none", remedy)
+    return visiting(trace, numbers, times, link)
 
 
 def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
@@ -130,7 +148,8 @@ def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Pla
 def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Timeline) -> None:
     p = case.problem
     usage = check(p.trace, plan)
-    _require_host(a, usage.host_peak)
+    on_host = usage.host_peak + sum(p.trace.tensors[i].bytes for i in p.trace.visitors)
+    _require_host(a, on_host)
     title = f"{a.model}, batch {a.batch}, {a.precision}: {human(limit)} of the {human(p.peak)} that a step needs"
     columns = ["layers" if not a.layers else "layer", "kept", "moved", "rebuilt", "of them"]
     show(title, columns, _rows(p, plan, by_layer=a.layers))
@@ -141,7 +160,7 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
         ("memory", f"{human(usage.peak)} at most, {human(state)} of it parameters, gradients and momentum"),
         ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1], state=a.state))),
         ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
-        ("host memory", human(usage.host_peak)),
+        ("host memory", human(on_host)),
         ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
         ("of which", f"rebuilding {run_.rebuild_ms:.1f} ms, waiting for transfers {max(run_.exposed_ms, 0):.1f} ms"),
         ("least for this plan", f"{run_.bound_ms:.1f} ms: max(forward, out) + max(backward, in)"),

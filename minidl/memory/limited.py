@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from minidl import checks
@@ -22,7 +23,9 @@ from minidl.memory.script import Script, fitted, outside, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.times import CEILINGS, link_of, modelled
 from minidl.memory.trace import Trace
+from minidl.memory.visits import candidates, visiting
 from minidl.model import Model
+from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
 __all__ = ["LimitedMemory", "limit_memory", "unbound"]
@@ -46,8 +49,7 @@ class LimitedMemory:
         recording = self._recorded(batch)
         self.need = problem(recording.trace, least=options["least"]).peak
         self.limit = parse_limit(limit, self.need)
-        self._require_plan(recording.trace)
-        self.script = self._script(recording, self.limit)
+        self.script = self._fastest(recording)
         self._require_host()
         times = self._times(recording.trace)
         self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
@@ -58,6 +60,7 @@ class LimitedMemory:
         self.store = ScriptedStore(make(self.script.arena_bytes, host_bytes), self._script_for)
         self._scripts = {batch: self.script}
         _attach(model, self.store)
+        self._move_momentum()
 
     def step(self, samples: int | None = None) -> AbstractContextManager[None]:
         """A context around forward, loss and backward of one training step; the `Trainer` opens it by itself.
@@ -81,6 +84,8 @@ class LimitedMemory:
 
     def release(self) -> None:
         """Give the memory back: the model keeps everything again, as without a limit."""
+        if self.script.trace.visitors:
+            self._options["optimizer"].host_momentum(())
         _release(self._model)
         self._scripts.clear()
         del self.store
@@ -95,6 +100,44 @@ class LimitedMemory:
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
             slots=model.arena.slots, in_momentum=model.arena.adds, input_grad=model.input_grad,
         )  # fmt: skip
+
+    def _fastest(self, recording: Recording) -> Script:
+        """Of scripts with and without visitors the one that is predicted to be fastest; a plan made before decides."""
+        variants, ready = self._variants(recording), self._options["plan"]
+        if ready is not None:
+            variants = [v for v in variants if v.trace.digest == ready.trace]
+            if not variants:
+                expected = "one for this model, batch and GPU"
+                raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
+        found, told = [], None
+        for variant in variants:
+            try:
+                found.append(self._script(variant, self.limit))
+            except Infeasible as error:
+                told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
+        if not found:
+            raise told
+        return min(found, key=lambda s: timeline(s.trace, s.plan, self._times(s.trace), self._link).total_ms)
+
+    def _variants(self, recording: Recording) -> list[Recording]:
+        """The step as it is; with the momentum of large layers on the host, copied in a hurry or in time to hide."""
+        if self._options["optimizer"] is None:
+            return [recording]
+        trace, numbers = recording.trace, candidates(recording.trace)
+        traces = [visiting(trace, numbers), visiting(trace, numbers, self._times(trace), self._link)]
+        return [recording, *(dataclasses.replace(recording, trace=t) for t in (traces if numbers else ()))]
+
+    def _move_momentum(self) -> None:
+        """The optimizer's momentum to where the script has it."""
+        optimizer, trace, visits = self._options["optimizer"], self.script.trace, []
+        messages = {f"{message.name}:momentum": message for message in self._model.arena.messages}
+        for i in trace.visitors:
+            message, place = messages[trace.tensors[i].name], self.script.host[i]
+            here = partial(self.store.visitor, trace.tensors[i].name)
+            host = partial(self.store.engine.host, place, message.end - message.begin)
+            visits.append(Visit(message.begin, message.end, here, host))
+        if optimizer is not None:
+            optimizer.host_momentum(sorted(visits, key=lambda visit: visit.begin))
 
     def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
@@ -127,6 +170,8 @@ class LimitedMemory:
     def _smaller(self, samples: int) -> Script:
         """A script for a smaller batch, which fits into the arenas that are there: captured steps know their places."""
         recording, engine = self._recorded(samples), self.store.engine
+        if self.script.trace.visitors:
+            recording = self._variants(recording)[-1]
         try:
             return self._script(recording, engine.arena_bytes + outside(recording), engine.host_bytes)
         except Infeasible as error:
@@ -142,12 +187,6 @@ class LimitedMemory:
     def _link(self) -> Link:
         return self._options["link"] or link_of(_RATES)
 
-    def _require_plan(self, trace: Trace) -> None:
-        plan = self._options["plan"]
-        if plan is not None and plan.trace != trace.digest:
-            expected = "one for this model, batch and GPU"
-            raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
-
     def _require_host(self) -> None:
         needed, budget = self.script.host_bytes, self._options["host_limit"]
         if budget is None and (whole := host_budget()) is not None:
@@ -161,10 +200,12 @@ class LimitedMemory:
         plan, run = self.script.plan, self.predicted
         slower = run.total_ms / run.compute_ms if run.compute_ms else 1.0
         held = self.script.arena_bytes + self.script.beside
+        away = sum(self.script.trace.tensors[i].bytes for i in self.script.trace.visitors)
+        momentum = f"momentum on the host {human(away)}, " if away else ""
         return (
             f"{human(held)} of {human(self.need)} (limit {human(self.limit)}): kept {human(plan.kept_bytes)}, "
-            f"moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step {slower:.2f} "
-            f"times the one without a limit"
+            f"{momentum}moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step "
+            f"{slower:.2f} times the one without a limit"
         )
 
 
@@ -180,6 +221,7 @@ def limit_memory(
     link: Link | None = None,
     least: int = LEAST,
     plan: Plan | None = None,
+    optimizer: SGD | None = None,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
@@ -206,6 +248,8 @@ def limit_memory(
         least: bytes; smaller tensors stay.
         plan: made before for this model, batch and limit (``memory.script.plan``): planning large networks takes
             seconds.
+        optimizer: of the model, after `update_in_backward`; its momentum may then lie on the host but around the
+            update of its layer, where that makes a step faster within the limit (`minidl.memory.visits`).
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
 
     Raises:
@@ -215,9 +259,12 @@ def limit_memory(
     if model.ops.name != "cuda":
         raise checks.bad_value("memory", "model", "on a GPU", f"one on the {model.ops.name}", "use device='cuda'")
     batch = checks.at_least("memory", "batch", batch, 1)
+    if optimizer is not None and (optimizer.model is not model or not model.arena.slots):
+        expected = "the model's, after update_in_backward()"
+        raise checks.bad_value("memory", "optimizer", expected, "another", "leave optimizer= out")
     return LimitedMemory(
         model, batch, limit, momentum=momentum, rebuild=rebuild, host_limit=host_limit, times=times, link=link,
-        least=least, plan=plan, engine=engine,
+        least=least, plan=plan, optimizer=optimizer, engine=engine,
     )  # fmt: skip
 
 

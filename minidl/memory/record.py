@@ -381,7 +381,8 @@ def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
         watcher.divide(arena.working, "working", parts(arena.working.itemsize, False))
     if not arena.adds:
         watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
-    watcher.divide(optimizer.velocity, "momentum", parts(4, True))
+    messages = [(message.name, message.begin * 4, message.end * 4) for message in arena.messages]
+    watcher.divide(optimizer.velocity, "momentum", messages)
 
 
 def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
