@@ -27,7 +27,7 @@ from minidl.fusion import CHOICES, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
-from minidl.memory import limit_memory
+from minidl.memory import LimitedMemory, limit_memory
 from minidl.metrics import Confusion, TopK
 from minidl.model import Model
 from minidl.optim import SGD
@@ -42,6 +42,7 @@ _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _ON_DISK = ("cifar10", "folder", "mnist")
+_FUSIONS = ("auto", "elementwise", "none")  # that a memory limit chooses among
 _MANY_CLASSES = 100  # from here on the first five guesses are usually told
 _EXAMPLES = """examples:
   minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
@@ -272,12 +273,13 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     comm = join(a.device)
     device = device_of(a.device, comm)
     ops = get_ops(device)
+    choosing = a.fusion is None and a.memory_limit is not None and device == "cuda"
     a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
     mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
     image_shape = tuple(train_set[0][0].shape)
     options = _model_options(a)
-    if device == "cuda":
+    if device == "cuda" and not choosing:
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
@@ -291,16 +293,10 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         optimizer.update_in_backward()
     elif a.gradients == "momentum":
         optimizer.gradients_in_momentum()
-    if a.host_momentum and (a.memory_limit is None or a.gradients != "ring"):
-        raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
-    memory = None
-    if a.memory_limit is not None:
-        if a.optimizer != "sgd" or a.mixup is not None:
-            other = a.optimizer if a.optimizer != "sgd" else "mixed images"
-            raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
-        hosted = optimizer if a.host_momentum else None
-        memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a), optimizer=hosted)
-
+    memory = _limited(a, model, optimizer, part, _FUSIONS if choosing else ())
+    if choosing:
+        a.fusion = model.fusion
+        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
     profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
     loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
@@ -329,6 +325,22 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
     return row, trainer
+
+
+def _limited(
+    a: argparse.Namespace, model: Model, optimizer: SGD, part: int, fusions: Sequence[str]
+) -> LimitedMemory | None:
+    """The memory that the options ask for, for steps of ``part`` samples."""
+    if a.host_momentum and (a.memory_limit is None or a.gradients != "ring"):
+        raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
+    if a.memory_limit is None:
+        return None
+    if a.optimizer != "sgd" or a.mixup is not None:
+        other = a.optimizer if a.optimizer != "sgd" else "mixed images"
+        raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
+    hosted = optimizer if a.host_momentum else None
+    options = {"momentum": _momentum(a), "optimizer": hosted, "fusions": fusions}
+    return limit_memory(model, part, a.memory_limit, **options)
 
 
 def _model_options(a: argparse.Namespace) -> dict[str, Any]:

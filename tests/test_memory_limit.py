@@ -12,6 +12,7 @@ from minidl import checkpoint, cli, models
 from minidl.compile import CompiledStep
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
+from minidl.fusion.cost import Machine, planned_ms
 from minidl.memory import Infeasible, Violation, limit_memory, problem
 from minidl.memory.record import blank
 from minidl.profile.spans import NULL_PROFILER
@@ -214,3 +215,24 @@ def test_limits_that_cannot_be_are_refused():
     model = m.Model(models.build("resnet20", (32, 32, 3), 10))
     with pytest.raises(ValueError, match="model must be on a GPU, got 'one on the cpu'"):
         limit_memory(model, 8, 0.5)
+
+
+def test_the_fusion_that_is_predicted_fastest_within_the_limit_is_taken():
+    """Its steps are as planned; the limit, a part, is one of what the first plan needs."""
+    with dry_run():
+        alone, options = {}, {"engine": DryEngine, "least": 1 << 14}
+        for how in ("auto", "elementwise", "none"):
+            model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda", precision="bf16")
+            plan = fuse(model, how)
+            limit = "40%" if not alone else alone["auto"][0]
+            memory = limit_memory(model, 64, limit, **options)
+            passes = planned_ms(model.graph, plan, 64, model.precision, Machine.of(model.ops.current_device()))
+            alone[how] = memory.limit, memory.predicted.total_ms + passes
+        memory = limit_memory(model, 64, "40%", fusions=("auto", "elementwise", "none"), **options)
+        fastest = min(alone, key=lambda how: alone[how][1])
+        assert memory.limit == alone["auto"][0] and model.fusion == fuse(model, fastest)
+        _train(model, memory, 64)
+        fuse(model, "gradients")
+        with pytest.raises(Infeasible):
+            limit_memory(model, 64, 1000, fusions=("auto", "none"), **options)
+        assert model.fusion == fuse(model, "gradients")

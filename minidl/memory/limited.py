@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from minidl import checks
+from minidl.fusion import fuse
+from minidl.fusion.cost import Machine, planned_ms
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
@@ -46,21 +48,29 @@ class LimitedMemory:
 
     def __init__(self, model: Model, batch: int, limit: str | float, **options: Any):
         self._model, self._batch, self._options = model, batch, options
-        recording = self._recorded(batch)
-        self.need = problem(recording.trace, least=options["least"]).peak
+        self._recording = self._recorded(batch)
+        self.need = problem(self._recording.trace, least=options["least"]).peak
         self.limit = parse_limit(limit, self.need)
-        self.script = self._fastest(recording)
+
+    def plan(self) -> LimitedMemory:
+        """Find the plan; nothing of the model changes."""
+        self.script = self._fastest(self._recording)
         self._require_host()
-        times = self._times(recording.trace)
-        self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
-        _release(model)  # another limit's memory
-        make = options["engine"] or _gpu
+        times = self._times(self.script.trace)
+        self.predicted: Timeline = timeline(self.script.trace, self.script.plan, times, self._link)
+        return self
+
+    def allocate(self) -> LimitedMemory:
+        """Take the memory, and run the model's steps in it from now on."""
+        _release(self._model)  # another limit's memory
+        make = self._options["engine"] or _gpu
         # The plan of a slightly smaller batch may move slightly more.
         host_bytes = self.script.host_bytes + self.script.host_bytes // 8
         self.store = ScriptedStore(make(self.script.arena_bytes, host_bytes), self._script_for)
-        self._scripts = {batch: self.script}
-        _attach(model, self.store)
+        self._scripts = {self._batch: self.script}
+        _attach(self._model, self.store)
         self._move_momentum()
+        return self
 
     def step(self, samples: int | None = None) -> AbstractContextManager[None]:
         """A context around forward, loss and backward of one training step; the `Trainer` opens it by itself.
@@ -112,12 +122,21 @@ class LimitedMemory:
         found, told = [], None
         for variant in variants:
             try:
-                found.append(self._script(variant, self.limit))
+                found.append(self._script(variant, self.limit - self._idle_bytes()))
             except Infeasible as error:
                 told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
         if not found:
+            assert told is not None
             raise told
         return min(found, key=lambda s: timeline(s.trace, s.plan, self._times(s.trace), self._link).total_ms)
+
+    def _idle_bytes(self) -> int:
+        """What the GPU holds beside what is counted: the pool's rests of pieces that are in use in part."""
+        if self._options["engine"]:
+            return 0
+        from minidl.cuda.copies import idle_bytes
+
+        return idle_bytes()
 
     def _variants(self, recording: Recording) -> list[Recording]:
         """The step as it is; with the momentum of large layers on the host, copied in a hurry or in time to hide."""
@@ -222,6 +241,7 @@ def limit_memory(
     least: int = LEAST,
     plan: Plan | None = None,
     optimizer: SGD | None = None,
+    fusions: Sequence[str] = (),
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
@@ -250,6 +270,9 @@ def limit_memory(
             seconds.
         optimizer: of the model, after `update_in_backward`; its momentum may then lie on the host but around the
             update of its layer, where that makes a step faster within the limit (`minidl.memory.visits`).
+        fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`): the model runs by that with which a
+            step within the limit is predicted fastest. A ``limit`` that is a part is one of what the first needs. What
+            fusion keeps unwritten cannot be made again in parts, so the fastest plan without a limit need not be it.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
 
     Raises:
@@ -262,10 +285,36 @@ def limit_memory(
     if optimizer is not None and (optimizer.model is not model or not model.arena.slots):
         expected = "the model's, after update_in_backward()"
         raise checks.bad_value("memory", "optimizer", expected, "another", "leave optimizer= out")
-    return LimitedMemory(
-        model, batch, limit, momentum=momentum, rebuild=rebuild, host_limit=host_limit, times=times, link=link,
-        least=least, plan=plan, optimizer=optimizer, engine=engine,
-    )  # fmt: skip
+    options = {
+        "momentum": momentum, "rebuild": rebuild, "host_limit": host_limit, "times": times, "link": link,
+        "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
+    }  # fmt: skip
+    if fusions:
+        return _fused(model, batch, limit, fusions, options).allocate()
+    return LimitedMemory(model, batch, limit, **options).plan().allocate()
+
+
+def _fused(
+    model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
+) -> LimitedMemory:
+    """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
+    before, found, told = model.fusion, {}, None
+    machine = Machine.of(model.ops.current_device())
+    for how in fusions:
+        fused = fuse(model, how)
+        memory = LimitedMemory(model, batch, limit, **options)
+        limit = memory.limit
+        try:
+            passes = planned_ms(model.graph, fused, batch, model.precision, machine)
+            found[how] = memory.plan().predicted.total_ms + passes, memory
+        except Infeasible as error:
+            told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
+    fastest = model.comm.share(min(found, key=lambda how: found[how][0]) if found else None)[0]
+    if fastest not in found:
+        fuse(model, before if before is not None else "none")
+        raise told
+    fuse(model, fastest)
+    return found[fastest][1]
 
 
 def _gpu(arena_bytes: int, host_bytes: int) -> Engine:
