@@ -145,14 +145,28 @@ GRADIENTS: dict[str, Callable[[Any], None]] = {
 }
 
 
+_first_weights: list[dict[str, np.ndarray]] = []  # drawn once: for large networks that takes seconds
+
+
+def started(a: argparse.Namespace) -> TrainingStep:
+    """A step of the network; all begin with the same weights."""
+    network = blank(graph(a)) if _first_weights else graph(a)
+    step = TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision)
+    fuse(step.model, a.fusion)
+    if _first_weights:
+        step.model.load_state_dict(_first_weights[0])
+    else:
+        _first_weights.append(step.model.state_dict())
+    return step
+
+
 def ours(
     a: argparse.Namespace, limit: str | None, rebuild: bool = True, gradients: str | None = None
 ) -> dict[str, Any]:
     """One arm: bits of the first steps, times of the replayed graph, peak of the driver."""
     empty()
     before = used_bytes()
-    step = TrainingStep(graph(a), batch=a.batch, device="cuda", precision=a.precision)
-    fuse(step.model, a.fusion)
+    step = started(a)
     if gradients is not None:
         GRADIENTS[gradients](step.optimizer)
     found: dict[str, Any] = {"limit": limit}

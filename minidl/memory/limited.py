@@ -180,10 +180,9 @@ class LimitedMemory:
         """The script of a plan that somebody made before."""
         check(recording.trace, plan)
         script = write(recording, plan)
-        held = script.arena_bytes + script.beside
-        if held > plan.capacity:
+        if script.held > plan.capacity:
             remedy = "plan for a lower limit, or leave plan= out"
-            raise checks.bad_value("memory", "plan", f"within {human(plan.capacity)}", human(held), remedy)
+            raise checks.bad_value("memory", "plan", f"within {human(plan.capacity)}", human(script.held), remedy)
         return script
 
     def _smaller(self, samples: int) -> Script:
@@ -218,12 +217,11 @@ class LimitedMemory:
         """One line: the limit, what is kept, moved and made again, and what that should cost."""
         plan, run = self.script.plan, self.predicted
         slower = run.total_ms / run.compute_ms if run.compute_ms else 1.0
-        held = self.script.arena_bytes + self.script.beside
         away = sum(self.script.trace.tensors[i].bytes for i in self.script.trace.visitors)
         momentum = f"momentum on the host {human(away)}, " if away else ""
         return (
-            f"{human(held)} of {human(self.need)} (limit {human(self.limit)}): kept {human(plan.kept_bytes)}, "
-            f"{momentum}moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step "
+            f"{human(self.script.held)} of {human(self.need)} (limit {human(self.limit)}): kept "
+            f"{human(plan.kept_bytes)}, {momentum}moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step "
             f"{slower:.2f} times the one without a limit"
         )
 

@@ -63,6 +63,11 @@ class Script:
     host_bytes: int
     beside: int
 
+    @property
+    def held(self) -> int:
+        """Most bytes on the device."""
+        return self.arena_bytes + self.beside
+
     @cached_property
     def awaited(self) -> frozenset[int]:
         """Places in the program that something waits for."""
@@ -300,7 +305,7 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
             floor = error
             plan = plan_for(error.needed)  # the least there is
         script = write(recording, dataclasses.replace(plan, capacity=capacity))
-        over = script.arena_bytes + script.beside - capacity
+        over = script.held - capacity
         if over <= 0:
             return script
         if floor is not None:
