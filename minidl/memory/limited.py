@@ -220,9 +220,9 @@ class LimitedMemory:
         away = sum(self.script.trace.tensors[i].bytes for i in self.script.trace.visitors)
         momentum = f"momentum on the host {human(away)}, " if away else ""
         return (
-            f"{human(self.script.held)} of {human(self.need)} (limit {human(self.limit)}): kept "
-            f"{human(plan.kept_bytes)}, {momentum}moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step "
-            f"{slower:.2f} times the one without a limit"
+            f"{human(self.script.held)} of {human(self.need)} (limit {human(self.limit)}): "
+            f"kept {human(plan.kept_bytes)}, {momentum}moved {human(plan.moved_bytes)}, "
+            f"made again {human(plan.rebuilt_bytes)}; predicted step {slower:.2f} times the one without a limit"
         )
 
 
