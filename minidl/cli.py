@@ -28,6 +28,7 @@ from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.memory import LimitedMemory, limit_memory
+from minidl.memory.limited import FUSIONS
 from minidl.metrics import Confusion, TopK
 from minidl.model import Model
 from minidl.optim import SGD
@@ -42,7 +43,6 @@ _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _ON_DISK = ("cifar10", "folder", "mnist")
-_FUSIONS = ("auto", "elementwise", "none")  # that a memory limit chooses among
 _MANY_CLASSES = 100  # from here on the first five guesses are usually told
 _EXAMPLES = """examples:
   minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
@@ -134,7 +134,7 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
     p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
-    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
+    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: on a GPU auto, or the fastest in a limit"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument(
@@ -293,7 +293,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         optimizer.update_in_backward()
     elif a.gradients == "momentum":
         optimizer.gradients_in_momentum()
-    memory = _limited(a, model, optimizer, part, _FUSIONS if choosing else ())
+    memory = _limited(a, model, optimizer, part, FUSIONS if choosing else ())
     if choosing:
         a.fusion = model.fusion
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ from minidl import checks, models
 from minidl.bench.setup import Setup
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
-from minidl.memory import Plan, Problem, Timeline, best, check, problem, record
+from minidl.fusion.cost import Machine, planned_ms
+from minidl.memory import Infeasible, Plan, Problem, Timeline, best, check, problem, record
 from minidl.memory.limit import parse_limit
+from minidl.memory.limited import FUSIONS
 from minidl.memory.plan import human
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
@@ -36,7 +39,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
     p.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp16"])
     p.add_argument(
-        "--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {', '.join((*PLANS, 'auto'))}, a file"
+        "--fusion",
+        metavar="PLAN",
+        help=f"of batch norms: {', '.join((*PLANS, 'auto'))}, a file; default: the fastest of {', '.join(FUSIONS)}",
     )
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
@@ -68,6 +73,7 @@ class _Case:
     times_ms: list[float]
     link: Link
     how: str  # where the times come from
+    fused_ms: float  # of the passes of batch norms under their plan, by the model of fusion
 
 
 def run(a: argparse.Namespace) -> int:
@@ -77,6 +83,8 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
+    if a.fusion is None:
+        a.fusion = _fusion(a)
     case = _case(a, a.batch)
     limit = parse_limit(a.limit, case.problem.peak)
     case, plan, run_ = _planned(a, case, limit)
@@ -94,10 +102,33 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
+def _fusion(a: argparse.Namespace) -> str:
+    """The fusion with which a step within the limit is predicted fastest; a part is one of what the first needs."""
+    limit, found, needed = None, {}, {}
+    for how in FUSIONS:
+        tried = argparse.Namespace(**vars(a) | {"fusion": how})
+        case = _case(tried, a.batch)
+        limit = parse_limit(a.limit, case.problem.peak) if limit is None else limit
+        try:
+            found[how] = _planned(tried, case, limit)[2].total_ms + case.fused_ms
+        except Infeasible as error:
+            needed[how] = error.needed or 0
+    a.limit = limit
+    if not found:
+        return min(needed, key=needed.__getitem__)  # whose error names the smallest limit of all
+    fastest = min(found, key=found.__getitem__)
+    told = ", ".join(f"{how} {ms - found[fastest]:+.1f} ms" for how, ms in found.items())
+    if found[fastest] < max(found.values()):
+        print(f"fusion {fastest}: predicted {told}")
+    return fastest
+
+
 def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
     setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
     graph = setup.graph()
-    fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
+    fused = fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
+    machine = Machine.of(BUILT_IN[a.device])
+    fused_ms = planned_ms(graph, fused, batch, precision(a.precision), machine)
     trace = record(
         graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, device=BUILT_IN[a.device],
         model=a.model, image_size=setup.image, classes=setup.num_classes,
@@ -112,7 +143,7 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
     if a.host_momentum:
         trace = _visited(trace, times, link)
-    return _Case(problem(trace, window, state=a.state), times, link, how)
+    return _Case(problem(trace, window, state=a.state), times, link, how, fused_ms)
 
 
 def _visited(trace: Trace, times: list[float], link: Link) -> Trace:
@@ -138,7 +169,7 @@ def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Pla
         p = problem(case.problem.trace, window, state=a.state)
         if limit >= p.floor or window == _WINDOWS[-1]:
             plan, run_ = best(p, limit, case.times_ms, case.link, rebuild=not a.no_rebuild)
-            return _Case(p, case.times_ms, case.link, case.how), plan, run_
+            return dataclasses.replace(case, problem=p), plan, run_
     raise AssertionError("the last window is always tried")
 
 

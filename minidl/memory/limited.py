@@ -30,7 +30,10 @@ from minidl.model import Model
 from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
-__all__ = ["LimitedMemory", "limit_memory", "unbound"]
+__all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "unbound"]
+
+FUSIONS = ("auto", "elementwise", "none")
+"""Plans of batch-norm fusion that commands choose among within a limit."""
 
 _WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
@@ -296,10 +299,13 @@ def _fused(
     model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
 ) -> LimitedMemory:
     """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
-    before, found, told = model.fusion, {}, None
+    before, found, tried, told = model.fusion, {}, [], None
     machine = Machine.of(model.ops.current_device())
     for how in fusions:
         fused = fuse(model, how)
+        if fused in tried:
+            continue  # alike where there is little to fuse
+        tried.append(fused)
         memory = LimitedMemory(model, batch, limit, **options)
         limit = memory.limit
         try:
