@@ -95,6 +95,15 @@ def empty() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
+def idle_bytes() -> int:
+    """Bytes that CuPy's pool holds for nobody and cannot give back: rests of pieces that are in use in part."""
+    import cupy
+
+    empty()
+    pool = cupy.get_default_memory_pool()
+    return pool.total_bytes() - pool.used_bytes()
+
+
 def link_rate(count: int = 256 << 20) -> float:
     """Bytes/s each way, both at once."""
     import cupy
@@ -174,7 +183,7 @@ def ours(
         begun = time.perf_counter()
         plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
         times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
-        options = {"rebuild": rebuild, "times": times}
+        options = {"rebuild": rebuild, "times": times, "reserve": idle_bytes()}
         try:
             memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
         except ValueError as error:

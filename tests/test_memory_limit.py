@@ -217,6 +217,16 @@ def test_limits_that_cannot_be_are_refused():
         limit_memory(model, 8, 0.5)
 
 
+def test_a_reserve_is_left_to_others():
+    with dry_run():
+        _, all_of_it = _limited("60%", DryEngine)
+        _, memory = _limited("60%", DryEngine, reserve=1 << 20)
+        assert memory.limit == all_of_it.limit
+        assert memory.script.held <= memory.limit - (1 << 20) < all_of_it.script.held
+        with pytest.raises(ValueError, match="reserve must be an integer of at least 0, got -1"):
+            _limited("60%", DryEngine, reserve=-1)
+
+
 def test_the_fusion_that_is_predicted_fastest_within_the_limit_is_taken():
     """Its steps are as planned; the limit, a part, is one of what the first plan needs."""
     with dry_run():

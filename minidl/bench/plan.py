@@ -38,11 +38,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
     p.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp16"])
-    p.add_argument(
-        "--fusion",
-        metavar="PLAN",
-        help=f"of batch norms: {', '.join((*PLANS, 'auto'))}, a file; default: the fastest of {', '.join(FUSIONS)}",
-    )
+    ways = f"{', '.join((*PLANS, 'auto'))}, a file; fastest: within the limit, of {', '.join(FUSIONS)}"
+    p.add_argument("--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {ways}")
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
@@ -83,7 +80,7 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
-    if a.fusion is None:
+    if a.fusion == "fastest":
         a.fusion = _fusion(a)
     case = _case(a, a.batch)
     limit = parse_limit(a.limit, case.problem.peak)

@@ -15,19 +15,9 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.device import import_cupy
 
-__all__ = ["CopyEngine", "idle_bytes"]
+__all__ = ["CopyEngine"]
 
 _TO_HOST, _TO_DEVICE = 2, 1  # cudaMemcpyKind
-
-
-def idle_bytes() -> int:
-    """Bytes that CuPy's pool holds for nobody and cannot give back: rests of pieces that are in use in part.
-
-    Waits for the device.
-    """
-    pool = import_cupy().get_default_memory_pool()
-    pool.free_all_blocks()
-    return pool.total_bytes() - pool.used_bytes()
 
 
 class CopyEngine:

@@ -125,21 +125,13 @@ class LimitedMemory:
         found, told = [], None
         for variant in variants:
             try:
-                found.append(self._script(variant, self.limit - self._idle_bytes()))
+                found.append(self._script(variant, self.limit - self._options["reserve"]))
             except Infeasible as error:
                 told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
         if not found:
             assert told is not None
             raise told
         return min(found, key=lambda s: timeline(s.trace, s.plan, self._times(s.trace), self._link).total_ms)
-
-    def _idle_bytes(self) -> int:
-        """What the GPU holds beside what is counted: the pool's rests of pieces that are in use in part."""
-        if self._options["engine"]:
-            return 0
-        from minidl.cuda.copies import idle_bytes
-
-        return idle_bytes()
 
     def _variants(self, recording: Recording) -> list[Recording]:
         """The step as it is; with the momentum of large layers on the host, copied in a hurry or in time to hide."""
@@ -243,6 +235,7 @@ def limit_memory(
     plan: Plan | None = None,
     optimizer: SGD | None = None,
     fusions: Sequence[str] = (),
+    reserve: int = 0,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
@@ -274,6 +267,8 @@ def limit_memory(
         fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`): the model runs by that with which a
             step within the limit is predicted fastest. A ``limit`` that is a part is one of what the first needs. What
             fusion keeps unwritten cannot be made again in parts, so the fastest plan without a limit need not be it.
+        reserve: bytes of the limit that are for others: what else the process holds on the GPU, such as rests of pieces
+            that a pool cannot give back.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
 
     Raises:
@@ -289,6 +284,7 @@ def limit_memory(
     options = {
         "momentum": momentum, "rebuild": rebuild, "host_limit": host_limit, "times": times, "link": link,
         "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
+        "reserve": checks.at_least("memory", "reserve", reserve, 0),
     }  # fmt: skip
     if fusions:
         return _fused(model, batch, limit, fusions, options).allocate()
