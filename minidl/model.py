@@ -203,6 +203,8 @@ class Model:
         """
         self.arena.begin_step(accumulate=accumulate, send=send)
         try:
+            if not accumulate:
+                self.arena.prepare()
             return self._walk_back(dy)
         except BaseException:
             self.arena.abandon()

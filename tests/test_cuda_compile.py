@@ -411,6 +411,9 @@ def call_optim() -> None:
         ):
             if buffer is not None or not nesterov:
                 ops.sgd_update(master, grad, buffer, working, segment_of, segments, control, nesterov=nesterov)
+            if buffer is not None and not nesterov:
+                ops.sgd_update(master, None, buffer, working, segment_of, segments, control, nesterov=False)
+        ops.sgd_begin(master, momentum, segment_of, segments, control)
         ops.find_nonfinite(grad, control)
     ops.update_loss_scale(control)
 

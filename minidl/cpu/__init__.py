@@ -68,7 +68,7 @@ from minidl.cpu.image import normalise
 from minidl.cpu.join import add, concat, gate_gradient, mul
 from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
-from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
+from minidl.cpu.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
 from minidl.cpu.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cpu.pool2d import (
@@ -171,6 +171,7 @@ __all__ = [
     "csb_conv2d",
     "csb_conv2d_backward_data",
     "csb_conv2d_backward_weight",
+    "sgd_begin",
     "sgd_update",
     "adam_advance",
     "adamw_update",

@@ -164,7 +164,8 @@ def batch_norm_backward_sums(
     sums = parts
     for out, value in ((dbeta, sums[0]), (dgamma, sums[1])):
         if out is not None:
-            np.add(value, out if accumulate else 0.0, out=out, casting="same_kind")
+            # Rounded first: a gradient that is added has the bits of one that stands alone.
+            np.add(value.astype(float32), out if accumulate else float32.type(0), out=out)
     return sums
 
 

@@ -212,7 +212,7 @@ def channel_sum(dy: Array, *, out: Array, accumulate: bool = False) -> None:
     partial = zeros((blocks, dy.shape[1]), np.float64)
     if dy.size:
         _conv2d.channel_sum(dy, partial, _SUM_ROWS, threads_for(_conv2d.max_threads(), blocks, LANES * dy.size))
-    total = np.add.reduce(partial, axis=0)
+    total = np.add.reduce(partial, axis=0).astype(float32)
     out[...] = out + total if accumulate else total
 
 

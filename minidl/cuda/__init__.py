@@ -69,7 +69,7 @@ from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat, gate_gradient, mul
 from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cuda.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
-from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
+from minidl.cuda.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
 from minidl.cuda.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cuda.pool2d import (
@@ -172,6 +172,7 @@ __all__ = [
     "csb_conv2d",
     "csb_conv2d_backward_data",
     "csb_conv2d_backward_weight",
+    "sgd_begin",
     "sgd_update",
     "adam_advance",
     "adamw_update",

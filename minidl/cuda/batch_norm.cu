@@ -232,8 +232,9 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
     v[1] *= moments[channels + channel];
     sums[channel] = v[0];
     sums[channels + channel] = v[1];
-    if (dbeta) dbeta[channel] = float(v[0] + (accumulate ? double(dbeta[channel]) : 0.0));
-    if (dgamma) dgamma[channel] = float(v[1] + (accumulate ? double(dgamma[channel]) : 0.0));
+    // Rounded first: a gradient that is added has the bits of one that stands alone.
+    if (dbeta) dbeta[channel] = (accumulate ? dbeta[channel] : 0.0f) + float(v[0]);
+    if (dgamma) dgamma[channel] = (accumulate ? dgamma[channel] : 0.0f) + float(v[1]);
 }
 
 // One thread per channel: merges the R rows of stats in order, writes moments, count and, in place, running statistics.
