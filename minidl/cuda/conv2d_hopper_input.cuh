@@ -2,22 +2,15 @@
 #pragma once
 #include "conv2d_input.cuh"
 
-// A warp: normalises every third stage.
+// A warp: normalises its part of stage after stage.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
     Chunk chunk;
     Ring<STAGES> ring;
-    int turn = warp;
     for (int i = first; i < last; i += p.group)
         for (int channel = 0; channel < p.depth; channel += DEPTH, ring.advance()) {
-            if (turn == 0) chunk.load(norm, channel);
-            // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
-            // from the next.
+            chunk.load(norm, channel);
             barrier_wait(at.filled(ring.index), ring.parity);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(at.emptied(ring.index));
-            if (turn-- > 0) continue;
-            turn = WARPS - 1;
-            normalize_rows<4>(chunk, at.stage(ring.index), threadIdx.x % 32 / 8, TILE_M, [](int) { return true; });
+            normalize_rows<WARPS>(chunk, at.stage(ring.index), warp, TILE_M / UNIT, [](int) { return ~0u; });
             if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
         }
 }
