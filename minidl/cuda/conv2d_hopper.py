@@ -16,9 +16,10 @@ import numpy as np
 from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, taken
+from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, Tile, choose, taken
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_statistics import moments_of, sums_of
+from minidl.cuda.conv2d_strip import StripTile, plan_strip
 from minidl.cuda.conv2d_walk import (
     STAGE_ROW,
     Planned,
@@ -143,7 +144,7 @@ def plan(
     pitches: Pair,
     added: bool,
     device: DeviceRecord,
-    chosen: tuple[HopperTile | HaloTile, int] | None = None,
+    chosen: tuple[Tile, int] | None = None,
     statistics: bool = False,
     masked: int = 0,
     normalized: bool = False,
@@ -161,6 +162,8 @@ def plan(
     tile, share = chosen or choose(conv, backward, device, code, normalized)
     if isinstance(tile, HaloTile):
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
+    if isinstance(tile, StripTile):
+        return [plan_strip(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)

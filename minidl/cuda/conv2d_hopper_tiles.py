@@ -9,11 +9,12 @@ from typing import NamedTuple
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
 from minidl.cuda.conv2d_plan import Convolution
+from minidl.cuda.conv2d_strip import STRIP_TILES, StripTile, points_of, strip_applies
 from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
-__all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
+__all__ = ["SLAB", "TILES", "HopperTile", "Tile", "candidates", "choose", "microseconds", "options", "taken", "work"]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
 
@@ -61,6 +62,8 @@ class HopperTile(NamedTuple):
         }  # fmt: skip
 
 
+Tile = HopperTile | HaloTile | StripTile
+
 TILES = (
     HopperTile(128, 256, 4, 2, 1, 0.64, 2.4),
     HopperTile(256, 128, 4, 2, 1, 0.64, 2.4),
@@ -87,22 +90,27 @@ LONGEST = 150.0  # microseconds that a block should last: whatever runs beside i
 
 def candidates(
     conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
-) -> list[HopperTile | HaloTile]:
+) -> list[Tile]:
     """Every tile that can do a convolution that the family takes.
 
     One that normalises its input needs the registers of a multiprocessor for itself.
     """
     tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
-    return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
+    if not code:
+        return list(tiles)
+    halos = (tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))
+    return [*tiles, *halos, *(STRIP_TILES if strip_applies(conv, backward) else ())]
 
 
-def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
+def work(conv: Convolution, backward: bool, tile: Tile, code: int = 1) -> tuple[int, int]:
     """(tiles, stages of all tiles together)"""
     columns = ceil_div(columns_of(conv, backward), tile.columns)
     chunks, tiles, stages = ceil_div(depth_of(conv, backward), STAGE_ROW // itemsize_of(code)), 0, 0
     for h, w in walks_of(conv, backward):
         if isinstance(tile, HaloTile):
             count = ceil_div(windows_of(conv, backward, tile)[0], tile.windows) * columns
+        elif isinstance(tile, StripTile):
+            count = ceil_div(points_of(conv, backward), tile.rows) * columns
         else:
             count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
         tiles += count
@@ -113,7 +121,7 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: i
 def microseconds(
     conv: Convolution,
     backward: bool,
-    tile: HopperTile | HaloTile,
+    tile: Tile,
     device: DeviceRecord,
     code: int = 1,
     normalized: bool = False,
@@ -134,7 +142,7 @@ def microseconds(
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
-def _normalizing(conv: Convolution, tile: HopperTile | HaloTile) -> float:
+def _normalizing(conv: Convolution, tile: Tile) -> float:
     """Microseconds of a stage that is normalised too."""
     if isinstance(tile, HaloTile):
         return tile.step * _WINDOW
@@ -146,16 +154,14 @@ def _normalizing(conv: Convolution, tile: HopperTile | HaloTile) -> float:
 @functools.lru_cache(maxsize=1024)
 def choose(
     conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
-) -> tuple[HopperTile | HaloTile, int]:
+) -> tuple[Tile, int]:
     """The tile that should finish first, and how many of them a block works on."""
     among = candidates(conv, backward, device, code, normalized)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
 
-def _shares(
-    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int
-) -> tuple[int, int]:
+def _shares(conv: Convolution, backward: bool, tile: Tile, device: DeviceRecord, code: int) -> tuple[int, int]:
     """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
     rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
     groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
@@ -180,7 +186,7 @@ def taken(
     device: DeviceRecord,
     code: int,
     normalized: bool = False,
-) -> tuple[HopperTile | HaloTile, int] | None:
+) -> tuple[Tile, int] | None:
     """Tile and share of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 1:
         return None

@@ -51,6 +51,33 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 }
 #endif
 
+// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
+DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int at = column + 8 * j + threadIdx.x % 4 * 2;
+        if (at < columns) {
+            const float2 shift = *reinterpret_cast<const float2*>(bias + at);
+            d[4 * j] += shift.x, d[4 * j + 1] += shift.y, d[4 * j + 2] += shift.x, d[4 * j + 3] += shift.y;
+        }
+    }
+}
+
+// Writes the 64 x (128 bytes of) results of a warpgroup from column `first` of its sums on; `column`: of the output, where
+// the sums begin.
+template <int N>
+DEVICE void put_slab(u32 slab, const float (&sum)[N], int first, const float* bias, int column, int columns, bool added) {
+    const u32 thread = thread_again();
+#pragma unroll
+    for (int j = 0; j < 128 / int(sizeof(T)); j += 16) {
+        float d[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) d[e] = sum[(first + j) / 2 + e];
+        if (!MASKED && bias) add_bias(d, bias, column + first + j, columns);
+        put(d, slab, j, thread, added);
+    }
+}
+
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
 DEVICE u32 columns_across() {
