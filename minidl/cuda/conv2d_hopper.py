@@ -1,8 +1,9 @@
 """Convolution and its data gradient on Hopper's matrix units, for 16-bit types and for float32 in TF32.
 
-Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
-sizes and the device record: `applies` says in one place which convolutions the family takes, `conv2d_hopper_tiles` with
-which tile, `plan` what is launched for them.
+Three kernels: conv2d_hopper.cu, planned here, and where taps share source pixels conv2d_strip.cu, for those of a filter
+row, and conv2d_halo.cu, for windows with a halo. Everything is worked out from sizes and the device record: `applies`
+says in one place which convolutions the family takes, `conv2d_hopper_tiles` with which tile, `plan` what is launched
+for them.
 """
 
 from __future__ import annotations

@@ -146,6 +146,8 @@ def _normalizing(conv: Convolution, tile: Tile) -> float:
     """Microseconds of a stage that is normalised too."""
     if isinstance(tile, HaloTile):
         return tile.step * _WINDOW
+    if isinstance(tile, StripTile):
+        return max(tile.step, tile.rows / SLAB * _IN_PLACE / conv.kernel[1])
     if is_flat(conv):
         return max(tile.step, tile.rows / SLAB * _IN_PLACE)
     return tile.step * _IN_REGISTERS[tile.rows, tile.columns]

@@ -80,19 +80,17 @@ STRIP_TILES = (
 
 
 def _width(conv: Convolution, backward: bool) -> int:
-    """Points of a line; 0 where taps reach beyond what two lines share."""
+    """Points of a line: as much padding as on either side of a line of the source is shared by two."""
     ((_, w),) = walks_of(conv, backward)
     before, behind = -w.first, w.first + w.count - 1 + w.farthest - (w.source - 1)
-    return max(w.count, w.source + max(before, behind)) if min(before, behind) >= 0 else 0
+    return max(w.count, w.source + max(before, behind))
 
 
 def strip_applies(conv: Convolution, backward: bool) -> bool:
     """Whether the kernel can do a convolution of 16 bits that the family takes, where taps share source pixels."""
-    if conv.stride != (1, 1) or conv.kernel[1] == 1:
-        return False
-    ((_, w),) = walks_of(conv, backward)
-    width = _width(conv, backward)
-    return 0 < width and width - w.count < 128 and w.farthest <= FURTHER and points_of(conv, backward) < 2**31 - 1024
+    reach = (conv.kernel[1] - 1) * conv.dilation[1]
+    near = conv.stride == (1, 1) and 0 < reach <= FURTHER and conv.padding[1] <= reach
+    return near and points_of(conv, backward) < 2**31 - 1024
 
 
 def points_of(conv: Convolution, backward: bool) -> int:
