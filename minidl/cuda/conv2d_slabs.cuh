@@ -38,8 +38,8 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
     slab += columns_across();
 #pragma unroll AT_ONCE
-    for (int k = 0; k < SLAB_ROWS; k += 16)
-        masking.take(slab + k * 128, x + k * 128, y + k * 128, [&](int i) { return !Inside::NEEDED || inside(k + i); });
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
+        masking.take(slab + k, x + k, y + k, [&](int i) { return !Inside::NEEDED || inside(k / 128 + i); });
     if ((s + 1) % SLABS_AT_ONCE == 0) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
