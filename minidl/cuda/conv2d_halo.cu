@@ -188,6 +188,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
                     if (x >= p.line) x -= p.line, ++y;
                     return __ballot_sync(0xffffffffu, inside);
                 });
+                fence_for_engine();
+                __syncwarp();
                 if (threadIdx.x % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
                 patches.advance();
             }

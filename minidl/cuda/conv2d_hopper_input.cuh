@@ -11,6 +11,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
             chunk.load(norm, channel);
             barrier_wait(at.filled(ring.index), ring.parity);
             normalize_rows<WARPS>(chunk, at.stage(ring.index), warp, TILE_M / UNIT, [](int) { return ~0u; });
+            fence_for_engine();
+            __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
         }
 }

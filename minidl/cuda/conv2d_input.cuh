@@ -69,7 +69,8 @@ DEVICE u32 place_in_unit(u32 rows, int i) {
 }
 
 // A warp: normalises units `first`, first + STEP, ... below `units` of rows that begin where an atom does. inside(unit),
-// which is asked for one after the other, has a bit for each row of a unit: only those that are set change.
+// which is asked for one after the other, has a bit for each row of a unit: only those that are set change. Before the
+// engine may read them, fence_for_engine() and __syncwarp().
 template <int STEP, class Inside>
 DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int units, Inside inside) {
     uint4 values[4];
@@ -86,6 +87,4 @@ DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int units, I
             store_shared(place_in_unit(rows, i), normalized, bits & 1 << 4 * i);
         }
     }
-    fence_for_engine();
-    __syncwarp();
 }

@@ -253,6 +253,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
                     walk.advance(p);
                     return __ballot_sync(0xffffffffu, inside);
                 });
+                fence_for_engine();
+                __syncwarp();
                 if (threadIdx.x % 32 == 0) barrier_arrive(at.strip_ready(strips.index));
                 strips.advance();
             }

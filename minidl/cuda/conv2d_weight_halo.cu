@@ -168,6 +168,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
             const auto of = [bits](int unit) { return u32(bits >> unit * UNIT); };
             normalize_rows<1>(chunk, at.x + slot * STAGE_BYTES, 0, POINTS / UNIT, of);
             if (slot == 0) normalize_rows<1>(chunk, at.x + p.held * STAGE_BYTES, 0, POINTS / UNIT, of);
+            fence_for_engine();
+            __syncwarp();
             if (lane == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(ring.index));
         }
         if (++slot == p.held) slot = 0;
