@@ -140,6 +140,7 @@ struct Layout {
 // Where a warpgroup's slabs lie.
 struct Place {
     static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+    static constexpr bool DIRECT = false;
 
     const Layout& at;
     const Maps& maps;
@@ -274,7 +275,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, T*, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];

@@ -296,7 +296,7 @@ def start(
     maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
+        maps, output, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
 

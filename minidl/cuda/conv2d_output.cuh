@@ -237,6 +237,7 @@ struct Masking {
 //   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
 //   buffer(i), filled(i)    addresses of a buffer and of the barrier of its addend
 //   load(to, barrier, tile, s), store(tile, s, from)    start the engine; store knows when slab s does not exist
+//   DIRECT                  whether store is for all threads of the warpgroup, and done when it returns
 //   p.added                 whether there is an array to be added
 template <class Place>
 struct Output {
@@ -269,11 +270,12 @@ struct Output {
     template <class Tile>
     __device__ __forceinline__ u32 open(const Tile& tile, int s) {
         if (added()) {
+            if constexpr (Place::DIRECT) share();
             if (speaks() && s + AHEAD < Place::COUNT && s + AHEAD > 0) fetch(tile, s + AHEAD);
             barrier_wait(place.filled(next.index), next.parity);
-        } else {
+        } else if constexpr (!Place::DIRECT || SLABS == 1) {
             if (speaks()) await_stores_read<SLABS - 1>();
-            warpgroup_sync(1 + warpgroup);
+            share();
         }
         return place.buffer(next.index);
     }
@@ -284,9 +286,11 @@ struct Output {
     // Stores slab s, which all threads have written.
     template <class Tile>
     __device__ __forceinline__ void close(const Tile& tile, int s) {
-        fence_for_engine();
-        warpgroup_sync(1 + warpgroup);
-        if (speaks()) {
+        if constexpr (!Place::DIRECT) fence_for_engine();
+        share();
+        if constexpr (Place::DIRECT) {
+            place.store(tile, s, place.buffer(next.index));
+        } else if (speaks()) {
             place.store(tile, s, place.buffer(next.index));
             commit_stores();
         }

@@ -15,7 +15,8 @@
 // All arrays are seen through tensor maps (conv2d_strip.py makes them):
 //   source       (C, W, H, N), im2col: TILE_M + 8 points x 64 channels
 //   filter       (C, taps, K), tiled: 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
-//   output, add, below  (columns, W, H, N), im2col: 64 channels x 64 points; those beside an image are not written
+//   add, below   (columns, W, H, N), im2col: 64 channels x 64 points
+// but for the output, (N, H, W, columns) dense, which threads write.
 // STATISTICS, MASKED: as in conv2d_hopper.cu. NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU
 // over it, and strips are normalised where they lie by three warps that are otherwise idle.
 //
@@ -37,9 +38,10 @@ constexpr int BLOCKS = ROWS / 64;          // products along them
 constexpr int STRIP_ROWS = TILE_M + 8, STRIP_BYTES = STRIP_ROWS * 128, STAGE_BYTES = TILE_N * 128;
 constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
 constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int STORED = 16;  // rows of a slab that a warpgroup writes at a time
 
 struct Maps {
-    TensorMap filter, source, output, add;
+    TensorMap filter, source, add;
 #if MASKED
     TensorMap below[MASKED];  // x, and y if it is read
 #endif
@@ -57,6 +59,7 @@ struct Problem {
     int first_h, first_w;
     int offset_h, offset_w;
     int delta_h, delta_w;
+    int further_h, further_w;  // STORED points, as lines and points
     int added;  // whether there is an array to be added
 };
 
@@ -107,11 +110,13 @@ struct Layout {
 // Where a warpgroup's slabs lie.
 struct Place {
     static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+    static constexpr bool DIRECT = true;
 
     const Layout& at;
     const Maps& maps;
     const Problem& p;
     int warpgroup;
+    T* output;
 
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
@@ -133,10 +138,21 @@ struct Place {
         load_pixels(to, map, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
     }
 
+    // The engine would write beside an image too.
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (row(tile, s) >= p.rows || column(tile, s) >= p.columns) return;
-        const Point to(p, row(tile, s));
-        store_pixels(maps.output, from, column(tile, s), to.x, to.y, to.image);
+        const u32 thread = thread_again(), chunk = thread % 8, first = thread / 8;
+        const int to = column(tile, s) + chunk * 8;
+        if (to >= p.columns) return;
+        int line = (row(tile, s) + first) / p.width, x = row(tile, s) + first - line * p.width;
+#pragma unroll
+        for (int i = 0; i < SLAB_ROWS; i += STORED) {
+            if (line < p.images * p.height && x < p.outputs) {
+                const uint4 value = load_shared(from + (i + first) * 128 + (chunk ^ first % 8) * 16);
+                *reinterpret_cast<uint4*>(output + (i64(line) * p.outputs + x) * p.columns + to) = value;
+            }
+            line += p.further_h, x += p.further_w;
+            if (x >= p.width) x -= p.width, ++line;
+        }
     }
 };
 
@@ -312,7 +328,7 @@ struct Input {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_strip_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
+conv2d_strip_kernel(const __grid_constant__ Maps maps, T* __restrict__ output, const float* __restrict__ bias, float* __restrict__ partial,
                     const float* __restrict__ moments, const float* __restrict__ gamma, const float* __restrict__ beta,
                     const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -343,14 +359,14 @@ conv2d_strip_kernel(const __grid_constant__ Maps maps, const float* __restrict__
     } else {
         take_registers<NORMALIZED ? 208 : 232>();
         Input input{at, p, warpgroup};
-        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
+        Output<Place> out{{at, maps, p, warpgroup, output}, warpgroup};
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             Sum sum;
-            output.prepare(tile);
+            out.prepare(tile);
             input.accumulate(sum);
-            write(output, tile, sum, bias, partial, {moments, gamma, beta}, input.ring);
+            write(out, tile, sum, bias, partial, {moments, gamma, beta}, input.ring);
         }
-        output.drain();
+        out.drain();
     }
 }

@@ -28,13 +28,14 @@ __all__ = ["STRIP_TILES", "StripTile", "plan_strip", "points_of", "strip_applies
 SLAB = 64  # points, and channels, of an output buffer
 SLABS = 2  # output buffers of each of two warpgroups
 FURTHER = 8  # points of a strip beyond those of its tile
+STORED = 16  # rows of a slab that a warpgroup writes at a time
 WARPGROUPS = 2  # that share the points of a tile
 
 # The structure Problem of conv2d_strip.cu.
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n rows height width outputs columns depth taps_h taps_w images source_h source_w first_h "
-    "first_w offset_h offset_w delta_h delta_w added",
+    "first_w offset_h offset_w delta_h delta_w further_h further_w added",
 )
 
 
@@ -140,6 +141,8 @@ def plan_strip(
         offset_w=w.offset,
         delta_h=h.delta,
         delta_w=w.delta,
+        further_h=STORED // width,
+        further_w=STORED % width,
         added=added,
     )
 
@@ -155,7 +158,6 @@ def plan_strip(
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         (image(depth, (h.source, w.source), pitches[0], tile.rows + FURTHER, (h.first, w.first)), 1),
-        (image(*output, columns, SLAB, (0, 0)), 2),
         (image(*output, pitches[1] if added else columns, SLAB, (0, 0)), 3),
         *((image(*output, columns, SLAB, (0, 0)), 4 + i) for i in range(masked)),
     )
