@@ -185,16 +185,14 @@ struct Place {
     }
 };
 
-// Which rows of a slab are rows of the output.
-struct Inside {
-    static constexpr bool NEEDED = false;  // of a masked gradient: what is summed for others is zero
-    int rows;
-
-    __device__ __forceinline__ Inside(const Place& place, const Tile& tile, int s)
-        : rows(place.p.classes[0].rows - place.row(tile, s)) {}
-    __device__ __forceinline__ bool whole() const { return rows >= SLAB_ROWS; }
-    __device__ __forceinline__ bool operator()(int row) const { return row < rows; }
+// Rows of a slab beyond the last of the output are stored by nobody.
+struct Kept {
+    __device__ __forceinline__ Kept(const Place&, const Tile&, int) {}
+    __device__ __forceinline__ bool operator()(int) const { return true; }
 };
+
+// Rows of a slab that statistics count; a masked gradient is zero in the others.
+DEVICE int counted_rows(const Place& place, const Tile& tile, int s) { return place.p.classes[0].rows - place.row(tile, s); }
 
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
 constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;

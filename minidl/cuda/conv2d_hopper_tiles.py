@@ -83,8 +83,8 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.13, (256, 128): 1.95, (128, 192): 1.13, (256, 64): 2.6, (128, 128): 1.65}
-_WINDOW, _IN_PLACE = 1.4, 0.2
+_IN_REGISTERS = {(128, 256): 1.08, (256, 128): 1.5, (128, 192): 1.1, (256, 64): 2.2, (128, 128): 1.35}
+_WINDOW, _IN_PLACE = 1.1, 0.13
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 

@@ -64,9 +64,10 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
 }
 
 // Writes the 64 x (128 bytes of) results of a warpgroup from column `first` of its sums on; `column`: of the output, where
-// the sums begin.
-template <int N>
-DEVICE void put_slab(u32 slab, const float (&sum)[N], int first, const float* bias, int column, int columns, bool added) {
+// the sums begin. kept(i): whether the thread's row 8 * i of its 16 is of the output, else it gets zeros.
+template <int N, class Kept>
+DEVICE void put_slab(u32 slab, const float (&sum)[N], int first, const float* bias, int column, int columns, bool added,
+                     const Kept& kept) {
     const u32 thread = thread_again();
 #pragma unroll
     for (int j = 0; j < 128 / int(sizeof(T)); j += 16) {
@@ -74,6 +75,8 @@ DEVICE void put_slab(u32 slab, const float (&sum)[N], int first, const float* bi
 #pragma unroll
         for (int e = 0; e < 8; ++e) d[e] = sum[(first + j) / 2 + e];
         if (!MASKED && bias) add_bias(d, bias, column + first + j, columns);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) d[e] = kept(e / 2 % 2) ? d[e] : 0.0f;
         put(d, slab, j, thread, added);
     }
 }

@@ -26,8 +26,7 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
 constexpr int AT_ONCE = THREADS > 288 ? 2 : 1;
 
 // Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
-DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup,
-                      const Inside& inside) {
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
     Ring<STAGES> other = ring;
     if (MASKED == 2) other.advance();
     if (s % SLABS_AT_ONCE == 0) {
@@ -39,7 +38,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
-        masking.take(slab + k, x + k, y + k, [&](int i) { return !Inside::NEEDED || inside(k / 128 + i); });
+        masking.take(slab + k, x + k, y + k, [](int) { return true; });
     if ((s + 1) % SLABS_AT_ONCE == 0) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
@@ -66,17 +65,18 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
         if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
 #endif
         const u32 slab = output.open(tile, s);
-        put_slab(slab, sum[s % BLOCKS], s / BLOCKS * SLAB_COLUMNS, bias, tile.column, place.p.columns, output.added());
+        put_slab(slab, sum[s % BLOCKS], s / BLOCKS * SLAB_COLUMNS, bias, tile.column, place.p.columns, output.added(),
+                 Kept(place, tile, s));
 #if MASKED
         output.share();
-        mask_slab(masking, slab, place.at, ring, s, output.warpgroup, Inside(place, tile, s));
+        mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
         if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
 #endif
         output.close(tile, s);
         if constexpr (STATISTICS) {
-            const Inside inside(place, tile, s);
+            const int rows = counted_rows(place, tile, s);
             if (s % BLOCKS == 0) tally.start();
-            tally.take<SLAB_ROWS, TAKEN>(slab, inside.whole(), inside);
+            tally.take<SLAB_ROWS, TAKEN>(slab, rows >= SLAB_ROWS, [&](int i) { return i < rows; });
             if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
         }
     }

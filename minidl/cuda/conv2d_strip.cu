@@ -13,7 +13,7 @@
 // addresses, not by rows of an operand. A strip has the points of a tile and those that its taps reach beyond them.
 //
 // All arrays are seen through tensor maps (conv2d_strip.py makes them):
-//   source       (C, W, H, N), im2col: TILE_M + 8 points x 64 channels
+//   source       (C, W, H, N), im2col: TILE_M points x 64 channels; beyond: 8 points
 //   filter       (C, taps, K), tiled: 64 channels x 1 x TILE_N filters; data gradient 64 x 1 x 64
 //   add, below   (columns, W, H, N), im2col: 64 channels x 64 points
 // but for the output, (N, H, W, columns) dense, which threads write.
@@ -41,7 +41,7 @@ constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128
 constexpr int STORED = 16;  // rows of a slab that a warpgroup writes at a time
 
 struct Maps {
-    TensorMap filter, source, add;
+    TensorMap filter, source, beyond, add;
 #if MASKED
     TensorMap below[MASKED];  // x, and y if it is read
 #endif
@@ -156,23 +156,23 @@ struct Place {
     }
 };
 
-// Which rows of a slab are output pixels, a bit for each.
-struct Inside {
-    static constexpr bool NEEDED = true;
-    u64 bits = 0;
+// Whether a thread's rows of a slab are output pixels: for sums over the slab, others are zero.
+struct Kept {
+    bool rows[2] = {true, true};
 
-    __device__ __forceinline__ Inside(const Place& place, const Tile& tile, int s) {
+    __device__ __forceinline__ Kept(const Place& place, const Tile& tile, int s) {
+        if constexpr (STATISTICS || MASKED)
 #pragma unroll
-        for (int i = 0; i < SLAB_ROWS; i += 32) {
-            const int row = place.row(tile, s) + i + int(thread_again() % 32);
-            const bool inside = row < place.p.rows && row % place.p.width < place.p.outputs;
-            bits |= u64(__ballot_sync(0xffffffffu, inside)) << i;
-        }
+            for (int i = 0; i < 2; ++i) {
+                const u32 thread = thread_again();
+                const int row = place.row(tile, s) + thread / 32 * 16 + thread % 32 / 4 + i * 8;
+                rows[i] = row < place.p.rows && row % place.p.width < place.p.outputs;
+            }
     }
-
-    __device__ __forceinline__ bool whole() const { return bits == ~u64(0); }
-    __device__ __forceinline__ bool operator()(int row) const { return bits >> row & 1; }
+    __device__ __forceinline__ bool operator()(int i) const { return rows[i]; }
 };
+
+DEVICE int counted_rows(const Place&, const Tile&, int) { return SLAB_ROWS; }
 
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
 constexpr int SLABS_AT_ONCE = STAGE_BYTES / WARPGROUPS / SLAB_BYTES;
@@ -204,9 +204,12 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         const u32 barrier = at.strip_filled(strips.index);
         barrier_wait(at.strip_emptied(strips.index), strips.parity ^ 1);
         barrier_expect(barrier, STRIP_BYTES);
-        const Point from(p, Tile(p, next.tile).row);
-        load_pixels(at.strip(strips.index), maps.source, barrier, next.channel, p.first_w + from.x, p.first_h + from.y,
-                    from.image, 0, p.offset_h + next.a * p.delta_h);
+        const int row = Tile(p, next.tile).row, offset = p.offset_h + next.a * p.delta_h;
+        const Point here(p, row), beyond(p, row + TILE_M);
+        const u32 to = at.strip(strips.index);
+        load_pixels(to, maps.source, barrier, next.channel, p.first_w + here.x, p.first_h + here.y, here.image, 0, offset);
+        load_pixels(to + TILE_M * 128, maps.beyond, barrier, next.channel, p.first_w + beyond.x, p.first_h + beyond.y,
+                    beyond.image, 0, offset);
         strips.advance();
         next.advance();
     };

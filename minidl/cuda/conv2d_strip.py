@@ -155,9 +155,10 @@ def plan_strip(
         return View(code, sizes, apart, (DEPTH, rows), ((first[1], first[0]), last))
 
     output = columns, (h.count, w.count)
+    source = [image(depth, (h.source, w.source), pitches[0], rows, (h.first, w.first)) for rows in (tile.rows, FURTHER)]
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
-        (image(depth, (h.source, w.source), pitches[0], tile.rows + FURTHER, (h.first, w.first)), 1),
+        *((view, 1) for view in source),
         (image(*output, pitches[1] if added else columns, SLAB, (0, 0)), 3),
         *((image(*output, columns, SLAB, (0, 0)), 4 + i) for i in range(masked)),
     )
