@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_strip, conv2d_walk, nvrtc
+from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_walk, nvrtc
 from minidl.cuda.conv2d_family import choose_family, family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.conv2d_walk import walks_of
@@ -60,7 +60,7 @@ NAMES = ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1", "windo
 FEW = [case for case in CASES if case.name in NAMES]
 SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
-HOPPER = {"conv2d_hopper_kernel", "conv2d_halo_kernel", "conv2d_strip_kernel"}
+HOPPER = {"conv2d_hopper_kernel", "conv2d_halo_kernel"}
 GUARD = 2048  # bytes on both sides of an output
 
 
@@ -186,7 +186,6 @@ def test_the_walk_of_the_copy_engine_meets_every_tap(case, backward):
         ("conv2d_hopper", "Class", conv2d_hopper._CLASS),
         ("conv2d_hopper", "Problem", conv2d_hopper._PROBLEM),
         ("conv2d_halo", "Problem", conv2d_halo._PROBLEM),
-        ("conv2d_strip", "Problem", conv2d_strip._PROBLEM),
     ],
 )
 def test_structures_are_those_of_the_kernels(stem, name, twin):

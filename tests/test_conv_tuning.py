@@ -14,12 +14,10 @@ import pytest
 import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, tuning
-from minidl.cuda import conv2d_hopper_tiles, conv2d_tuned, conv2d_weight_tiles
+from minidl.cuda import conv2d_halo, conv2d_hopper_tiles, conv2d_tuned, conv2d_weight_tiles
 from minidl.cuda.conv2d import options
 from minidl.cuda.conv2d_family import Choice, Question, family, kernel
-from minidl.cuda.conv2d_halo import HALO_TILES
 from minidl.cuda.conv2d_plan import convolution
-from minidl.cuda.conv2d_strip import STRIP_TILES
 from minidl.cuda.conv2d_tuned import DTYPES, NOTHING, Table, choice_record, question_of, question_record
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
@@ -101,7 +99,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_tiles_have_names_of_their_own():
-    gathering = [tile.name for tile in (*conv2d_hopper_tiles.TILES, *HALO_TILES, *STRIP_TILES)]
+    gathering = [tile.name for tile in (*conv2d_hopper_tiles.TILES, *conv2d_halo.HALO_TILES)]
     weight = [tile.name for tile in (*conv2d_weight_tiles.TILES, conv2d_weight_tiles.HALO)]
     assert len(set(gathering)) == len(gathering) and len(set(weight)) == len(weight)
 

@@ -19,7 +19,6 @@ from minidl.cuda import all_reduce, ceiling, conv2d_hopper, conv2d_hopper_tiles,
 from minidl.cuda.conv2d_family import TEXTBOOK, family
 from minidl.cuda.conv2d_halo import HALO_TILES
 from minidl.cuda.conv2d_plan import convolution
-from minidl.cuda.conv2d_strip import STRIP_TILES
 from minidl.cuda.csb_routes import route
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
@@ -494,7 +493,7 @@ def test_every_variant_compiles_and_fits(stem, name):
     assert not problems, "\n".join(sorted(problems))
 
 
-@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, *HALO_TILES, *STRIP_TILES), ids=str)
+@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, *HALO_TILES), ids=str)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""

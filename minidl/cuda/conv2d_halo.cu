@@ -252,7 +252,6 @@ struct Input {
 // Where a warpgroup's slabs of 32 pixels x 64 channels lie.
 struct Place {
     static constexpr int COUNT = WINDOW / SLAB_LINES, BYTES = SLAB_BYTES;
-    static constexpr bool DIRECT = false;
 
     const Layout& at;
     const Maps& maps;
@@ -345,7 +344,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-conv2d_halo_kernel(const __grid_constant__ Maps maps, T*, const float* __restrict__ bias, float* __restrict__ partial,
+conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                    const float* __restrict__ moments, const float* __restrict__ gamma,
                    const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];

@@ -140,7 +140,6 @@ struct Layout {
 // Where a warpgroup's slabs lie.
 struct Place {
     static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
-    static constexpr bool DIRECT = false;
 
     const Layout& at;
     const Maps& maps;
@@ -157,12 +156,6 @@ struct Place {
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
         load(maps.add[tile.index], to, barrier, tile, s);
     }
-
-#if MASKED
-    __device__ __forceinline__ const TensorMap& below(const Tile& tile, int array) const {
-        return maps.below[array][tile.index];
-    }
-#endif
 
     __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s) const {
         if constexpr (SPREAD) {
@@ -185,19 +178,27 @@ struct Place {
     }
 };
 
-// Rows of a slab beyond the last of the output are stored by nobody.
-struct Kept {
-    __device__ __forceinline__ Kept(const Place&, const Tile&, int) {}
-    __device__ __forceinline__ bool operator()(int) const { return true; }
-};
-
-// Rows of a slab that statistics count; a masked gradient is zero in the others.
-DEVICE int counted_rows(const Place& place, const Tile& tile, int s) { return place.p.classes[0].rows - place.row(tile, s); }
-
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
 constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
-using Sum = float[BLOCKS][TILE_N / 2];
-#include "conv2d_slabs.cuh"
+
+#if MASKED
+// One thread: fills stages with what the slabs of a tile need of x and y.
+DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
+    for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
+#pragma unroll
+        for (int array = 0; array < MASKED; ++array) {
+            const u32 barrier = at.filled(ring.index);
+            barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+            barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
+#pragma unroll
+            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i)
+                Place{at, maps, p, i / SLABS_AT_ONCE}.load(maps.below[array][tile.index],
+                                                           at.stage(ring.index) + i * SLAB_BYTES, barrier, tile,
+                                                           s + i % SLABS_AT_ONCE);
+            ring.advance();
+        }
+}
+#endif
 
 // One thread: fills stage after stage.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
@@ -238,6 +239,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
     }
 }
 
+using Sum = float[BLOCKS][TILE_N / 2];
+
 constexpr int WARPS = 3;  // that normalise in place, if any
 
 #if NORMALIZED
@@ -272,8 +275,95 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
+// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
+DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int at = column + 8 * j + threadIdx.x % 4 * 2;
+        if (at < columns) {
+            const float2 shift = *reinterpret_cast<const float2*>(bias + at);
+            d[4 * j] += shift.x, d[4 * j + 1] += shift.y, d[4 * j + 2] += shift.x, d[4 * j + 3] += shift.y;
+        }
+    }
+}
+
+#if MASKED
+// Steps of 16 rows that are worked on side by side, as registers allow.
+constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
+
+// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
+    Ring<STAGES> other = ring;
+    if (MASKED == 2) other.advance();
+    if (s % SLABS_AT_ONCE == 0) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
+    }
+    const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
+    const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
+    slab += columns_across();
+#pragma unroll AT_ONCE
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
+        masking.take(slab + k, x + k, y + k, [](int) { return true; });
+    if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
+        if (thread_again() % 32 == 0) {
+            barrier_arrive(at.emptied(ring.index));
+            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
+        }
+        ring.advance(MASKED);
+    }
+}
+#endif
+
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
+                  const Below& below, Ring<STAGES>& ring) {
+    const Place& place = output.place;
+    constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
+    constexpr int TAKEN = 2;  // times 16 rows at once
+    float found[Place::COUNT / BLOCKS];
+    Tally tally;
+#if MASKED
+    Masking masking;
+#endif
+#pragma unroll
+    for (int s = 0; s < Place::COUNT; ++s) {
+#if MASKED
+        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
+#endif
+        const u32 slab = output.open(tile, s);
+        const int first = s / BLOCKS * SLAB_COLUMNS;
+        const u32 thread = thread_again();
+#pragma unroll
+        for (int j = 0; j < SLAB_COLUMNS; j += 16) {
+            float d[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
+            if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
+            put(d, slab, j, thread, output.added());
+        }
+#if MASKED
+        output.share();
+        mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
+        if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
+#endif
+        output.close(tile, s);
+        if constexpr (STATISTICS) {
+            const int rows = place.p.classes[0].rows - place.row(tile, s);
+            if (s % BLOCKS == 0) tally.start();
+            tally.take<64, TAKEN>(slab, rows >= 64, [&](int i) { return i < rows; });
+            if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
+        }
+    }
+    if constexpr (STATISTICS || MASKED) {
+        float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
+#pragma unroll
+        for (int s = 0; s < Place::COUNT; s += BLOCKS)
+            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-conv2d_hopper_kernel(const __grid_constant__ Maps maps, T*, const float* __restrict__ bias, float* __restrict__ partial,
+conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];

@@ -1,9 +1,8 @@
 """Convolution and its data gradient on Hopper's matrix units, for 16-bit types and for float32 in TF32.
 
-Three kernels: conv2d_hopper.cu, planned here, and where taps share source pixels conv2d_strip.cu, for those of a filter
-row, and conv2d_halo.cu, for windows with a halo. Everything is worked out from sizes and the device record: `applies`
-says in one place which convolutions the family takes, `conv2d_hopper_tiles` with which tile, `plan` what is launched
-for them.
+Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
+sizes and the device record: `applies` says in one place which convolutions the family takes, `conv2d_hopper_tiles` with
+which tile, `plan` what is launched for them.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import numpy as np
 from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, Tile, choose, taken
+from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, taken
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_statistics import moments_of, sums_of
-from minidl.cuda.conv2d_strip import StripTile, plan_strip
 from minidl.cuda.conv2d_walk import (
     STAGE_ROW,
     Planned,
@@ -145,7 +143,7 @@ def plan(
     pitches: Pair,
     added: bool,
     device: DeviceRecord,
-    chosen: tuple[Tile, int] | None = None,
+    chosen: tuple[HopperTile | HaloTile, int] | None = None,
     statistics: bool = False,
     masked: int = 0,
     normalized: bool = False,
@@ -163,8 +161,6 @@ def plan(
     tile, share = chosen or choose(conv, backward, device, code, normalized)
     if isinstance(tile, HaloTile):
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
-    if isinstance(tile, StripTile):
-        return [plan_strip(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward)
@@ -296,7 +292,7 @@ def start(
     maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, output, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
 

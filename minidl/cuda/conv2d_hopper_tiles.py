@@ -9,12 +9,11 @@ from typing import NamedTuple
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
 from minidl.cuda.conv2d_plan import Convolution
-from minidl.cuda.conv2d_strip import STRIP_TILES, StripTile, points_of, strip_applies
 from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
-__all__ = ["SLAB", "TILES", "HopperTile", "Tile", "candidates", "choose", "microseconds", "options", "taken", "work"]
+__all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
 
@@ -62,8 +61,6 @@ class HopperTile(NamedTuple):
         }  # fmt: skip
 
 
-Tile = HopperTile | HaloTile | StripTile
-
 TILES = (
     HopperTile(128, 256, 4, 2, 1, 0.64, 2.4),
     HopperTile(256, 128, 4, 2, 1, 0.64, 2.4),
@@ -83,34 +80,29 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.08, (256, 128): 1.5, (128, 192): 1.1, (256, 64): 2.2, (128, 128): 1.35}
-_WINDOW, _IN_PLACE = 1.1, 0.13
+_IN_REGISTERS = {(128, 256): 1.15, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
+_WINDOW, _IN_PLACE = 1.02, 0.48
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
 def candidates(
     conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
-) -> list[Tile]:
+) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes.
 
     One that normalises its input needs the registers of a multiprocessor for itself.
     """
     tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
-    if not code:
-        return list(tiles)
-    halos = (tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))
-    return [*tiles, *halos, *(STRIP_TILES if strip_applies(conv, backward) else ())]
+    return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
-def work(conv: Convolution, backward: bool, tile: Tile, code: int = 1) -> tuple[int, int]:
+def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
     """(tiles, stages of all tiles together)"""
     columns = ceil_div(columns_of(conv, backward), tile.columns)
     chunks, tiles, stages = ceil_div(depth_of(conv, backward), STAGE_ROW // itemsize_of(code)), 0, 0
     for h, w in walks_of(conv, backward):
         if isinstance(tile, HaloTile):
             count = ceil_div(windows_of(conv, backward, tile)[0], tile.windows) * columns
-        elif isinstance(tile, StripTile):
-            count = ceil_div(points_of(conv, backward), tile.rows) * columns
         else:
             count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
         tiles += count
@@ -121,7 +113,7 @@ def work(conv: Convolution, backward: bool, tile: Tile, code: int = 1) -> tuple[
 def microseconds(
     conv: Convolution,
     backward: bool,
-    tile: Tile,
+    tile: HopperTile | HaloTile,
     device: DeviceRecord,
     code: int = 1,
     normalized: bool = False,
@@ -130,40 +122,42 @@ def microseconds(
 
     A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
     """
-    step = _normalizing(conv, tile) if normalized else tile.step
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    arithmetic = max(rounds * (stages / tiles * step + tile.rest), fetched)
+    busy = _busy(conv, tile, stages / tiles, normalized)
+    arithmetic = max(rounds * busy, fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
-def _normalizing(conv: Convolution, tile: Tile) -> float:
-    """Microseconds of a stage that is normalised too."""
+def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: bool) -> float:
+    """Microseconds that a multiprocessor is busy with a tile of so many stages."""
+    if not normalized:
+        return stages * tile.step + tile.rest
     if isinstance(tile, HaloTile):
-        return tile.step * _WINDOW
-    if isinstance(tile, StripTile):
-        return max(tile.step, tile.rows / SLAB * _IN_PLACE / conv.kernel[1])
-    if is_flat(conv):
-        return max(tile.step, tile.rows / SLAB * _IN_PLACE)
-    return tile.step * _IN_REGISTERS[tile.rows, tile.columns]
+        return stages * tile.step * _WINDOW + tile.rest
+    if is_flat(conv):  # beside the products and what comes behind them
+        return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE)
+    return stages * tile.step * _IN_REGISTERS[tile.rows, tile.columns] + tile.rest
 
 
 @functools.lru_cache(maxsize=1024)
 def choose(
     conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
-) -> tuple[Tile, int]:
+) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on."""
     among = candidates(conv, backward, device, code, normalized)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
 
-def _shares(conv: Convolution, backward: bool, tile: Tile, device: DeviceRecord, code: int) -> tuple[int, int]:
+def _shares(
+    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int
+) -> tuple[int, int]:
     """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
     rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
     groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
@@ -188,7 +182,7 @@ def taken(
     device: DeviceRecord,
     code: int,
     normalized: bool = False,
-) -> tuple[Tile, int] | None:
+) -> tuple[HopperTile | HaloTile, int] | None:
     """Tile and share of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 1:
         return None

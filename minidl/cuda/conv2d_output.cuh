@@ -51,36 +51,6 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 }
 #endif
 
-// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
-DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int at = column + 8 * j + threadIdx.x % 4 * 2;
-        if (at < columns) {
-            const float2 shift = *reinterpret_cast<const float2*>(bias + at);
-            d[4 * j] += shift.x, d[4 * j + 1] += shift.y, d[4 * j + 2] += shift.x, d[4 * j + 3] += shift.y;
-        }
-    }
-}
-
-// Writes the 64 x (128 bytes of) results of a warpgroup from column `first` of its sums on; `column`: of the output, where
-// the sums begin. kept(i): whether the thread's row 8 * i of its 16 is of the output, else it gets zeros.
-template <int N, class Kept>
-DEVICE void put_slab(u32 slab, const float (&sum)[N], int first, const float* bias, int column, int columns, bool added,
-                     const Kept& kept) {
-    const u32 thread = thread_again();
-#pragma unroll
-    for (int j = 0; j < 128 / int(sizeof(T)); j += 16) {
-        float d[8];
-#pragma unroll
-        for (int e = 0; e < 8; ++e) d[e] = sum[(first + j) / 2 + e];
-        if (!MASKED && bias) add_bias(d, bias, column + first + j, columns);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) d[e] = kept(e / 2 % 2) ? d[e] : 0.0f;
-        put(d, slab, j, thread, added);
-    }
-}
-
 // A warp takes 16 columns of a slab across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in a slab:
 DEVICE u32 columns_across() {
@@ -240,7 +210,6 @@ struct Masking {
 //   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
 //   buffer(i), filled(i)    addresses of a buffer and of the barrier of its addend
 //   load(to, barrier, tile, s), store(tile, s, from)    start the engine; store knows when slab s does not exist
-//   DIRECT                  whether store is for all threads of the warpgroup, and done when it returns
 //   p.added                 whether there is an array to be added
 template <class Place>
 struct Output {
@@ -273,12 +242,11 @@ struct Output {
     template <class Tile>
     __device__ __forceinline__ u32 open(const Tile& tile, int s) {
         if (added()) {
-            if constexpr (Place::DIRECT) share();
             if (speaks() && s + AHEAD < Place::COUNT && s + AHEAD > 0) fetch(tile, s + AHEAD);
             barrier_wait(place.filled(next.index), next.parity);
-        } else if constexpr (!Place::DIRECT || SLABS == 1) {
+        } else {
             if (speaks()) await_stores_read<SLABS - 1>();
-            share();
+            warpgroup_sync(1 + warpgroup);
         }
         return place.buffer(next.index);
     }
@@ -289,11 +257,9 @@ struct Output {
     // Stores slab s, which all threads have written.
     template <class Tile>
     __device__ __forceinline__ void close(const Tile& tile, int s) {
-        if constexpr (!Place::DIRECT) fence_for_engine();
-        share();
-        if constexpr (Place::DIRECT) {
-            place.store(tile, s, place.buffer(next.index));
-        } else if (speaks()) {
+        fence_for_engine();
+        warpgroup_sync(1 + warpgroup);
+        if (speaks()) {
             place.store(tile, s, place.buffer(next.index));
             commit_stores();
         }

@@ -155,7 +155,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
-constexpr int WARPS = 3;  // that normalise, if any
+constexpr int WARPS = 3;                                            // that normalise, if any
+constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps that are done with a stage
 
 #if NORMALIZED
 
@@ -173,25 +174,30 @@ DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& c
     return bits;
 }
 
-// A warp: normalises its part of each stage of x, what lies in an image; around it are zeros.
+// A warp: normalises every third stage of x, what lies in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
     const int lane = threadIdx.x % 32;
     Pixels pixels[] = {{p, work.first * PIXELS + lane}, {p, work.first * PIXELS + 32 + lane}};
     const Columns begin(p, work.block);
     Chunk chunk;
-    int loaded = -1;
+    int loaded = -1, turn = warp;
     Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step, ring.advance()) {
-        Columns columns = begin;
-        int unit = warp;
+        // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
+        // from the next.
         barrier_wait(at.filled(ring.index), ring.parity);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(at.emptied(ring.index));
+        if (!FLAT && step > work.first) pixels[0].advance(p), pixels[1].advance(p);
+        if (turn-- > 0) continue;
+        turn = WARPS - 1;
+        Columns columns = begin;
 #pragma unroll 1
         for (int j = 0; j < COLUMN_BLOCKS; ++j) {
             if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
             const u32 block = at.stage(ring.index) + (ROW_BLOCKS + j) * BLOCK_BYTES;
             const u64 bits = taps_inside(p, pixels, columns, step * PIXELS);
-            normalize_rows<WARPS>(chunk, block, unit, PIXELS / UNIT, [bits](int unit) { return u32(bits >> unit * UNIT); });
-            unit = (unit + 2) % WARPS;  // four units on, as the warps take turns
+            normalize_rows<1>(chunk, block, 0, PIXELS / UNIT, [bits](int unit) { return u32(bits >> unit * UNIT); });
             columns.channel += 64;
             if (columns.channel >= p.channels) {
                 columns.channel = 0;
@@ -201,7 +207,6 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
         fence_for_engine();
         __syncwarp();
         if (lane == 0) barrier_arrive(at.ready(ring.index));
-        if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
     }
 }
 #endif
@@ -242,9 +247,9 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
 #if NORMALIZED
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
 #endif
         barrier_init_done();
     }

@@ -205,7 +205,7 @@ _ALONE = 1.45  # a block without another one beside it to hide its latencies, ag
 _START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
 # Microseconds to normalise a block of 64 pixels x 64 channels, and in the halo kernel; bytes of a pass of its own.
-_NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.2, 0.3, 4.0e6
+_NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.5, 0.61, 4.0e6
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
