@@ -7,11 +7,12 @@ A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that t
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
 a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
 memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
-on GPUs: links (sums by our own kernels where they have a route; links8: of eight blocks at most), nccl; on CPUs: shm,
-mpi. All arms take turns in blocks of steps on one model, among them the same step without messages, on all ranks at
-once: efficiency is its time over the arm's. What communication adds is told twice: the arm less the step without
-messages, and, for the first arm, what events say the update waited in a step that is watched. Sums of batch norms stay
-in the step without messages, and go by links there.
+on GPUs: links (sums by our own kernels where they have a route; links16 and links8: of so many blocks at most), nccl;
+on CPUs: shm, mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without
+messages, on all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some
+tenths of a second, and that is to count on both sides. Efficiency is the time without over that with messages. What
+communication adds is told twice: the arm less the step without messages, and, for the first arm, what events say the
+update waited in a step that is watched. Sums of batch norms stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -42,7 +43,7 @@ from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
 from minidl.precision import precision
-from minidl.profile.grouping import by_neighbourhood
+from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
@@ -50,17 +51,23 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links/near", "links/0", "links/25", "links/near/bf16", "links8/25", "nccl/0", "nccl/4", "nccl/25"],
+    "cuda": ["links/near", "links/0", "links/25", "links/25/bf16", "links16/25", "links8/25", "nccl/4", "nccl/25"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
-BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
-SILENT = "without messages"
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
 
 Step = Callable[[], Any]
+Ready = tuple[Step, Callable[[], None]]  # a step, started by the call; what to do before a run of them
+
+
+class Pair(NamedTuple):
+    """How long a step took with messages, and without."""
+
+    messages: Timing
+    alone: Timing
 
 
 class Arm(NamedTuple):
@@ -73,20 +80,13 @@ class Arm(NamedTuple):
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
         engine, *rest = text.split("/")
-        known = ROUTES if device == "cuda" else ("shm", "mpi")
+        known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
         if len(rest) > 2 or not sized or rest[1:] not in ([], ["fp32"], ["bf16"]):
             raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE]]", text)
         return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32")
-
-
-ROUTES = {
-    "links": ipc.Routes(),
-    "links8": ipc.Routes(blocks=8),
-    "nccl": ipc.BY_NCCL,
-}
 
 
 def arguments() -> argparse.Namespace:
@@ -99,8 +99,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
     p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE]]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
-    p.add_argument("--blocks", type=int, default=9, help="timed blocks of steps of each arm")
-    p.add_argument("--steps", type=int, default=5, help="steps in a block")
+    p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
+    p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
     checks.at_least("bench_scaling", "--blocks", a.blocks, 2)
@@ -127,7 +127,7 @@ class Ours:
             if comm.links is None and arm.engine != "nccl":
                 raise checks.impossible("bench_scaling", f"arm {arm.engine} without links between the GPUs")
             if comm.links is not None:
-                comm.links.routes = ROUTES[arm.engine]
+                comm.links.routes = ipc.ROUTES[arm.engine]
         elif arm.engine == "mpi":
             comm = comm.control
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
@@ -137,14 +137,11 @@ class Ours:
         """As `Model` takes it."""
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
-            return by_neighbourhood(self.step.model.neighbours(), itemsize, BESIDE_MEMORY, BESIDE_PRODUCTS)
+            return by_neighbourhood(self.step.model.neighbours(), itemsize)
         return self.tuned_bytes if arm.group is None else int(arm.group) << 20
 
-    def ready(self, arm: Arm | None) -> tuple[Step, Callable[[], None]]:
-        """(a step as the arm takes it, started by the call; what to do before a run of them); None: without messages.
-
-        A collective.
-        """
+    def ready(self, arm: Arm | None) -> Ready:
+        """A step as the arm takes it; None: without messages. A collective."""
         arena, comm = self.step.model.arena, self.comm
 
         def prepare() -> None:
@@ -192,8 +189,20 @@ def nothing() -> None:
     """Before a run of steps that need none of it."""
 
 
-def block_ms(comm: Communicator, step: Step, steps: int, settle: Callable[[], None]) -> float:
-    """Milliseconds of a step, on the slowest rank; a collective."""
+def crossed(comm: Communicator, arm: Ready, silent: Ready, steps: int, settle: Callable[[], None]) -> tuple[float, ...]:
+    """(with messages, without): milliseconds of a step on the slowest rank; a collective.
+
+    In the order without, with, with, without: what drifts meanwhile, such as the clock of a GPU at its power limit,
+    lengthens both alike.
+    """
+    times = [row_ms(comm, which, steps, settle) for which in (silent, arm, arm, silent)]
+    return (times[1] + times[2]) / 2, (times[0] + times[3]) / 2
+
+
+def row_ms(comm: Communicator, ready: Ready, steps: int, settle: Callable[[], None]) -> float:
+    """Milliseconds of one of so many steps in a row, on the slowest rank; a collective."""
+    step, prepare = ready
+    prepare()
     settle()
     comm.barrier()
     started = time.perf_counter()
@@ -224,18 +233,18 @@ def made(comm: Communicator, name: str, make: Callable[[], Any], expected: Calla
     return None if any(failures) else peer
 
 
-def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, Any]:
+def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, tuple[Ready, Ready]]:
     """PyTorch's steps, with and without messages, which compute what ours does; a collective."""
     if not a.peers:
         return {}
     from benchmarks.ddp import Peer
 
-    found: dict[str, Any] = {}
+    found = {}
     for name in a.peers:
         make = partial(Peer, setup.graph(), ours.step, compiled=PEERS[name], synchronised=ours.synchronised)
         peer = made(ours.comm, name, make, partial(math.isclose, loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)))
         if peer is not None:
-            found[name], found[f"{name} {SILENT}"] = (peer, nothing), (peer.silent(), nothing)
+            found[name] = (peer, nothing), (peer.silent(), nothing)
     return found
 
 
@@ -250,9 +259,8 @@ def measure(
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
     steps = peers_of(a, setup, ours, loss)
-    peers = [name for name in a.peers if name in steps]
-    steps[SILENT] = ours.ready(None)
-    steps |= {name: ours.ready(arm) for name, arm in arms.items()}
+    silent = ours.ready(None)
+    steps |= {name: (ours.ready(arm), silent) for name, arm in arms.items()}
 
     def settle() -> None:
         if setup.device == "cuda":
@@ -260,25 +268,25 @@ def measure(
 
             cupy.cuda.Device().synchronize()
 
-    samples: dict[str, list[float]] = {name: [] for name in steps}
+    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
+    names = list(steps)
     for block in range(a.blocks + 1):
-        for name, (step, prepare) in steps.items():
-            prepare()
-            ms = block_ms(comm, step, a.steps if block else 2, settle)
-            if block:
-                samples[name].append(ms)
-    times = {name: Timing(tuple(values)) for name, values in samples.items()}
-    first = next(iter(arms))
-    waited = {first: ours.waited(arms[first])}
-    return [row(setup, name, arm, ours, times, peers, waited.get(name)) for name, arm in arms.items()]
+        first = block % len(names)
+        for name in names[first:] + names[:first]:  # no arm is always the one behind the coolest, or the hottest
+            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
+            samples[name] += [ms] * bool(block)
+    times = {name: Pair(*(Timing(side) for side in zip(*found, strict=True))) for name, found in samples.items()}
+    watched = next(iter(arms))
+    waited = {watched: ours.waited(arms[watched])}
+    return [row(setup, name, arm, ours, times, waited.get(name)) for name, arm in arms.items()]
 
 
 def row(
-    setup: Setup, name: str, arm: Arm, ours: Ours, times: dict[str, Timing], peers: list[str], waited: float | None
+    setup: Setup, name: str, arm: Arm, ours: Ours, times: Mapping[str, Pair], waited: float | None
 ) -> dict[str, Any]:
     """A row of the result file."""
-    mine, alone, images = times[name], times[SILENT], setup.batch * setup.ranks
-    efficiency = {peer: times[f"{peer} {SILENT}"].ms / times[peer].ms for peer in peers}
+    (mine, alone), images = times[name], setup.batch * setup.ranks
+    peers = {peer: times[peer] for peer in PEERS if peer in times}
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
         "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks,
@@ -287,9 +295,11 @@ def row(
         "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
         "group": arm.group or "tuned", "message_dtype": arm.dtype,
         "parameters": ours.step.model.num_parameters,
-        "peers": {peer: times[peer].ms for peer in peers}, "peer_spreads": {p: times[p].spread for p in peers},
-        "peer_images_per_s": {peer: images / times[peer].ms * 1e3 for peer in peers}, "peer_efficiency": efficiency,
-        "peer_exposed_ms": {peer: times[peer].ms - times[f"{peer} {SILENT}"].ms for peer in peers},
+        "peers": {peer: its.messages.ms for peer, its in peers.items()},
+        "peer_spreads": {peer: its.messages.spread for peer, its in peers.items()},
+        "peer_images_per_s": {peer: images / its.messages.ms * 1e3 for peer, its in peers.items()},
+        "peer_efficiency": {peer: its.alone.ms / its.messages.ms for peer, its in peers.items()},
+        "peer_exposed_ms": {peer: its.messages.ms - its.alone.ms for peer, its in peers.items()},
     }  # fmt: skip
 
 

@@ -85,6 +85,14 @@ def _verb(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
     return verbs.choices[name]
 
 
+def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; an option that a verb does not have is that verb's error, not the whole command's."""
+    arguments, unknown = top.parse_known_args(argv)
+    if unknown:
+        _verb(top, arguments.verb).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
 def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     _add_network(p.add_argument_group("network and data"))
@@ -143,7 +151,14 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         "--gradients", default="keep", choices=["keep", "ring"],
         help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
     )  # fmt: skip
+    p.add_argument(
+        "--message-dtype", default="fp32", choices=["fp32", "bf16"], help="of gradients between ranks: bf16 halves them"
+    )
     p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
+    p.add_argument(
+        "--elastic", action="store_true",
+        help="when a rank is lost the others go on from the newest checkpoint (experimental; on CPUs, with Open MPI)",
+    )  # fmt: skip
 
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
@@ -156,7 +171,7 @@ def _add_output(p: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     p.add_argument("--tensorboard", action="store_true", help="write event files to OUTPUT/tensorboard")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
-    p.add_argument("--profile-every", type=int, default=50, help="steps from one profiled step to the next")
+    p.add_argument("--profile-every", type=int, metavar="STEPS", help="from one profiled step to the next; default: 50")
 
 
 def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
@@ -180,6 +195,13 @@ def _momentum(a: argparse.Namespace) -> float:
     return 0.9 if a.momentum is None else a.momentum
 
 
+def _profile(a: argparse.Namespace) -> TrainingProfile | None:
+    if a.profile_every is not None and not a.profile:
+        raise ValueError("--profile-every is for --profile")
+    every = {} if a.profile_every is None else {"every": a.profile_every}
+    return TrainingProfile(Path(a.output) / "profile.json", **every) if a.profile else None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     top = parser()
@@ -187,11 +209,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(argv) in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
         (_verb(top, argv[0]) if argv else top).print_help()
         return 2
-    arguments = top.parse_args(argv)
+    arguments = _parsed(top, argv)
     try:
         if getattr(arguments, "config", None):
             use_config(_verb(top, arguments.verb), arguments.config)
-            arguments = top.parse_args(argv)
+            arguments = _parsed(top, argv)
         status = _VERBS[arguments.verb](arguments)
         dist.world().close()
         return status
@@ -261,10 +283,27 @@ def train(a: argparse.Namespace) -> dict[str, float]:
 
 
 def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
+    """Train, and with ``--elastic`` again with the ranks that are left, from the newest checkpoint."""
+    while True:
+        try:
+            return _trained_once(a)
+        except dist.RankLost as lost:
+            told = str(lost)
+        comm = dist.shrink()
+        there = comm.share(any(Path(a.output).glob("checkpoint-*")))[0]
+        a.resume = "" if there else None
+        if comm.rank == 0:
+            print(
+                f"minidl {a.verb}: {told.partition(';')[0]}; {'from the newest checkpoint' if there else 'anew'}",
+                file=sys.stderr,
+            )
+
+
+def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     checks.at_least("--epochs", "number", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
-    comm = join(a.device)
+    comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     ops = get_ops(device)
     a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
@@ -275,7 +314,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if device == "cuda":
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
-    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed)
+    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
     part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
     if a.verb == "prune" and a.start is not None:
@@ -292,7 +331,7 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
 
     train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
-    profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
+    profile = _profile(a)
     loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
     trainer = Trainer(
         model, optimizer, loss, train_loader, test_loader,
@@ -309,7 +348,8 @@ def _trained(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
         network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
-        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}", flush=True)
+        parts = f"; with {trainer.parts}" if trainer.parts else ""
+        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}{parts}", flush=True)
         if memory is not None:
             print(f"memory: {memory.describe()}", flush=True)
     if a.verb == "prune" and a.scan:

@@ -41,7 +41,7 @@ def obstacle(model: Model, optimizer: SGD) -> str | None:
     if not model.store.capturable:
         return f"{type(model.store).__name__} moves saved tensors from the host, not from within a graph"
     if model.comm.name not in ("solo", "nccl"):
-        return f"the {model.comm.name} engine adds gradients on the host; NCCL would not"
+        return f"with the {model.comm.name} engine the host waits for each sum; NCCL would not need it"
     if not _graphs_suit(model.observer):
         return f"a {type(model.observer).__name__} watches each pass of each layer"
     if type(optimizer).update is not SGD.update:

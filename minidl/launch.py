@@ -27,11 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         launcher = mpiexec.find()
-    except ImportError as error:
+        run = ["-m", options.script] if options.module else [options.script]
+        program = [sys.executable, *run, *options.arguments]
+        command = launcher.command(options.ranks, program, elastic=options.elastic)
+    except (ImportError, ValueError) as error:
         print(f"minidl.launch: {error}", file=sys.stderr)
         return 2
-    run = ["-m", options.script] if options.module else [options.script]
-    command = launcher.command(options.ranks, [sys.executable, *run, *options.arguments])
     print(f"minidl.launch: {options.ranks} ranks by {launcher.family} ({launcher.path})", file=sys.stderr, flush=True)
     if sys.stdout.isatty():  # mpiexec puts a pipe between the ranks and the terminal
         os.environ[TERMINAL] = str(shutil.get_terminal_size().columns)
@@ -42,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m minidl.launch", description=__doc__.split("\n")[0])
     parser.add_argument("-n", "--ranks", type=_rank_count, required=True, help="number of processes")
     parser.add_argument("-m", "--module", action="store_true", help="run a module, like python -m")
+    parser.add_argument("--elastic", action="store_true", help="the others go on when a rank is lost (experimental)")
     parser.add_argument("script", help="Python script (or module) to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from minidl import checks
 
-__all__ = ["PARTS", "TABLE", "refuse"]
+__all__ = ["PARTS", "TABLE", "described", "refuse"]
 
 PARTS = {
     "ring": "updates within the backward pass",
@@ -60,6 +60,11 @@ def refuse(who: str, **present: object) -> None:
         if reason:
             first, second = (PARTS[name] for name in pair)
             raise checks.impossible(who, f"{first} together with {second}: {reason}", "leave one of the two out")
+
+
+def described(**present: object) -> str:
+    """The parts that are there, in words, as `refuse` takes them."""
+    return ", ".join(words for name, words in PARTS.items() if present.get(name))
 
 
 def _pairs(present: dict[str, object]) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
+from minidl.profile.neighbourhood import Neighbour
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
@@ -47,7 +48,7 @@ class Model:
         store: where tensors saved for backward live.
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
-            By layer: what is enough for a message that ends there (`minidl.profile.grouping.by_neighbourhood` of
+            By layer: what is enough for a message that ends there (`minidl.profile.neighbourhood.by_neighbourhood` of
             `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
@@ -117,7 +118,7 @@ class Model:
         self._agree()
         self.arena.settle()
 
-    def neighbours(self) -> list[grouping.Neighbour]:
+    def neighbours(self) -> list[Neighbour]:
         """The layers in the order of the backward pass, each with the gradients that it sends and its work on a few
         samples: enough of them that weights are not the most that it moves.
         """
@@ -132,7 +133,7 @@ class Model:
             except NotImplementedError:  # a layer whose author left it out: as if it took no time
                 cost = Cost()
             work = cost.backward_weight + cost.backward_data
-            found.append(grouping.Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes))
+            found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes))
         return found
 
     def _agree(self) -> None:

@@ -28,6 +28,7 @@ from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, Work, place
 from minidl.initializers import Initializer, generator
 from minidl.precision import Precision, float32
+from minidl.profile.neighbourhood import cut
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.shapes import round_up
 
@@ -272,7 +273,7 @@ class Arena:
 
         Args:
             group_bytes: or, by layer, what is enough for a message that ends there
-                (`minidl.profile.grouping.by_neighbourhood`).
+                (`minidl.profile.neighbourhood.by_neighbourhood`).
             message_dtype: bfloat16 sends each gradient rounded to it, half the bytes; the sums are rounded as well.
                 With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + u) where the engine
                 adds in float32 and rounds once (mpi, and shm on one host; on several hosts sum |g| counts twice);
@@ -282,18 +283,10 @@ class Arena:
         self.connected += 1
         rounded = message_dtype != float32 and comm.size > 1
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
-        enough = group_bytes.__getitem__ if isinstance(group_bytes, Mapping) else lambda layer: group_bytes
-        self.messages = []
-        for name in reversed(self._layers):
-            mine = [s for s in self._layers[name] if s.trainable]
-            if not mine:
-                continue
-            begin, end = mine[0].offset, mine[-1].stop
-            last = self.messages[-1] if self.messages else None
-            if last is not None and (last.end - last.begin) * 4 < enough(last.layers[-1]):
-                last.end, last.layers = end, (*last.layers, name)
-            else:
-                self.messages.append(Message(begin, end, (name,)))
+        held = {name: [s for s in self._layers[name] if s.trainable] for name in reversed(self._layers)}
+        spans = {name: (mine[0].offset, mine[-1].stop) for name, mine in held.items() if mine}
+        groups = cut(((name, 4 * (end - begin)) for name, (begin, end) in spans.items()), group_bytes)
+        self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
         self._share_out()
         self._begins = [m.begin for m in self.messages]

@@ -86,6 +86,7 @@ class Trainer:
     Attributes:
         stopped: the signal that ended `fit` before its time.
         ended: why a callback ended it (`stop`).
+        parts: what of the table of `minidl.legality` takes part, in words.
 
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
@@ -146,6 +147,8 @@ class Trainer:
         else:
             fuse(model, fusion, batch=ceil_div(train_loader.batch, self.comm.size * self.accumulate))
         self._step = self._choose_step()
+        parts |= {"compiled": isinstance(self._step, CompiledStep), "accumulated": self.accumulate > 1}
+        self.parts = legality.described(**parts)
         require_same(self.comm, "training plan", self._plan())
         self._on_rank_0(self._check_output)
 

@@ -446,7 +446,7 @@ def test_what_is_in_the_way_is_named(cpu_ops):
     assert seen() is None
     assert "Moving moves saved tensors" in seen(store=type("Moving", (m.model.TensorStore,), {"capturable": False})())
     assert "a SpanRecorder watches" in seen(observer=SpanRecorder())
-    assert "the shm engine adds gradients on the host" in seen(comm=type("Shm", (), {"name": "shm"}))
+    assert "with the shm engine the host waits for each sum" in seen(comm=type("Shm", (), {"name": "shm"}))
     optimizer = type("Own", (m.SGD,), {"update": lambda self: None}).__new__(type("P", (m.SGD,), {"update": None}))
     assert "P has an update of its own" in seen()
 

@@ -9,7 +9,7 @@ import pytest
 
 from minidl.bench import doctor
 from minidl.dist import SOLO
-from minidl.profile import scaling
+from minidl.profile.cluster import sums_of
 from minidl.profile.results import load
 from tests.dist import job
 from tests.test_nccl_engine import Control, Meeting
@@ -75,5 +75,6 @@ def test_it_looks_at_ranks_and_keeps_what_the_simulator_reads(tmp_path):
     done = job.run_program(["-c", program], 2, tmp_path)
     assert done.status == 0, done.output
     assert "2 ranks joined by shm" in done.output and "all is well between the ranks" in done.output
-    found, points = scaling.points_of(load(path), str(path))
-    assert found == 2 and len(points) == 3 and all(ms > 0 for _, ms in points)
+    found = sums_of(load(path), str(path))
+    assert found.ranks == 2 and list(found.engines) == ["shm"]
+    assert len(found.points()) == 3 and all(ms > 0 for _, ms in found.points())

@@ -13,6 +13,7 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.dist import SOLO
 from minidl.profile import grouping
+from minidl.profile.neighbourhood import Neighbour, by_neighbourhood
 from tests.dist import job
 
 
@@ -93,8 +94,7 @@ def test_on_gpus_products_and_passes_that_the_memory_bounds_take_turns_and_stand
 def chain(*layers):
     """Layers in backward order: (bytes sent, whether products bound it)."""
     return [
-        grouping.Neighbour(f"layer{i}", nbytes, 10**9 if products else 0, 1000)
-        for i, (nbytes, products) in enumerate(layers)
+        Neighbour(f"layer{i}", nbytes, 10**9 if products else 0, 1000) for i, (nbytes, products) in enumerate(layers)
     ]
 
 
@@ -102,14 +102,14 @@ def test_messages_beside_products_are_large_and_beside_the_rest_small():
     """What counts is what runs while a message travels: the layers behind it."""
     rest = [(100, False)] * 40
     layers = chain(*[(100, True)] * 20, *rest)
-    enough = grouping.by_neighbourhood(layers, 2, 400, 1500)
+    enough = by_neighbourhood(layers, 2, 400, 1500)
     assert [enough[f"layer{i}"] for i in (0, 10, 15)] == [1500, 1500, 1500]
     assert [enough[f"layer{i}"] for i in (19, 20, 40, 55)] == [400, 400, 400, 400]
 
 
 def test_the_last_messages_shrink_to_a_share_of_the_small_ones():
     layers = chain(*[(100, True)] * 40)
-    enough = list(grouping.by_neighbourhood(layers, 2, 400, 2000).values())
+    enough = list(by_neighbourhood(layers, 2, 400, 2000).values())
     left = [100 * (39 - i) for i in range(40)]
     assert enough[:19] == [2000] * 19 and enough[20:39] == [max(100, min(2000, n)) for n in left[20:39]]
     assert sorted(enough, reverse=True) == enough
@@ -117,9 +117,9 @@ def test_the_last_messages_shrink_to_a_share_of_the_small_ones():
 
 def test_layers_that_send_nothing_are_neighbours_all_the_same():
     layers = chain((100, True), *[(0, False), (100, True)] * 10)
-    assert set(grouping.by_neighbourhood(layers, 2, 400, 1500)) == {f"layer{i}" for i in range(0, 21, 2)}
-    slow = [layer if layer.nbytes else grouping.Neighbour(layer.name, 0, 0, 10**9) for layer in layers]
-    assert grouping.by_neighbourhood(slow, 2, 400, 1500)["layer0"] == 400
+    assert set(by_neighbourhood(layers, 2, 400, 1500)) == {f"layer{i}" for i in range(0, 21, 2)}
+    slow = [layer if layer.nbytes else Neighbour(layer.name, 0, 0, 10**9) for layer in layers]
+    assert by_neighbourhood(slow, 2, 400, 1500)["layer0"] == 400
 
 
 def test_where_nothing_was_kept_gpus_send_larger_messages_than_cpus(cpu_ops, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_model_is_cut_by_its_neighbourhoods_where_they_were_measured(cpu_ops):
     model = m.Model(models.resnet20(), comm=comm)
     layers = model.neighbours()
     assert sum(layer.nbytes for layer in layers) == 4 * model.arena.trainable_size
-    expected = grouping.by_neighbourhood(layers, 4, 4096, 16384)
+    expected = by_neighbourhood(layers, 4, 4096, 16384)
     assert model.arena.group_bytes == expected
     sent = [sum(layer.nbytes for layer in layers if layer.name in part.layers) for part in model.arena.messages]
     assert sum(sent) == 4 * model.arena.trainable_size

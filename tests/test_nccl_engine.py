@@ -235,7 +235,7 @@ def engine(monkeypatch):
         assert not problems, problems[0]
         return answers
 
-    run.events = events
+    run.events, run.stream = events, stream
     return run
 
 
@@ -287,3 +287,22 @@ def test_the_watchdog_sees_what_the_device_has_not_done(engine):
 
     (seen,) = engine(1, program)
     assert seen == [[], ["start_all_reduce of 1000 float32 (conv1)"], []]
+
+
+def test_the_memory_of_a_message_that_nobody_keeps_is_not_reused_under_way(engine):
+    """The next array may get it, and the device has not sent it yet: the stream waits, as if somebody had waited."""
+
+    def program(comm, ops):
+        waits, array = [], ops.from_host(np.ones(1000, "float32"))
+        engine.stream.wait_event = waits.append
+        comm.start_all_reduce(array)
+        dropped = waits[-1] is engine.events[-1]
+        waits.clear()
+        work = comm.start_all_reduce(array)
+        waits.clear()
+        work.wait()
+        done, awaited = engine.events[-1], list(waits)
+        del work
+        return dropped, [event is done for event in awaited], len(waits)
+
+    assert engine(1, program) == [(True, [True], 1)]

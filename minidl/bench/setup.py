@@ -72,10 +72,10 @@ class Setup:
         }  # fmt: skip
 
 
-def join(device: str) -> Any:
+def join(device: str, *, elastic: bool = False) -> Any:
     """The communicator; a launcher and an MPI that do not belong together are the user's to mend, in one line."""
     try:
-        return dist.init(device)
+        return dist.init(device, elastic=elastic)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 
@@ -87,7 +87,7 @@ def device_of(wanted: str, comm: Communicator) -> str:
         ValueError: when a GPU is asked for and there is none.
     """
     if wanted == "auto" and comm.size > 1:
-        return "cuda" if comm.name in ("nccl", "staged") else "cpu"
+        return "cuda" if comm.name in ("nccl", "staged", "cuda-mpi") else "cpu"
     if wanted == "cpu":
         return "cpu"
     try:

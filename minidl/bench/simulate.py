@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from minidl import checks
 from minidl.dist.simulated import AlphaBeta
 from minidl.profile import scaling
+from minidl.profile.cluster import Cluster, Sums, sums_of
 from minidl.profile.plots import save, simulated
 from minidl.profile.results import load, result, write
 from minidl.profile.runs import NotInFile, Run, runs
-from minidl.profile.scaling import Cluster, Outcome, StepTimes
+from minidl.profile.scaling import Interference, Outcome, StepTimes
 from minidl.profile.tables import show
 
-__all__ = ["add_arguments", "node_counts", "run"]
+__all__ = ["Measured", "add_arguments", "measurements", "node_counts", "run"]
 
 _BREAKS = 0.9  # efficiency below which more hosts are said to be lost
 _SHOWN_MESSAGES = 8
@@ -29,15 +30,27 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--case", help="a part of the network's name in it, such as resnet50/224x224/b64")
     p.add_argument("--nodes", default="1..128", help="hosts: 1..128 (doubling) or 1,2,3")
     p.add_argument("--ranks-per-node", type=int, default=8, help="GPUs of a host")
-    p.add_argument("--links", metavar="FILE", help="result of several ranks: its all-reduces are those within a host")
+    p.add_argument(
+        "--links", nargs="+", metavar="FILE", default=[],
+        help="results of several ranks, such as those of bench_all_reduce.py: all-reduces within a host",
+    )  # fmt: skip
+    p.add_argument("--engine", help="whose all-reduces, where a file has several: links, nccl, ...; default: the first")
     p.add_argument("--link", metavar="US,GB/S", help="or latency and bandwidth of each rank within a host")
     p.add_argument("--network", metavar="US,GB/S", default="10,50", help="between hosts, of each rank")
-    p.add_argument("--group-mib", help="bytes of a message in MiB: 0,4,25 (0: each layer's own); default: several")
+    p.add_argument(
+        "--group-mib", metavar="LIST",
+        help="bytes of a message in MiB: 0,4,25,near (0: each layer's own; near: by neighbourhood); default: several",
+    )  # fmt: skip
     p.add_argument("--message-dtype", default="fp32", choices=["fp32", "bf16"])
-    p.add_argument("--interference", type=float, default=scaling.INTERFERENCE, help="speed lost beside a message")
+    p.add_argument(
+        "--interference", metavar="P,M,US",
+        help="share of its speed that compute loses beside a message (where products bound it, and where the memory "
+        f"does), and microseconds for each message; default: {scaling.INTERFERENCE}",
+    )  # fmt: skip
     p.add_argument(
         "--check", nargs="+", metavar="FILE", default=[], help="compare with steps measured on several ranks"
     )
+    p.add_argument("--fit", action="store_true", help="with --check: also the interference that explains them best")
     p.add_argument("--json", help="result file")
     p.add_argument("--plot", metavar="PATH", help="picture, .svg or .png")
 
@@ -48,6 +61,8 @@ def run(a: argparse.Namespace) -> int:
     if a.check:
         _check(known, a)
         return 0
+    if a.fit:
+        raise checks.bad_value("simulate", "--fit", "left out without --check", True, "give it steps of several ranks")
     step = scaling.measured(_chosen(known, a.case, a.file))
     outcomes = sweep(step, _cluster(a), node_counts(a.nodes), a)
     _show(step, outcomes, a)
@@ -61,12 +76,28 @@ def run(a: argparse.Namespace) -> int:
 
 def sweep(step: StepTimes, cluster: Cluster, hosts: Sequence[int], a: argparse.Namespace) -> list[list[Outcome]]:
     """For each number of hosts the outcomes of all group sizes, the fastest first."""
-    groups = scaling.GROUPS if a.group_mib is None else [round(_MIB * x) for x in _numbers("--group-mib", a.group_mib)]
-    options = {"interference": a.interference, "message_share": 0.5 if a.message_dtype == "bf16" else 1.0}
+    groups = scaling.GROUPS if a.group_mib is None else [_group(part) for part in a.group_mib.split(",")]
+    share = 0.5 if a.message_dtype == "bf16" else 1.0
+    options: dict[str, Any] = {"interference": _interference(a.interference), "message_share": share}
     return [
         sorted((scaling.simulate(step, cluster, n, size, **options) for size in groups), key=lambda o: o.ms)
         for n in hosts
     ]
+
+
+def _group(text: str) -> int:
+    """Bytes of a message, or `scaling.NEAR`."""
+    return scaling.NEAR if text == "near" else round(_MIB * _numbers("--group-mib", text)[0])
+
+
+def _interference(text: str | None) -> Interference:
+    if text is None:
+        return scaling.INTERFERENCE
+    numbers = _numbers("--interference", text)
+    if len(numbers) > 3:
+        raise checks.bad_value("simulate", "--interference", "one to three numbers, such as 0.6,0.2,8", text)
+    products, memory = numbers[0], numbers[min(1, len(numbers) - 1)]
+    return Interference(products, memory, sum(numbers[2:]) / 1e3)
 
 
 def node_counts(text: str) -> list[int]:
@@ -102,16 +133,25 @@ def _chosen(known: dict[str, Run], case: str | None, file: str) -> Run:
 def _cluster(a: argparse.Namespace) -> Cluster:
     ranks = checks.at_least("simulate", "--ranks-per-node", a.ranks_per_node, 1)
     if a.links:
-        _, points = scaling.points_of(load(a.links), a.links)
+        points = _nearest(_links(a.links), ranks).points(a.engine or "")
     elif a.link:
         line = _line("--link", a.link)
         points = tuple((size, 1e3 * (line.latency + size / line.bandwidth)) for size in (0.0, 1e3, 1e10))
     elif ranks > 1:
-        remedy = "give --links h200-x2/bench_model_bf16.json.gz, or --link 10,300"
+        remedy = "give --links h200-x2/bench_all_reduce.json, or --link 10,300"
         raise checks.bad_value("simulate", "--links", "the all-reduces within a host", None, remedy)
     else:
         points = ()
     return Cluster(ranks, points, _line("--network", a.network))
+
+
+def _links(files: Sequence[str]) -> list[Sums]:
+    return [sums_of(load(file), file) for file in files]
+
+
+def _nearest(links: Sequence[Sums], ranks: int) -> Sums:
+    """Of so many ranks, or of the number next to it: bytes on the wire are those of a ring in any."""
+    return min(links, key=lambda sums: abs(sums.ranks - ranks))
 
 
 def _line(option: str, text: str) -> AlphaBeta:
@@ -172,6 +212,8 @@ def _breaking(outcomes: list[list[Outcome]]) -> str:
 
 def group_name(o: Outcome) -> str:
     """The size of messages in MiB, in words at both ends."""
+    if o.group_bytes == scaling.NEAR:
+        return "near"
     if o.group_bytes == 0:
         return "a layer"
     return "all" if len(o.messages) == 1 else f"{o.group_bytes / _MIB:g}"
@@ -192,33 +234,87 @@ def _row(step: StepTimes, o: Outcome, a: argparse.Namespace) -> dict[str, Any]:
 
 def _check(known: dict[str, Run], a: argparse.Namespace) -> None:
     """Beside what was measured on several ranks: the step, and what communication adds to it."""
-    rows, errors = [], []
-    for file in a.check:
-        for o, one, alone in compared(known, file, a.interference):
-            ms = one.step["ms"]
-            errors.append(o.ms / ms - 1)
-            figures = [f"{ms:.3f}", f"{o.ms:.3f}", f"{errors[-1]:+.1%}", f"{ms - alone:.3f}", f"{o.exposed_ms:.3f}"]
-            rows.append([one.case, str(o.ranks), *figures])
-    if not rows:
+    interference, links = _interference(a.interference), _links(a.links)
+    cases = [case for file in a.check for case in measurements(known, file, links)]
+    if not cases:
         raise NotInFile(f"{', '.join(a.check)}: no step on several ranks of a network of {a.file}")
+    rows, errors = [], []
+    for case in cases:
+        o = case.simulated(interference)
+        errors.append(o.ms / case.ms - 1)
+        added = [f"{case.added_ms:.3f}", f"{o.exposed_ms:.3f}"]
+        figures = [f"{case.ms:.3f}", f"{o.ms:.3f}", f"{errors[-1]:+.1%}", *added, case.beside]
+        rows.append([case.step.case, str(o.ranks), case.arm, f"{case.messages or ''}", f"{len(o.messages)}", *figures])
     order = sorted(range(len(rows)), key=lambda i: -abs(errors[i]))
-    columns = ["network", "ranks", "measured ms", "simulated ms", "error", "added ms, measured", "simulated"]
-    worst = max(map(abs, errors))
-    show("simulated beside measured", columns, [rows[i] for i in order], notes=[f"worst error of a step: {worst:.1%}"])
+    columns = ["network", "ranks", "messages", "sent", "simulated", "measured ms", "simulated ms", "error"]
+    columns += ["added ms, measured", "simulated", "beside"]
+    notes = [f"worst error of a step: {max(map(abs, errors)):.1%}"]
+    if a.fit:
+        found = scaling.fitted([(c.step, c.cluster, c.group_bytes, c.share, c.added_ms) for c in cases])
+        notes.append(f"what explains the added times best: --interference {found}")
+    show("simulated beside measured", columns, [rows[i] for i in order], notes=notes)
 
 
-def compared(
-    known: dict[str, Run], file: str, interference: float = scaling.INTERFERENCE
-) -> list[tuple[Outcome, Run, float]]:
-    """(simulated, measured, milliseconds of one rank) of every network that both have, as its messages were grouped."""
+@dataclass(frozen=True)
+class Measured:
+    """A step on several ranks, and what it is simulated from.
+
+    Attributes:
+        added_ms: to the step of one rank, or to that of the same ranks without messages, as ``beside`` says.
+        messages: that were sent; 0 where it was not kept.
+    """
+
+    step: StepTimes
+    cluster: Cluster
+    arm: str
+    group_bytes: int
+    share: float
+    ms: float
+    added_ms: float
+    beside: str
+    messages: int = 0
+
+    def simulated(self, interference: Interference) -> Outcome:
+        """The same step on paper."""
+        options: dict[str, Any] = {"interference": interference, "message_share": self.share}
+        return scaling.simulate(self.step, self.cluster, 1, self.group_bytes, **options)
+
+
+def measurements(known: dict[str, Run], file: str, links: Sequence[Sums] = ()) -> list[Measured]:
+    """The steps on several ranks in a file, of networks whose layers are known from one rank."""
     content = load(file)
-    ranks, points = scaling.points_of(content, file)
+    of_scaling = content.get("benchmark") == "bench_scaling"
+    return list((_scaled if of_scaling else _profiled)(known, content, file, links))
+
+
+def _profiled(
+    known: dict[str, Run], content: Mapping[str, Any], file: str, links: Sequence[Sums]
+) -> Iterator[Measured]:
+    """Of ``minidl bench model``: beside one rank, measured in another run."""
+    sums = sums_of(content, file)
+    cluster = Cluster(sums.ranks, sums.points(), AlphaBeta(0.0, 1.0))
     groups = {point["case"]: point["setup"]["group_bytes"] for point in content.get("points", [])}
-    cluster = Cluster(ranks, points, AlphaBeta(0.0, 1.0))
-    found = []
     for one in runs(content, file):
-        if one.case in known and one.case in groups and one.ranks == ranks:
-            step = scaling.measured(known[one.case])
-            o = scaling.simulate(step, cluster, 1, groups[one.case], interference=interference)
-            found.append((o, one, step.ms))
-    return found
+        if one.case in known and one.case in groups and one.ranks == sums.ranks and one.step:
+            step, size, ms = scaling.measured(known[one.case]), groups[one.case], one.step["ms"]
+            arm = f"{next(iter(sums.engines))}/{size / _MIB:g}"
+            yield Measured(step, cluster, arm, size, 1.0, ms, ms - step.ms, "one rank")
+
+
+def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links: Sequence[Sums]) -> Iterator[Measured]:
+    """Of ``bench_scaling.py``: beside the step without messages of the same run, whose layers are those of one rank."""
+    for row in content["rows"]:
+        engine, group, *_ = [*row["arm"].split("/"), "tuned"]
+        if row["case"] not in known or group == "tuned":
+            continue
+        sums = next((sums for sums in links if sums.ranks == row["ranks"] and engine in sums.engines), None)
+        if sums is None:
+            remedy = "give --links bench_all_reduce.json of the same machine"
+            expected = f"all-reduces by {engine} of {row['ranks']} ranks, for {file}"
+            raise checks.bad_value("simulate", "--links", expected, None, remedy)
+        step = scaling.measured(known[row["case"]]).scaled(row["alone_ms"])
+        share = 0.5 if row["message_dtype"] == "bf16" else 1.0
+        yield Measured(
+            step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], _group(group), share,
+            row["ms"], row["exposed_ms"], "no messages", row["messages"],
+        )  # fmt: skip

@@ -25,6 +25,7 @@ from minidl.cuda.conv2d_tuned import NOTHING, Table, identity, install, question
 from minidl.cuda.device import current_device
 from minidl.profile import grouping
 from minidl.profile.results import write
+from minidl.profile.scaling import tuned_interference
 from minidl.profile.tables import show
 
 __all__ = ["add_arguments", "run"]
@@ -75,6 +76,8 @@ def _comm(a: argparse.Namespace) -> int:
         for kind, found in record["beside"].items():
             exposed = ", ".join(f"{g['bytes'] >> 20}: {g['exposed_ms']:.2f}" for g in found["groups"])
             notes.append(f"beside {kind} alone {found['group_bytes'] >> 10:,} KiB; MiB: exposed ms {exposed}")
+        if record["beside"]:
+            notes.append(f"for minidl simulate: --interference {tuned_interference(record)}")
         if grouping.disturbed(record):
             notes.append("other programs used this machine meanwhile: measure again when it is quiet")
         kibibytes = grouping.LAYER_BYTES[ops.name] >> 10

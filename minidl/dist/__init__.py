@@ -10,12 +10,14 @@ from __future__ import annotations
 from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator, SoloCommunicator, Work
 from minidl.dist.doctor import Fact, facts
-from minidl.dist.world import init, launched_size, world
+from minidl.dist.elastic import RankLost
+from minidl.dist.world import init, launched_size, shrink, world
 
 __all__ = [
     "SOLO",
     "Communicator",
     "Fact",
+    "RankLost",
     "SoloCommunicator",
     "Work",
     "facts",
@@ -23,5 +25,6 @@ __all__ = [
     "launched_size",
     "require_same",
     "require_same_arrays",
+    "shrink",
     "world",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "exit_code",
     "hold",
     "install",
+    "known_as",
     "parted",
     "say",
     "tell",
@@ -162,6 +163,12 @@ def abort(headline: str, details: str = "", code: int = 1, *, alike: str = "") -
     _end_process(code)
 
 
+def known_as(error: Exception, failure: str) -> Exception:
+    """``error``, which when nobody catches it counts as the same failure as others of that name (see `abort`)."""
+    error.alike = failure  # type: ignore[attr-defined]
+    return error
+
+
 def tell(line: str) -> None:
     """Write a line to stderr, once for all ranks that tell the same at about the same time."""
     if _job is None or _aborting.locked():
@@ -227,7 +234,8 @@ def _except_hook(previous: Callable[..., Any]) -> Callable[..., None]:
             return
         last = "" if issubclass(kind, KeyboardInterrupt) else str(error)  # each rank is interrupted elsewhere
         details = "".join(traceback.format_exception(kind, error, trace))
-        abort("uncaught exception", details, _code_of(kind), alike=f"{kind.__name__}: {last}")
+        same = getattr(error, "alike", f"{kind.__name__}: {last}")
+        abort("uncaught exception", details, _code_of(kind), alike=same)
 
     return hook
 

@@ -40,7 +40,7 @@ def unseen(stream: Any) -> AbstractContextManager:
 
 @runtime_checkable
 class Work(Protocol):
-    """A started message. Keep it until `wait` was called: it keeps the message's memory alive."""
+    """A started message. The memory of its array stays its own until it is sent, also where nobody waits."""
 
     def wait(self) -> None:
         """Order what follows after the message: the current stream waits on a GPU, the caller on a CPU."""
@@ -53,7 +53,7 @@ class Communicator(Protocol):
     Attributes:
         rank, size: this rank among all ranks.
         local_rank, local_size: this rank among the ranks of its host.
-        name: the engine: solo, shm, mpi, nccl, staged or simulated.
+        name: the engine: solo, shm, mpi, nccl, staged, cuda-mpi or simulated.
     """
 
     rank: int

@@ -180,7 +180,7 @@ print("minidl:", ("yes" if library.MPIX_Query_cuda_support() else "no") if known
 
 
 def _cuda_aware() -> str:
-    return f"{_ask(_ASK_CUDA_AWARE)}; arrays of GPUs go by NCCL, or through the host with MINIDL_ENGINE=staged"
+    return f"{_ask(_ASK_CUDA_AWARE)}; arrays of GPUs go by NCCL unless MINIDL_ENGINE is staged or cuda-mpi"
 
 
 def _mpiexec() -> str:

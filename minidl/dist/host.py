@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidl import backend, checks
-from minidl.dist import abort
+from minidl.dist import abort, watchdog
 from minidl.dist.agree import by_value
 from minidl.dist.calls import Call, dtype_name
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_root, unseen
@@ -58,8 +58,8 @@ class Lane(Protocol):
 def different_calls(calls: dict[int, Call]) -> RuntimeError:
     """The error, the same on all ranks, when these make different calls."""
     told = by_value((f"call {call.number}, {call}" for call in calls.values()), calls)
-    remedy = "every rank must make the same calls in the same order"
-    return checks.order("communicator", f"collective calls differ: {told}", remedy)
+    error = checks.order("communicator", f"collective calls differ: {told}", watchdog.SAME_CALLS)
+    return abort.known_as(error, watchdog.SAME_CALLS)  # ranks that are told of it otherwise, by the roll call
 
 
 class _Message:
@@ -96,6 +96,7 @@ class HostCommunicator:
         self._helper: threading.Thread | None = None
         self._groups: list[HostCommunicator] = []
         self._departed = self.closed = False
+        self.ops = backend.get_ops("cpu")  # whose arrays it takes
 
     def all_reduce(self, array: np.ndarray) -> None:
         call = self._admit("all_reduce", array, summed=True)
@@ -119,7 +120,7 @@ class HostCommunicator:
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         call = self._admit("all_gather", array, written=False)
-        out = backend.get_ops("cpu").empty((self.size, *array.shape), array.dtype)
+        out = self.ops.empty((self.size, *array.shape), array.dtype)
         self._run(_INLINE, call, lambda lane: lane.all_gather(array, out, call))
         return out
 
@@ -175,7 +176,7 @@ class HostCommunicator:
         return message
 
     def _require_host(self, kind: str, array: Any) -> None:
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, self.ops.Array):
             remedy = "start with init(device='cuda') for arrays on a GPU"
             raise checks.bad_dtype(kind, "array", "a NumPy array", checks.describe(array), remedy)
 

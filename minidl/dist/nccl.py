@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -91,14 +92,24 @@ def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
 
 
 class _Message:
-    """What the communication stream does; it keeps the arrays."""
+    """What the communication stream does; it keeps the arrays.
+
+    One that is dropped before anybody waited lets the stream that it was started from wait: the memory of its arrays
+    may be another array's at once, and would be written to.
+    """
 
     def __init__(self, cuda: ModuleType, done: Any, *arrays: Any) -> None:
         self._cuda, self._done, self._arrays = cuda, done, arrays
+        self._from = cuda.get_current_stream()
 
     def wait(self) -> None:
         self._cuda.get_current_stream().wait_event(self._done)
         self._arrays = ()  # from here on stream order keeps their memory safe
+
+    def __del__(self) -> None:
+        if self._arrays:
+            with suppress(Exception):  # the driver may be gone, or the event part of a graph
+                self._from.wait_event(self._done)
 
 
 class _Followed:

@@ -19,6 +19,7 @@ from typing import Any
 from minidl.dist import abort, watchdog
 from minidl.dist.agree import rank_list
 from minidl.dist.calls import Call, CallLog, Passed, Position, Waiting, describe
+from minidl.dist.elastic import is_loss
 
 __all__ = ["RollCall"]
 
@@ -38,8 +39,13 @@ _LEFT, _ASK, _TOLD, _FAILED, _PASSED = range(5)
 class RollCall:
     """Listens, on a thread and a communicator of its own, for ranks that leave, ask or fail."""
 
-    def __init__(self, mpi: Any, world: Any, processes: Mapping[int, int]) -> None:
-        """``processes``: the process ids of the other ranks of this host, by rank."""
+    def __init__(self, mpi: Any, world: Any, processes: Mapping[int, int], *, elastic: bool = False) -> None:
+        """
+        Args:
+            processes: the process ids of the other ranks of this host, by rank.
+            elastic: the others go on without a rank that is lost, so nobody ends the job for it.
+        """
+        self.elastic = elastic
         self.log = CallLog()
         self.limit = watchdog.limit()
         self._mpi, self._comm = mpi, world.Dup()
@@ -55,6 +61,7 @@ class RollCall:
         self._warned = 0
         self._suspects: dict[int, int] = {}  # rank -> periods that its process was not found
         self._sent: list[Any] = []
+        self._spoken, self._heard = ([0] * self._comm.size for _ in range(2))  # messages to and from each rank
         self._sending, self._hearing = threading.Lock(), threading.Lock()
         self._health: list[Callable[[], None]] = []
         self._signals = _open_signals()
@@ -88,12 +95,32 @@ class RollCall:
         self.log.end(_CLOSE)
         self._gone.set()
         self._listener.join()
-        end = time.monotonic() + GRACE_SECONDS  # all but answers to ranks that have left since are received
-        while time.monotonic() < end and not self._mpi.Request.Testall(self._sent):
-            time.sleep(0.005)
+        self._hear_the_last()
         self._comm.Free()
         _close_signals(self._signals)
         abort.parted()
+
+    def _hear_the_last(self) -> None:
+        """Receive what is still under way, when nobody speaks any more.
+
+        A communicator made later may be given the place of this one, and what comes late then counts as its own: with
+        Open MPI its first collective was seen to hang.
+        """
+        due = self._comm.alltoall(self._spoken)
+        while self._heard != due:
+            self._hear()
+        self._mpi.Request.Waitall(self._sent)
+
+    def revoke(self) -> None:
+        """Let the other ranks hear, whatever they do, that one is lost."""
+        if not self._comm.Is_revoked():
+            self._comm.Revoke()
+
+    def end(self) -> None:
+        """Listen no more, for a rank is lost."""
+        self._gone.set()
+        self._listener.join()
+        _close_signals(self._signals)
 
     def alike(self, failure: str, seconds: float) -> list[int]:
         """Tell the others of this rank's failure; the ranks, this one included, that told of the same in time.
@@ -126,11 +153,13 @@ class RollCall:
         with self._sending:
             self._sent = [request for request in self._sent if not request.Test()]
             self._sent.append(self._comm.isend(message, rank, _TAG))
+            self._spoken[rank] += 1
 
     def _hear(self) -> None:
         status = self._mpi.Status()
         what, content = self._comm.recv(source=self._mpi.ANY_SOURCE, tag=_TAG, status=status)
         rank = status.source
+        self._heard[rank] += 1
         if what == _LEFT:
             code, calls = content
             self._told += 1
@@ -175,7 +204,9 @@ class RollCall:
                 self._find_dead()
                 self._find_interrupted()
                 self._find_stuck()
-        except Exception:
+        except Exception as error:
+            if self.elastic and is_loss(self._mpi, error):
+                return  # the calls of the program tell of it
             abort.abort("the engine reports an error", traceback.format_exc())
 
     def _find_missing(self) -> None:
@@ -199,17 +230,18 @@ class RollCall:
         self._compare()
 
     def _compare(self) -> None:
-        """End the job if a rank that told of its calls made others up to there."""
-        for rank, (passed, recent) in list(self._passed.items()):
-            if passed.number > self.log.made:
-                continue  # not so far yet
-            self._passed.pop(rank, None)  # the listener and a rank that leaves both compare
-            mine = self.log.checksum(passed.number)
+        """End the job if a rank that told of its calls made others up to there.
+
+        The listener and a rank that leaves both compare, and nothing is taken away from the other: while one words what
+        it has found, the other may not think that all is well and part.
+        """
+        for rank, (passed, _) in list(self._passed.items()):
+            mine = self.log.checksum(passed.number)  # None: not so far yet, or long past
             if mine is not None and mine != passed.checksum:
-                theirs = Position(passed.number, (), recent, 0.0)
-                differs = watchdog.contradiction(self._comm.rank, self._position(), {rank: theirs})
+                told = {other: Position(p.number, (), recent, 0.0) for other, (p, recent) in self._passed.items()}
+                differs = watchdog.contradiction(self._comm.rank, self._position(), told)
                 text = differs or f"collective calls up to number {passed.number} differ from those of rank {rank}"
-                abort.abort(text, "every rank must make the same calls in the same order", alike=differs or "calls")
+                abort.abort(text, watchdog.SAME_CALLS, alike=watchdog.SAME_CALLS)
 
     def _find_dead(self) -> None:
         """A rank of this host whose process ended without a word, where the launcher does not end the job.
@@ -217,7 +249,7 @@ class RollCall:
         Each looks at the next one only, so that many ranks are no more work than few.
         """
         others = sorted(self._processes)
-        if not others:
+        if not others or self.elastic:
             return
         rank = next((other for other in others if other > self._comm.rank), others[0])
         if rank in self._failed:  # it has said so, and ends the job
@@ -268,7 +300,7 @@ class RollCall:
         """End the job if the ranks contradict each other, or the call is ``over``; else perhaps warn."""
         rank, size, mine = self._comm.rank, self._comm.size, self._position()
         if differs := watchdog.contradiction(rank, mine, told):
-            abort.abort(differs, "every rank must make the same calls in the same order", alike=differs)
+            abort.abort(differs, watchdog.SAME_CALLS, alike=watchdog.SAME_CALLS)
         busy = waiting.call.kind == _CLOSE and len(told) == size - 1  # at the end, who answers may take its time
         if busy and self._asked is not None and time.monotonic() - self._asked[2] > DEFER_SECONDS:
             self._asked = None  # ask again: it may stop yet

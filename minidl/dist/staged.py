@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minidl import backend, checks
 from minidl.dist.communicator import Communicator, Span, Work, check_array, unseen
 from minidl.dist.host import HostCommunicator
+
+if TYPE_CHECKING:
+    from minidl.dist.cuda_mpi import InPlace
 
 __all__ = ["DeviceCopies", "StagedCommunicator"]
 
@@ -41,6 +44,10 @@ class DeviceCopies:
         """A mark behind what the current stream was given so far."""
         return self._cuda.get_current_stream().record(self._cuda.Event(disable_timing=True))
 
+    def wait(self, ready: Any) -> None:
+        """Let further copies come behind the mark, and what the host does."""
+        ready.synchronize()
+
     def fetch(self, host: np.ndarray, array: Any, ready: Any) -> None:
         """Fill ``host``, from any thread; returns when it is filled."""
         with self._device:
@@ -51,6 +58,10 @@ class DeviceCopies:
         """Fill ``array``, from any thread; returns when it is filled."""
         with self._device:
             self._copy(array.data.ptr, host.ctypes.data, array.nbytes)
+
+    def taken(self, gathered: np.ndarray) -> Any:
+        """What `HostCommunicator.all_gather` made, on the device."""
+        return self.ops.from_host(gathered)
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
         if nbytes:
@@ -77,14 +88,15 @@ class StagedCommunicator:
 
     Sums are those of the engine beneath; the host waits for each, messages in its helper thread.
 
+    Args:
+        copies: to where that engine takes arrays from; `minidl.dist.cuda_mpi.InPlace`: none, it takes them as they are.
+
     Attributes:
         host: that engine.
     """
 
-    name = "staged"
-
-    def __init__(self, host: HostCommunicator, copies: DeviceCopies) -> None:
-        self.host, self._copies = host, copies
+    def __init__(self, host: HostCommunicator, copies: DeviceCopies | InPlace, name: str = "staged") -> None:
+        self.host, self._copies, self.name = host, copies, name
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = host.local_rank, host.local_size
 
@@ -111,7 +123,7 @@ class StagedCommunicator:
     def all_gather(self, array: Any) -> Any:
         with self._staged("all_gather", array, written=False) as host:
             gathered = self.host.all_gather(host)
-        return self._copies.ops.from_host(gathered)
+        return self._copies.taken(gathered)
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         with self._staged("broadcast", array) as host:
@@ -123,6 +135,7 @@ class StagedCommunicator:
             for arrays in (sends, receives)
         )
         ready = self._copies.ready()
+        self._copies.wait(ready)  # also where nothing is sent: what is received may still be read
         for rank, host in sent.items():
             self._copies.fetch(host, sends[rank], ready)
 
@@ -133,7 +146,7 @@ class StagedCommunicator:
         return _Exchange(self.host.start_exchange(sent, received, name), arrive)
 
     def split(self, color: int) -> Communicator:
-        return StagedCommunicator(self.host.split(color), self._copies)
+        return StagedCommunicator(self.host.split(color), self._copies, self.name)
 
     def barrier(self) -> None:
         self.host.barrier()

@@ -9,8 +9,10 @@ from types import ModuleType
 
 from minidl import checks
 from minidl.dist import abort
-from minidl.dist.agree import by_value, rank_list, together
+from minidl.dist.agree import by_value, rank_list, require_same, together
 from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.cuda_mpi import on_device
+from minidl.dist.elastic import require as require_tolerance
 from minidl.dist.host import HostCommunicator
 from minidl.dist.mpi import MPICommunicator
 from minidl.dist.nccl import NCCLCommunicator, bind_device
@@ -18,10 +20,10 @@ from minidl.dist.shm import ShmCommunicator
 from minidl.dist.staged import DeviceCopies, StagedCommunicator
 from minidl.dist.threads import cap_threads, ranks_sharing_cores
 
-__all__ = ["init", "launched_size", "world"]
+__all__ = ["init", "launched_size", "shrink", "world"]
 
 _DEVICES = ("auto", "cpu", "cuda")
-_ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged")}
+_ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged", "cuda-mpi")}
 ENGINE = "MINIDL_ENGINE"  # for programs that do not say
 
 # Number of ranks as told by Open MPI, by MPICH, Intel MPI and others with its process manager, by MVAPICH2, and by
@@ -37,7 +39,7 @@ def world() -> Communicator:
     return SOLO if getattr(_world, "closed", False) else _world
 
 
-def init(device: str = "auto", engine: str = "") -> Communicator:
+def init(device: str = "auto", engine: str = "", *, elastic: bool = False) -> Communicator:
     """Join the ranks of this job and return the communicator over them; a collective.
 
     A process that no MPI launcher started is alone and gets `SOLO`; neither MPI nor a GPU is touched then. With more
@@ -50,14 +52,17 @@ def init(device: str = "auto", engine: str = "") -> Communicator:
         engine: how arrays travel. Those of the cpu: ``"shm"`` (memory that the ranks of a host share, MPI between
             hosts), ``"mpi"``, or ``"auto"``: shm where every host has the same number of ranks, two at least, and room
             for it, else mpi. Those of GPUs: ``"nccl"``, ``"auto"``: NCCL, and by memory that the GPUs of a host share
-            where that is faster (`minidl.dist.ipc`), or ``"staged"``: through the host, as on the cpu. Default:
-            $MINIDL_ENGINE, else auto.
+            where that is faster (`minidl.dist.ipc`), ``"staged"``: through the host, as on the cpu, or ``"cuda-mpi"``:
+            MPI, if it takes them as they are. Default: $MINIDL_ENGINE, else auto.
+        elastic: experimental, on the cpu and by mpi only: the others may go on without a rank that is lost, see
+            `minidl.dist.elastic`.
 
     Raises:
         ValueError: for another device or engine, or one of another device, for shm where hosts have different numbers
             of ranks, or with ``"auto"`` when only some ranks have a GPU.
         ImportError: under a launcher without mpi4py.
         RuntimeError: when the job cannot be joined, on all ranks alike; when called again for another device.
+            With ``elastic``: where MPI ends with the first rank that is lost.
     """
     global _world, _device
     engine = engine or os.environ.get(ENGINE) or "auto"
@@ -69,10 +74,31 @@ def init(device: str = "auto", engine: str = "") -> Communicator:
         _world, _device = SOLO, None
     if _world is SOLO:  # nothing is joined yet, or this process is alone and may change its mind
         size = launched_size()
-        _world, _device = (SOLO, device) if size == 1 else _join(device, engine, _load_mpi(size))
+        if elastic and size == 1:
+            raise checks.bad_value("init", "elastic", "left out on one rank", elastic, "start it with minidl.launch")
+        _world, _device = (SOLO, device) if size == 1 else _join(device, engine, _load_mpi(size), elastic)
     elif device not in ("auto", _device):
         raise checks.order("init", f"called for {device} after {_device}", "close the communicator first")
     return _world
+
+
+def shrink() -> Communicator:
+    """The ranks that are left of `world` after `minidl.dist.elastic.RankLost`; a collective of them.
+
+    Models, losses and loaders of the communicator before are to be made anew.
+
+    Raises:
+        RuntimeError: where the ranks were not joined with ``elastic``.
+    """
+    global _world
+    if not getattr(_world, "elastic", False):
+        raise checks.order("shrink", "a lost rank ends this job", "join it with dist.init('cpu', elastic=True)")
+    before = _world.size
+    _world = comm = _world.shrink()
+    _install(comm)
+    if comm.rank == 0:
+        print(f"minidl: {comm.size} ranks go on of {before}", file=sys.stderr, flush=True)
+    return comm
 
 
 def launched_size() -> int:
@@ -108,14 +134,22 @@ def _load_mpi(size: int) -> ModuleType:
     return MPI
 
 
-def _join(device: str, engine: str, mpi: ModuleType) -> tuple[Communicator, str]:
-    comm = MPICommunicator(mpi)
+def _install(comm: MPICommunicator) -> None:
     calls = comm.roll_call
-    abort.install(comm.rank, comm.size, mpi.COMM_WORLD.Abort, lambda: calls.calls, calls.alike)
+    abort.install(comm.rank, comm.size, comm.mpi.COMM_WORLD.Abort, lambda: calls.calls, calls.alike)
+
+
+def _join(device: str, engine: str, mpi: ModuleType, elastic: bool) -> tuple[Communicator, str]:
+    comm = MPICommunicator(mpi, elastic=elastic)
+    _install(comm)
     try:
         sharing = ranks_sharing_cores(comm)
         together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
         device = _agree_on_device(comm, device)
+        require_same(comm, "elastic", [str(elastic)])
+        if elastic:
+            together(comm, "joining ranks that go on without a lost one", lambda: _require_elastic(mpi, device, engine))
+            engine = "mpi"
         _agree_on_engine(comm, engine, device)
         joined = _on_host(comm, engine) if device == "cpu" else _on_gpus(comm, engine)
     except BaseException:
@@ -123,6 +157,12 @@ def _join(device: str, engine: str, mpi: ModuleType) -> tuple[Communicator, str]
         raise
     atexit.register(_part)
     return joined, device
+
+
+def _require_elastic(mpi: ModuleType, device: str, engine: str) -> None:
+    if device != "cpu" or engine not in ("auto", "mpi"):
+        raise checks.impossible("init", f"elastic on {device} by engine {engine}", "it is for the cpu, by mpi")
+    require_tolerance(mpi)
 
 
 def _agree_on_engine(comm: Communicator, engine: str, device: str) -> None:
@@ -136,6 +176,8 @@ def _agree_on_engine(comm: Communicator, engine: str, device: str) -> None:
 def _on_gpus(comm: MPICommunicator, engine: str) -> Communicator:
     """The engine for arrays of GPUs, each rank bound to its own."""
     device = bind_device(comm)
+    if engine == "cuda-mpi":
+        return on_device(comm, device)
     if engine == "staged":
         return StagedCommunicator(_on_host(comm, "auto"), DeviceCopies(device))
     return NCCLCommunicator(comm, device, direct=engine == "auto")

@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from types import ModuleType
@@ -30,15 +29,14 @@ from minidl.dist.communicator import place
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
+from minidl.profile.neighbourhood import Neighbour, by_neighbourhood
 from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
 
 __all__ = [
     "DEFAULT_BYTES",
     "ON_GPUS",
-    "Neighbour",
     "Record",
-    "by_neighbourhood",
     "choose",
     "disturbed",
     "group_bytes",
@@ -56,58 +54,9 @@ COMPUTE_SHARE = 2.0  # of the exchange's own time, on a CPU
 WITHIN = 1.02  # of the best step: among those the smallest group, whose tail is shortest
 _MATRIX = 192
 _IMAGES, _FILTERS = (128, 56, 56, 64), (64, 3, 3, 64)  # on an H200 some 100 us, so that the host stays ahead
-_RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
-_TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
 _VERSION = 2
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work."""
-
-    name: str
-    nbytes: int
-    flop: int
-    bytes: int
-
-    def work(self, itemsize: int) -> tuple[float, bool]:
-        """(how long it takes, in bytes at the memory's rate; whether products bound it)."""
-        products = self.flop * itemsize / _RIDGE
-        return max(products, self.bytes), products > self.bytes
-
-
-def by_neighbourhood(
-    layers: Sequence[Neighbour], itemsize: int, beside_memory: int, beside_products: int
-) -> dict[str, int]:
-    """What is enough for a message that ends at each layer that sends something.
-
-    It travels beside the layers that come next, until they have gradients for ``beside_memory`` themselves. Where
-    products bound most of their time it is to hold ``beside_products``, else ``beside_memory``, but never much more
-    than what is left to be sent: the last messages grow smaller, for nothing is computed beside the end of the last.
-
-    Args:
-        layers: in the order of the backward pass.
-        itemsize: bytes of a stored element.
-    """
-    enough, left = {}, sum(layer.nbytes for layer in layers)
-    for i, layer in enumerate(layers):
-        left -= layer.nbytes
-        if layer.nbytes:
-            wanted = beside_products if _among_products(layers[i + 1 :], itemsize, beside_memory) else beside_memory
-            enough[layer.name] = min(wanted, max(left, beside_memory // _TAIL_SHARE))
-    return enough
-
-
-def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -> bool:
-    total = products = sent = 0.0
-    for layer in following:
-        ms, bound = layer.work(itemsize)
-        total, products, sent = total + ms, products + ms * bound, sent + layer.nbytes
-        if sent >= until:
-            break
-    return 2 * products > total
 
 
 def group_bytes(

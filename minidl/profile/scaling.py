@@ -1,54 +1,89 @@
 """What a step would take on a cluster that is not there: from the times of one rank's layers and a model of messages.
 
 The schedule is that of `minidl.params.Arena` and `SGD.step`: backward, each layer's weight gradient may complete a
-message, messages run one after another beside the compute, and the update waits for them in turn. Two things make a
-step longer than that of one rank: what the update waits, and what compute loses to the messages beside it.
-
-Within a host a message takes what was measured there (interpolated over its bytes on the wire); between hosts, by an
-alpha-beta model (Hockney, Parallel Computing 1994) of a sum in three stages: over the ranks of a host, of each share
-over the hosts, back to the ranks. Nothing here measures or sends.
+message (`minidl.profile.neighbourhood.cut`), messages run one after another beside the compute, and the update waits
+for them in turn. Two things make a step longer than that of one rank: what the update waits, and what compute loses to
+the messages beside it (`Interference`). What a message takes is `minidl.profile.cluster`'s business.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
-
-import numpy as np
 
 from minidl import checks
 from minidl.dist.simulated import AlphaBeta
+from minidl.profile.cluster import Cluster
+from minidl.profile.neighbourhood import Neighbour, by_neighbourhood, cut
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 __all__ = [
     "GROUPS",
     "INTERFERENCE",
-    "Cluster",
+    "NEAR",
+    "Interference",
     "LayerTimes",
     "Message",
     "Outcome",
     "StepTimes",
     "best",
+    "fitted",
     "measured",
-    "points_of",
     "simulate",
+    "tuned_interference",
 ]
 
-GROUPS = (0, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 1 << 40)  # bytes; the last: one message for all
-INTERFERENCE = 0.3  # what its messages cost VGG-16 on two GPUs; see docs/distributed.md
+NEAR = -1  # as group_bytes: large beside products, small beside what the memory bounds (`by_neighbourhood`)
+GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 1 << 40, NEAR)  # bytes; 1 << 40: one message for all
+_TYPES = {"bf16": 2, "fp16": 2}  # bytes of a stored element; else 4
+_ROUNDED_BYTES = 1.5  # that rounding reads and writes for each byte of float32 gradients
+_MEMORY_BYTES_PER_MS = 4.2e9  # of the GPU whose messages are rounded, an H200
+
+
+@dataclass(frozen=True)
+class Interference:
+    """What compute loses to a message beside it.
+
+    Attributes:
+        products, memory: share of its speed that is lost while a message is under way, by layers that matrix products
+            bound and by those that the memory bounds; from 0 to below 1.
+        message_ms: lost to each message by its being there: its kernel waits for, and then keeps, multiprocessors.
+    """
+
+    products: float
+    memory: float
+    message_ms: float = 0.0
+
+    def __str__(self) -> str:
+        """As ``minidl simulate --interference`` takes it."""
+        return f"{self.products:g},{self.memory:g},{self.message_ms * 1e3:g}"
+
+    def __post_init__(self) -> None:
+        for name in ("products", "memory"):
+            value = getattr(self, name)
+            checks.number("Interference", name, value, "from 0 to below 1", lambda v: 0 <= v < 1)
+        checks.number("Interference", "message_ms", self.message_ms, "of at least 0", lambda v: v >= 0)
+
+
+NO_INTERFERENCE = Interference(0.0, 0.0)
+INTERFERENCE = Interference(0.4, 0.1, 0.010)  # fitted to recorded steps of 2 and 4 GPUs; see docs/distributed.md
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer's backward pass in milliseconds, and the bytes of gradients it then sends (float32)."""
+    """One layer's backward pass in milliseconds, the bytes of gradients it then sends (float32), and its least work."""
 
     name: str
     weight_ms: float
     data_ms: float
     nbytes: int
+    flop: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +95,7 @@ class StepTimes:
     forward_ms: float
     layers: tuple[LayerTimes, ...]
     update_ms: float
+    itemsize: int = 4
 
     @property
     def ms(self) -> float:
@@ -70,31 +106,19 @@ class StepTimes:
         """Of all gradients."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def neighbours(self) -> list[Neighbour]:
+        """As `Model.neighbours` gives them."""
+        return [Neighbour(layer.name, layer.nbytes, layer.flop, layer.bytes) for layer in self.layers]
 
-@dataclass(frozen=True)
-class Cluster:
-    """Hosts of equal ranks.
-
-    Attributes:
-        ranks_per_host: GPUs of a host.
-        points: (bytes that each rank sends, milliseconds) of all-reduces measured within a host.
-        network: between hosts, of each rank.
-    """
-
-    ranks_per_host: int
-    points: tuple[tuple[float, float], ...]
-    network: AlphaBeta
-
-    def all_reduce(self, nbytes: float, hosts: int) -> float:
-        """Milliseconds of a sum over all ranks."""
-        local = self.ranks_per_host
-        inside = _interpolated(self.points, wire_bytes(nbytes, local)) if local > 1 else 0.0
-        if hosts == 1:
-            return inside
-        # Latencies as in a tree, there and back; bytes as in a ring over the hosts, of each rank's share.
-        seconds = 2 * math.ceil(math.log2(hosts)) * self.network.latency
-        seconds += wire_bytes(nbytes / local, hosts) / self.network.bandwidth
-        return inside + 1e3 * seconds
+    def scaled(self, ms: float) -> StepTimes:
+        """The same in so many milliseconds."""
+        factor = ms / self.ms
+        layers = tuple(
+            replace(layer, weight_ms=layer.weight_ms * factor, data_ms=layer.data_ms * factor) for layer in self.layers
+        )
+        forward, update = self.forward_ms * factor, self.update_ms * factor
+        return replace(self, forward_ms=forward, layers=layers, update_ms=update)
 
 
 @dataclass(frozen=True)
@@ -120,7 +144,7 @@ class Outcome:
 
     Attributes:
         group_bytes: as it was told.
-        slowed_ms: what compute lost to the messages beside it.
+        slowed_ms: what compute lost to messages: beside it, and for rounding them.
     """
 
     hosts: int
@@ -156,7 +180,7 @@ def measured(run: Run) -> StepTimes:
     """
     if run.ranks != 1:
         raise NotInFile(f"{run.file}: {run.case} was measured on {run.ranks} ranks; layers alone are needed: 1 rank")
-    times: dict[tuple[int, str], dict[str, Any]] = {}
+    times: dict[tuple[int, str], Counter[str]] = {}
     whole = update = others = 0.0
     for row in run.rows:
         if row["pass"] == "step":
@@ -167,18 +191,20 @@ def measured(run: Run) -> StepTimes:
             if row.get("index") is None:
                 others += row["ms"]  # of the loss
             else:
-                layer = times.setdefault((row["index"], row["layer"]), {"parameters": row.get("parameters") or 0})
+                layer = times.setdefault((row["index"], row["layer"]), Counter(parameters=row.get("parameters") or 0))
                 layer[row["pass"]] = row["ms"]
+                if row["pass"] != "forward":
+                    layer.update(flop=row.get("flop") or 0, bytes=row.get("bytes") or 0)
     if not whole or not times:
         raise NotInFile(f"{run.file}: {run.case} has no step or no layers; make it with: minidl bench model")
-    forward = others + sum(layer.get("forward", 0.0) for layer in times.values())
+    forward = others + sum(layer["forward"] for layer in times.values())
     backward = [
-        LayerTimes(name, t.get("backward_weight", 0.0), t.get("backward_data", 0.0), 4 * t["parameters"])
+        LayerTimes(name, t["backward_weight"], t["backward_data"], 4 * t["parameters"], t["flop"], t["bytes"])
         for (_, name), t in sorted(times.items(), reverse=True)
     ]
     images = int(run.case.rpartition("/b")[2].partition(",")[0])
-    found = StepTimes(run.case, images, forward, tuple(backward), update)
-    return _scaled(found, whole / found.ms)
+    found = StepTimes(run.case, images, forward, tuple(backward), update, _TYPES.get(run.dtype, 4))
+    return found.scaled(whole)
 
 
 def simulate(
@@ -187,59 +213,67 @@ def simulate(
     hosts: int,
     group_bytes: int,
     *,
-    interference: float = INTERFERENCE,
+    interference: Interference = INTERFERENCE,
     message_share: float = 1.0,
 ) -> Outcome:
     """One step on ``hosts`` hosts.
 
     Args:
-        group_bytes: as in `Model`.
-        interference: share of its speed that compute loses while a message is under way, below 1.
-        message_share: bytes sent for each byte of float32 gradients: 0.5 with bfloat16 messages.
+        group_bytes: as in `Model`, or `NEAR`.
+        message_share: bytes sent for each byte of float32 gradients: 0.5 with bfloat16 messages, which compute rounds
+            first.
     """
-    checks.number("simulate", "interference", interference, "from 0 to below 1", lambda v: 0 <= v < 1)
-    time = _Timeline(interference)
+    nbytes = {layer.name: layer.nbytes for layer in step.layers if layer.nbytes}
+    enough = by_neighbourhood(step.neighbours, step.itemsize) if group_bytes == NEAR else group_bytes
+    messages = {names[-1]: names for names in cut(nbytes.items(), enough)}
+    alone = hosts * cluster.ranks_per_host == 1
+    time = _Timeline(NO_INTERFERENCE if alone else interference)
     time.compute(step.forward_ms)
     sums: list[Message] = []
-    layers, nbytes, left = [], 0, step.nbytes
-    for layer in step.layers:
-        time.compute(layer.weight_ms)
-        if layer.nbytes:
-            layers.append(layer.name)
-            nbytes, left = nbytes + layer.nbytes, left - layer.nbytes
-            if nbytes >= group_bytes or left == 0:
-                ready = time.now
-                begin, end = time.send(cluster.all_reduce(nbytes * message_share, hosts))
-                sums.append(Message(tuple(layers), nbytes, ready, begin, end))
-                layers, nbytes = [], 0
-        time.compute(layer.data_ms)
-    messages = []
+    for layer, neighbour in zip(step.layers, step.neighbours, strict=True):
+        _, products = neighbour.work(step.itemsize)
+        time.compute(layer.weight_ms, products)
+        if layer.name in messages:
+            names = messages[layer.name]
+            size = sum(nbytes[name] for name in names)
+            if message_share < 1 and not alone:
+                time.lose(_ROUNDED_BYTES * size / _MEMORY_BYTES_PER_MS)
+            ready = time.now
+            sums.append(Message(names, size, ready, *time.send(cluster.all_reduce(size * message_share, hosts))))
+        time.compute(layer.data_ms, products)
+    done = []
     for message in sums:
-        messages.append(replace(message, waited=time.wait(message.end)))
+        done.append(replace(message, waited=time.wait(message.end)))
         time.compute(step.update_ms * message.nbytes / step.nbytes)
     ranks = hosts * cluster.ranks_per_host
     rate = ranks * step.images / time.now * 1e3
-    return Outcome(hosts, ranks, group_bytes, time.now, step.ms, rate, time.slowed, tuple(messages))
+    return Outcome(hosts, ranks, group_bytes, time.now, step.ms, rate, time.slowed, tuple(done))
 
 
 class _Timeline:
     """A rank's compute and, beside it, messages one after another; milliseconds."""
 
-    def __init__(self, interference: float) -> None:
+    def __init__(self, interference: Interference) -> None:
         self.now = self.slowed = 0.0
         self._free = 0.0  # when the last message is through
-        self._speed = 1 - interference
+        self._lost = interference
 
-    def compute(self, ms: float) -> None:
+    def compute(self, ms: float, products: bool = False) -> None:
         """Pass so much work; messages under way take their share of the speed."""
-        beside = min(ms, max(self._free - self.now, 0.0) * self._speed)
-        lost = beside / self._speed - beside
-        self.now, self.slowed = self.now + ms + lost, self.slowed + lost
+        speed = 1 - (self._lost.products if products else self._lost.memory)
+        beside = min(ms, max(self._free - self.now, 0.0) * speed)
+        self.lose(beside / speed - beside)
+        self.now += ms
+
+    def lose(self, ms: float) -> None:
+        """What messages take from compute."""
+        self.now, self.slowed = self.now + ms, self.slowed + ms
 
     def send(self, ms: float) -> tuple[float, float]:
         """Begin and end of a message that is ready now."""
         begin = max(self.now, self._free)
         self._free = begin + ms
+        self.lose(self._lost.message_ms)
         return begin, self._free
 
     def wait(self, moment: float) -> float:
@@ -249,34 +283,52 @@ class _Timeline:
         return waited
 
 
-def best(step: StepTimes, cluster: Cluster, hosts: int, groups: Iterable[int] = GROUPS, **options: float) -> Outcome:
+def best(step: StepTimes, cluster: Cluster, hosts: int, groups: Iterable[int] = GROUPS, **options: Any) -> Outcome:
     """The outcome of the group size that is fastest, of equal ones the smallest."""
     return min((simulate(step, cluster, hosts, size, **options) for size in groups), key=lambda outcome: outcome.ms)
 
 
-def _scaled(step: StepTimes, factor: float) -> StepTimes:
-    layers = tuple(
-        replace(layer, weight_ms=layer.weight_ms * factor, data_ms=layer.data_ms * factor) for layer in step.layers
-    )
-    return replace(step, forward_ms=step.forward_ms * factor, layers=layers, update_ms=step.update_ms * factor)
+def tuned_interference(record: Mapping[str, Any]) -> Interference:
+    """What ``minidl tune comm`` found out about it, beside products and beside what the memory bounds.
 
-
-def _interpolated(points: Sequence[tuple[float, float]], wire: float) -> float:
-    """Milliseconds of so many bytes: between two points by a line, beyond them at the nearest one's latency or rate."""
-    sent, ms = zip(*points, strict=True)
-    if wire > sent[-1]:
-        return ms[-1] * wire / sent[-1]
-    return float(np.interp(wire, sent, ms))
-
-
-def points_of(content: Mapping[str, Any], file: str) -> tuple[int, tuple[tuple[float, float], ...]]:
-    """(ranks, the measured all-reduces) of a result file of several ranks.
-
-    Raises:
-        NotInFile: where none were measured.
+    Args:
+        record: of `minidl.profile.grouping.measure`, between GPUs.
     """
-    found = (content.get("ceilings") or {}).get("all_reduce")
-    if not found:
-        raise NotInFile(f"{file}: no all-reduces in it; make it on several ranks, or give --link")
-    ranks = found["ranks"]
-    return ranks, tuple((wire_bytes(p["bytes"], ranks), p["ms"]) for p in found["points"])
+    cases = []
+    for kind, flop in (("products", 1 << 40), ("memory", 0)):
+        groups = record["beside"][kind]["groups"]
+        total, layer_bytes = groups[-1]["bytes"], groups[0]["bytes"]
+        alone = {g["bytes"]: g["alone_ms"] * g["bytes"] / total for g in groups}  # of one message
+        points = tuple((wire_bytes(size, record["ranks"]), ms) for size, ms in sorted(alone.items()))
+        cluster = Cluster(record["ranks"], points, AlphaBeta(0.0, 1.0))
+        for group in groups:
+            compute = (group["step_ms"] - group["exposed_ms"]) * layer_bytes / total
+            layer = LayerTimes("", compute, 0.0, layer_bytes, flop, 1)
+            layers = tuple(replace(layer, name=str(i)) for i in range(total // layer_bytes))
+            cases.append((StepTimes(kind, 1, 0.0, layers, 0.0), cluster, group["bytes"], 1.0, group["exposed_ms"]))
+    return fitted(cases)
+
+
+def fitted(cases: Sequence[tuple[StepTimes, Cluster, int, float, float]]) -> Interference:
+    """The interference that explains best what messages were measured to add to steps.
+
+    Args:
+        cases: (step, cluster of one host, group_bytes, message_share, milliseconds added). Least squares over tenths,
+            and every second microsecond: a coarse grid, then downhill.
+    """
+
+    @functools.cache
+    def error(products: int, memory: int, us: int) -> float:
+        found = Interference(products / 10, memory / 10, us / 500)
+        return sum(
+            (simulate(step, cluster, 1, size, interference=found, message_share=part).ms - step.ms - added) ** 2
+            for step, cluster, size, part, added in cases
+        )
+
+    best = min(product(range(0, 10, 3), range(0, 10, 3), range(0, 13, 3)), key=lambda point: error(*point))
+    while True:
+        axes = (range(max(at - 1, 0), min(at + 2, end)) for at, end in zip(best, (10, 10, 21), strict=True))
+        lower = min(product(*axes), key=lambda point: error(*point))
+        if error(*lower) >= error(*best):
+            return Interference(best[0] / 10, best[1] / 10, best[2] / 500)
+        best = lower

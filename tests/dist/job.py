@@ -67,6 +67,8 @@ LIMIT_SECONDS = 1.0
 DIFFERENT_MODELS = {
     "other_model": "ValueError: parameter plan differs between ranks, first in entry 1: on rank",
     "other_weights": "ValueError: starting weights differs between ranks",
+    "other_batch": "ValueError: training plan differs between ranks, first in entry",
+    "other_number_of_steps": "ValueError: training plan differs between ranks, first in entry 0: on rank",
 }
 
 

@@ -279,7 +279,7 @@ class CommunicatorLaws:
         except TypeError as error:
             assert (
                 dtype == "float16"
-                and self.comm.name in ("mpi", "shm", "staged")
+                and self.comm.name in ("mpi", "shm", "staged", "cuda-mpi")
                 and "all_reduce: array must be one of float32" in str(error)
             )
             return

@@ -93,6 +93,14 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
     assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
 
 
+def test_a_slow_rank_is_named_once_and_waited_for(tmp_path):
+    done = job.run("faults", 3, tmp_path, "slow", "cpu")
+    assert done.status == 0, done.output
+    said = [line for line in done.output.splitlines() if line.startswith("minidl: ")]
+    assert len(said) == 1 and said[0].startswith("minidl: rank 0 of 3 ("), done.output
+    assert "s in start_all_reduce of 1000 float32 (layer1.0.conv2); not there: 1" in said[0]
+
+
 def test_a_device_that_waits_is_seen_whatever_its_host_does(tmp_path):
     done = job.run("faults", 2, tmp_path, "device_waits", "cpu", **LIMIT)
     assert done.status == 124, done.output
@@ -104,15 +112,17 @@ def test_a_device_that_waits_is_seen_whatever_its_host_does(tmp_path):
     assert LIMIT_SECONDS < done.seconds < LIMIT_SECONDS + 8
 
 
-def test_calls_that_no_engine_compares_are_found_different_by_the_ranks(tmp_path):
-    done = job.run("faults", 2, tmp_path, "calls_that_nobody_compares", "cpu")
+@pytest.mark.parametrize("fault", ["calls_that_nobody_compares", "calls_found_different_at_leisure"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_that_no_engine_compares_are_found_different_by_the_ranks(ranks, fault, tmp_path):
+    """All of them find it out when they leave, at once, each of others; one speaks."""
+    done = job.run("faults", ranks, tmp_path, fault, "cpu")
     assert done.status == 1, done.output
     lines = [line for line in done.output.splitlines() if "differs: " in line]
     assert len(lines) == 1 and done.output.count("ending all ranks") == 1, done.output
-    expected = (
-        "differs: on rank 0: start_all_reduce of 1000 float32 (conv1); on rank 1: start_all_reduce of 900 float32"
-    )
-    assert expected in lines[0] and done.seconds < 8
+    theirs, its = (f"start_all_reduce of {size} float32 (conv1)" for size in (1000, 900))
+    assert f"{theirs}; " in lines[0] and f"on rank 1: {its}" in lines[0], "whatever the others were known to call"
+    assert done.seconds < 8
 
 
 @pytest.mark.parametrize(("fault", "culprit"), [("stopped", 0), ("stopped", 1), ("stopped_at_the_end", 1)])

@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=jo
         ("shm", 4, 2),
         ("played", 2, 0),
         ("played", 4, 2),
+        ("played-mpi", 2, 0),
+        ("played-mpi", 3, 0),
     ],
 )
 def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
@@ -34,7 +36,7 @@ def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
     assert done.status == 0, done.output
     assert [answer["rank"] for answer in done.answers] == list(range(ranks))
     for answer in done.answers:
-        assert answer["name"] == {"played": "staged"}.get(engine, engine)
+        assert answer["name"] == {"played": "staged", "played-mpi": "cuda-mpi"}.get(engine, engine)
         assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
@@ -47,6 +49,13 @@ def test_init_is_idempotent_and_starts_again_after_close(tmp_path):
         assert answer["other"] == "RuntimeError: init: called for cuda after cpu; close the communicator first"
         assert "barrier called after close" in answer["closed"]
         assert answer["total"] == [2.0] * 3 and answer["size"] == 2
+
+
+def test_ranks_may_part_and_join_again_and_again(tmp_path):
+    """Whatever was still under way: a later communicator may be given the place of one before."""
+    done = job.run("joining", 3, tmp_path, "again")
+    assert done.status == 0, done.output
+    assert [answer["sums"] for answer in done.answers] == [[9 * number for number in range(3)]] * 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -111,6 +120,15 @@ def test_cuda_without_gpu_is_refused_on_every_rank(tmp_path):
     assert done.status == 0, done.output
     for answer in done.answers:
         assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on ranks 0-1: ")
+        assert answer["solo"]
+
+
+def test_a_gpu_that_one_rank_lacks_is_missed_by_all(tmp_path):
+    done = job.run("joining", 3, tmp_path, "one_rank_without_gpu", CUDA_VISIBLE_DEVICES="")
+    assert done.status == 0, done.output
+    assert len(done.answers) == 3
+    for answer in done.answers:
+        assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on rank 1: ")
         assert answer["solo"]
 
 

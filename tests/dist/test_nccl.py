@@ -54,6 +54,20 @@ def test_laws_hold(ranks, engine, tmp_path):
         assert answer["failures"] == {}
 
 
+def test_an_mpi_adds_arrays_of_gpus_or_is_refused_on_every_rank(tmp_path):
+    (tmp_path / "asked").mkdir()
+    asked = job.run("joining", 2, tmp_path / "asked", "cuda_mpi")
+    assert asked.status == 0, asked.output
+    if any(answer["error"] != "no error" for answer in asked.answers):
+        expected = (
+            "RuntimeError: asking MPI whether it takes arrays of GPUs failed: on ranks 0-1: ValueError: init: engine"
+        )
+        assert all(answer["error"].startswith(expected) and answer["solo"] for answer in asked.answers), asked.answers
+        return
+    done = job.run("laws", 2, tmp_path, "cuda", "cuda-mpi")
+    assert done.status == 0 and all(answer["failures"] == {} for answer in done.answers), done.output
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_captured_step_equals_the_eager_one(ranks, tmp_path):
     done = job.run("capture", ranks, tmp_path)
@@ -103,6 +117,13 @@ def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
     assert done.status == 0, done.output
     for answer in done.answers:
         assert answer["error"].startswith("RuntimeError: init: ranks 0-1 share GPU ") and answer["solo"]
+
+
+def test_a_gpu_that_one_rank_lacks_is_missed_by_all(tmp_path):
+    done = job.run("joining", 2, tmp_path, "hidden_gpu")
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on rank 1: ")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -47,6 +47,7 @@ def test_the_command_trains_writes_and_goes_on(tmp_path):
             [*common.split(), "--epochs", "1", "--output", str(tmp_path / name), *option], 2, tmp_path
         )
         assert done.status == 0, done.output
+        assert ("with sharded momentum, checkpoints" in done.output) == bool(option), "what takes part is told"
         tensors, _ = checkpoint.load(checkpoint.latest(tmp_path / name))
         kept[name] = tensors
     assert any(name.startswith("optimizer.momentum.") for name in kept["whole"])

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from minidl.profile.plots import style
 from minidl.profile.plots.style import INK, MUTED
-from minidl.profile.scaling import Outcome, StepTimes
+from minidl.profile.scaling import NEAR, Outcome, StepTimes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["simulated"]
 
-_COLORS = ("#332288", "#661100", "#117733", "#999933", "#6699CC", INK)
+_COLORS = ("#332288", "#661100", "#117733", "#999933", "#6699CC", "#AA4499", INK)
 _LOST = {"waited for messages": "#CC6677", "slowed beside messages": "#DDCC77"}
 
 
@@ -58,6 +58,8 @@ def simulated(step: StepTimes, outcomes: Sequence[Sequence[Outcome]]) -> Figure:
 
 
 def _words(o: Outcome) -> str:
+    if o.group_bytes == NEAR:
+        return "by neighbourhood"
     if o.group_bytes == 0:
         return "a message per layer"
     return "one message" if len(o.messages) == 1 else f"{o.group_bytes / 2**20:g} MiB"

@@ -18,11 +18,13 @@ from types import SimpleNamespace
 import numpy as np
 
 import minidl as m
+from minidl import data, models
 from minidl.backend import get_ops
-from minidl.dist import abort, init
+from minidl.dist import abort, init, roll_call, watchdog
 from minidl.dist.nccl import _Followed
 from minidl.nonfinite import GradientWatch
 from minidl.step import EagerStep
+from minidl.train import Trainer
 
 out, name, device = sys.argv[1:4]
 comm = init(device)
@@ -138,6 +140,15 @@ def sleeping():
     comm.start_all_reduce(array, name="layer1.0.conv2").wait()
 
 
+def slow():
+    """A rank that is late, and comes: somebody tells what is waited for, and the job goes on."""
+    roll_call.SUSPECT_SECONDS, roll_call.WARN_SECONDS = 0.2, 0.5
+    if misbehaves:
+        time.sleep(3)
+    comm.start_all_reduce(array, name="layer1.0.conv2").wait()
+    ops.synchronize()
+
+
 def stopped():
     """A rank that does not even answer."""
     if misbehaves:
@@ -204,6 +215,18 @@ def calls_that_nobody_compares():
         comm.roll_call.log.enter("start_all_reduce", array[:size], name="conv1")
 
 
+def calls_found_different_at_leisure():
+    """The same, but a rank takes its time to word what it has found, and would have left meanwhile."""
+    in_words = watchdog.contradiction
+
+    def slowly(*positions):
+        time.sleep(0.3)
+        return in_words(*positions)
+
+    watchdog.contradiction = slowly
+    calls_that_nobody_compares()
+
+
 def other_model():
     """One rank builds a layer of another width."""
     graph = m.Graph()
@@ -216,6 +239,24 @@ def other_weights():
     graph = m.Graph()
     graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
     m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
+
+
+def _train(batch: int = 4, epochs: int = 1):
+    """A run in which ranks may disagree about so much."""
+    samples = data.dataset("synthetic", None, "train", n=16, shape=(4, 4, 1), num_classes=3)
+    loader = data.Loader(samples, batch, rank=comm.rank, size=comm.size)
+    model = m.Model(models.mlp(3, (4, 4, 1)), device=device, comm=comm)
+    loss = m.SoftmaxCrossEntropy(comm=comm)
+    Trainer(model, m.SGD(model, 0.1), loss, loader, schedule=lambda step: 0.1, epochs=epochs).fit()
+
+
+def other_batch():
+    """One rank would be through its samples before the others, or after them."""
+    _train(batch=8 if misbehaves else 4)
+
+
+def other_number_of_steps():
+    _train(epochs=2 if misbehaves else 1)
 
 
 def nan_on_one_rank():

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-from minidl.dist import SOLO, init, require_same, require_same_arrays, world
+from minidl.dist import SOLO, init, require_same, require_same_arrays, roll_call, shrink, world
 
 
 def rank() -> int:
@@ -37,6 +41,28 @@ def once():
     again.all_reduce(total)
     start = dict(before=before, same=same, other=other)
     return dict(start, closed=closed, after=after, total=total.tolist(), size=again.size)
+
+
+def again():
+    """Parted and joined anew, while what rank 0 told the next one is under way: that one listens no more."""
+    sums = []
+    for number in range(3):
+        comm = init("cpu", "mpi" if number % 2 else "shm")
+        comm.all_reduce(total := np.full(3, number))
+        sums.append(int(total.sum()))
+        calls = comm.roll_call
+        calls._compare = partial(tell_late, calls, calls._compare)
+        comm.close()
+    return dict(sums=sums)
+
+
+def tell_late(calls, compare):
+    """As the last thing before it listens no more itself."""
+    if calls._comm.rank == 0 and threading.current_thread() is threading.main_thread():
+        time.sleep(0.3)
+        for _ in range(5):
+            calls._tell(1, (roll_call._PASSED, calls._calls_so_far()))
+    compare()
 
 
 def without_mpi4py():
@@ -84,6 +110,35 @@ def engines():
 
 def without_gpu():
     return dict(error=error_of(init, "cuda"), solo=world() is SOLO)
+
+
+def elastic():
+    """Where nobody told MPI to go on without a lost rank."""
+    answer = dict(error=error_of(partial(init, elastic=True), "cpu"))
+    answer["gpus"] = error_of(partial(init, elastic=True), "cpu", "shm").split("ValueError: init: ")[-1]
+    answer["some"] = error_of(partial(init, elastic=rank() == 1), "cpu")
+    init("cpu")
+    return answer | dict(shrink="a lost rank ends this job" in error_of(shrink))
+
+
+def cuda_mpi():
+    return dict(error=error_of(init, "cuda", "cuda-mpi"), solo=world() is SOLO)
+
+
+def one_rank_without_gpu():
+    """The others have one, here a pretended one."""
+    if rank() != 1:
+        runtime = SimpleNamespace(getDeviceCount=lambda: 1, deviceGetPCIBusId=lambda index: f"0000:0{rank()}")
+        cuda = SimpleNamespace(runtime=runtime, Device=lambda index: SimpleNamespace(use=lambda: None))
+        sys.modules["cupy"] = SimpleNamespace(cuda=cuda)
+    return without_gpu()
+
+
+def hidden_gpu():
+    """Rank 1 is not shown its own."""
+    if rank() == 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return without_gpu()
 
 
 def different_devices():

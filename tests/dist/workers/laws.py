@@ -1,6 +1,6 @@
 """Runs the communicator laws on this rank, all ranks in the same order: ``laws.py OUT DEVICE [ENGINE]``.
 
-The engine ``played`` is that of staged arrays, on arrays that play those of a GPU.
+The engine ``played`` is that of staged arrays, on arrays that play those of a GPU; ``played-mpi`` hands such to MPI.
 """
 
 from __future__ import annotations
@@ -37,12 +37,37 @@ class PlayedCopies:
     def ready(self):
         return "ready"
 
+    def wait(self, ready):
+        assert ready == "ready"
+
+    def taken(self, gathered):
+        return gathered.view(Played)
+
     def fetch(self, host, array, ready):
         assert ready == "ready"
         np.copyto(host, array.view(np.ndarray))
 
     def put(self, array, host):
         np.copyto(array, host)
+
+
+class PlayedInPlace(PlayedCopies):
+    """No copies: MPI is given the arrays, when they are ready."""
+
+    ops = SimpleNamespace(**vars(PlayedCopies.ops), empty=lambda shape, dtype: np.empty(shape, dtype).view(Played))
+
+    def host(self, array):
+        return array
+
+    def fetch(self, host, array, ready):
+        assert host is array and ready == "ready"
+
+    def put(self, array, host):
+        assert host is array
+
+    def taken(self, gathered):
+        assert isinstance(gathered, Played)
+        return gathered
 
 
 def cases(law):
@@ -56,6 +81,10 @@ def main(out: str, device: str, engine: str = "") -> None:
     laws = CommunicatorLaws()
     if engine == "played":
         comm, laws.ops = StagedCommunicator(init(device), PlayedCopies()), PlayedCopies.ops
+    elif engine == "played-mpi":
+        control, copies = init(device, "mpi"), PlayedInPlace()
+        control.carry(copies.ops)
+        comm, laws.ops = StagedCommunicator(control, copies, name="cuda-mpi"), copies.ops
     else:
         comm, laws.ops = init(device, engine), get_ops(device)
     laws.comm = comm

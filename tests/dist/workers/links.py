@@ -128,6 +128,7 @@ def replays(way: str) -> int:
         comm.start_all_reduce(values[: size // 2]).wait()
         comm.start_all_reduce(values[size // 2 :]).wait()
 
+    cupy.cuda.Device().synchronize()  # both are zero before the stream, which waits for nobody, adds to them
     with stream:
         work()
         stream.synchronize()

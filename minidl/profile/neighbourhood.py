@@ -1,0 +1,81 @@
+"""Which layers' gradients share a message: the same rules where messages are sent and where they are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "Neighbour", "by_neighbourhood", "cut"]
+
+BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
+_RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
+_TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work."""
+
+    name: str
+    nbytes: int
+    flop: int
+    bytes: int
+
+    def work(self, itemsize: int) -> tuple[float, bool]:
+        """(how long it takes, in bytes at the memory's rate; whether products bound it)."""
+        products = self.flop * itemsize / _RIDGE
+        return max(products, self.bytes), products > self.bytes
+
+
+def by_neighbourhood(
+    layers: Sequence[Neighbour],
+    itemsize: int,
+    beside_memory: int = BESIDE_MEMORY,
+    beside_products: int = BESIDE_PRODUCTS,
+) -> dict[str, int]:
+    """What is enough for a message that ends at each layer that sends something.
+
+    It travels beside the layers that come next, until they have gradients for ``beside_memory`` themselves. Where
+    products bound most of their time it is to hold ``beside_products``, else ``beside_memory``, but never much more
+    than what is left to be sent: the last messages grow smaller, for nothing is computed beside the end of the last.
+
+    Args:
+        layers: in the order of the backward pass.
+        itemsize: bytes of a stored element.
+    """
+    enough, left = {}, sum(layer.nbytes for layer in layers)
+    for i, layer in enumerate(layers):
+        left -= layer.nbytes
+        if layer.nbytes:
+            wanted = beside_products if _among_products(layers[i + 1 :], itemsize, beside_memory) else beside_memory
+            enough[layer.name] = min(wanted, max(left, beside_memory // _TAIL_SHARE))
+    return enough
+
+
+def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -> bool:
+    total = products = sent = 0.0
+    for layer in following:
+        ms, bound = layer.work(itemsize)
+        total, products, sent = total + ms, products + ms * bound, sent + layer.nbytes
+        if sent >= until:
+            break
+    return 2 * products > total
+
+
+def cut(layers: Iterable[tuple[str, int]], group_bytes: int | Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The layers of each message: neighbours share one until it holds ``group_bytes``.
+
+    Args:
+        layers: (name, bytes) of those that send something, in the order of the backward pass.
+        group_bytes: or, by layer, what is enough for a message that ends there (`by_neighbourhood`).
+    """
+    enough = group_bytes.__getitem__ if isinstance(group_bytes, Mapping) else lambda name: group_bytes
+    messages: list[list[str]] = []
+    held = 0
+    for name, nbytes in layers:
+        if not messages or held >= enough(messages[-1][-1]):
+            messages.append([])
+            held = 0
+        messages[-1].append(name)
+        held += nbytes
+    return [tuple(names) for names in messages]
