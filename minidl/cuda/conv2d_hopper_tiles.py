@@ -13,7 +13,18 @@ from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, it
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
-__all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
+__all__ = [
+    "SLAB",
+    "TILES",
+    "HopperTile",
+    "candidates",
+    "choose",
+    "microseconds",
+    "normalizing_pays",
+    "options",
+    "taken",
+    "work",
+]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
 
@@ -82,6 +93,7 @@ ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # microseconds to normalise 64 rows of a stage where they lie.
 _IN_REGISTERS = {(128, 256): 1.15, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
 _WINDOW, _IN_PLACE = 1.02, 0.48
+_STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
@@ -140,8 +152,8 @@ def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normali
         return stages * tile.step + tile.rest
     if isinstance(tile, HaloTile):
         return stages * tile.step * _WINDOW + tile.rest
-    if is_flat(conv):  # beside the products and what comes behind them
-        return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE)
+    if is_flat(conv):  # beside the products, and partly beside what comes behind them
+        return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE + tile.rest / 2)
     return stages * tile.step * _IN_REGISTERS[tile.rows, tile.columns] + tile.rest
 
 
@@ -153,6 +165,16 @@ def choose(
     among = candidates(conv, backward, device, code, normalized)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int) -> bool:
+    """Whether normalising the input on the way should take less time than a pass that reads and writes it before."""
+    apart, together = (
+        microseconds(conv, False, choose(conv, False, device, code, on_the_way)[0], device, code, on_the_way)[1]
+        for on_the_way in (False, True)
+    )
+    return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
 
 
 def _shares(
