@@ -32,6 +32,7 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "S
 
 _world: Communicator = SOLO
 _device: str | None = None  # of the last init, until the communicator is closed
+_shrunk = False  # a rank was lost
 
 
 def world() -> Communicator:
@@ -90,10 +91,10 @@ def shrink() -> Communicator:
     Raises:
         RuntimeError: where the ranks were not joined with ``elastic``.
     """
-    global _world
+    global _world, _shrunk
     if not getattr(_world, "elastic", False):
         raise checks.order("shrink", "a lost rank ends this job", "join it with dist.init('cpu', elastic=True)")
-    before = _world.size
+    before, _shrunk = _world.size, True
     _world = comm = _world.shrink()
     _install(comm)
     if comm.rank == 0:
@@ -216,5 +217,10 @@ def _find_device() -> str:
 
 
 def _part() -> None:
-    """At the normal end of the program."""
+    """At the normal end of the program. Where a rank was lost MPI's own end was seen to hang, and is left out."""
+    status = abort.departure().code
     world().close()
+    if _shrunk:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
