@@ -36,7 +36,7 @@ _WORDS = {
 
 @cache
 def measured(results: Path) -> tuple[Run, ...]:
-    """Every run of a network by us; of the same measurement twice that of `bench model`, the newest. A folder
+    """Every run of a network by us; of the same measurement twice the newest. A folder
     ``<machine>-x1`` holds what the runs of ``<machine>-x2``, ... are compared with: it counts where there is no other.
     """
     beside = lambda run: Path(run.file).parent.name.endswith("-x1")  # noqa: E731
@@ -65,13 +65,13 @@ def together(results: Path) -> tuple[Run, ...]:
 
 @cache
 def _every(results: Path) -> tuple[Run, ...]:
-    """Of one measurement twice the one that counts comes last."""
+    """The newest last."""
     files = []
     for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
         content = load(path)
-        files.append((content["benchmark"] == "model", content["date"], path.relative_to(results).as_posix(), content))
-    files.sort(key=lambda file: file[:3])
-    found = (run for _, _, name, content in files for run in runs(content, name))
+        files.append((content["date"], path.relative_to(results).as_posix(), content))
+    files.sort(key=lambda file: file[:2])
+    found = (run for _, name, content in files for run in runs(content, name))
     return tuple(run for run in found if run.step is not None and run.rank_batch and run.arm == "minidl")
 
 
@@ -248,31 +248,36 @@ def pictures(results: Path) -> Iterator[Picture]:
 
 def _of_the_network(alone: Sequence[Run], several: Sequence[Run]) -> Iterator[Picture]:
     """Shares of the step, of each layer over batches and ranks, and scaling."""
-    for dtype in dict.fromkeys(run.dtype for run in [*alone, *several]):
-        own, ranks = ([run for run in found if run.dtype == dtype] for found in (alone, several))
-        network = (own or ranks)[0].network
+    for way in dict.fromkeys(map(_way, [*alone, *several])):
+        own, ranks = ([run for run in found if _way(run) == way] for found in (alone, several))
+        start = f"{(own or ranks)[0].network}-{way.replace(', fusion ', '-')}"
         if own:
-            text = f"Share of the step by type of layer, {dtype}"
-            yield f"{network}-{dtype}-share", text, lambda r=own: plots.share(r)
+            yield f"{start}-share", f"Share of the step by type of layer, {way}", lambda r=own: plots.share(r)
         for what, groups in (("batches", _over_batches(own)), ("ranks", _over_ranks(ranks))):
             members = next((members for _, members in groups), None)  # ranks: at the least batch they show most
             if members is not None:
-                text = f"Share and intensity of each layer over {what}, {dtype}"
-                yield f"{network}-{dtype}-over-{what}", text, lambda r=members: plots.layers(r)
+                text = f"Share and intensity of each layer over {what}, {way}"
+                yield f"{start}-over-{what}", text, lambda r=members: plots.layers(r)
         for kind in KINDS:
             if curves(ranks, [kind]):
-                text = f"Throughput over ranks, {kind} scaling, {dtype}"
-                yield f"{network}-{dtype}-{kind}", text, lambda r=ranks, k=kind: plots.scaling(r, [k])
+                text = f"Throughput over ranks, {kind} scaling, {way}"
+                yield f"{start}-{kind}", text, lambda r=ranks, k=kind: plots.scaling(r, [k])
+
+
+def _way(run: Run) -> str:
+    """Which runs stand in one picture: ``bf16``, ``bf16, fusion auto``."""
+    return run.dtype if run.fusion == "none" else f"{run.dtype}, fusion {run.fusion}"
 
 
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
-    """What each file of `minidl bench layers` allows by itself; of the same measurement twice the newest."""
-    files = {_key(run): run for run in _every(results) if run.content["benchmark"] == "layers"}
+    """What each file of one network allows by itself; of the same measurement twice the newest."""
+    files = {_key(run): run for run in _every(results) if "points" not in run.content}
     for run in sorted(files.values(), key=lambda run: run.file):
         if run.network != network:
             continue
         for kind in _OF_A_FILE:
             if kind == ("memory" if run.ranks > 1 else "communication"):
                 continue
-            name = f"{network}-{run.dtype}-b{run.rank_batch}-{run.ranks}ranks-{kind}"
+            fusion = "" if run.fusion == "none" else f"-{run.fusion}"
+            name = f"{network}-{run.dtype}{fusion}-b{run.rank_batch}-{run.ranks}ranks-{kind}"
             yield name, f"{run.name}: {_WORDS[kind]}", lambda k=kind, r=run: getattr(plots, k)(r)

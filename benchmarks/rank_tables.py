@@ -1,16 +1,17 @@
-"""Tables of what several GPUs do together, made from result files for report.py."""
+"""Tables of what several ranks do together, made from files of results for report.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from result_files import Row, load, machine_of, machines
+
 from minidl.profile.tables import markdown
 
-__all__ = ["scaling", "sums_of_gpus"]
+__all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus"]
 
-Row = dict[str, Any]
-Files = Iterable[dict[str, Any]]
+File = dict[str, Any]
 
 _COLUMNS = [
     "network, batch of a rank", "ranks", "messages", "images/s", "efficiency", "adds ms", "DDP images/s",
@@ -18,7 +19,7 @@ _COLUMNS = [
 ]  # fmt: skip
 
 
-def sums_of_gpus(files: Files) -> str:
+def sums_of_gpus(files: Iterable[File]) -> str:
     """Microseconds of an all-reduce between GPUs of a host: the fastest of our ways beside NCCL, worst ratio first."""
     lines = []
     for file in files:
@@ -35,10 +36,10 @@ def sums_of_gpus(files: Files) -> str:
     return markdown(["GPUs", "KiB", "minidl us", "way", "NCCL us", "speed against NCCL"], [line for _, line in lines])
 
 
-def scaling(files: Files) -> str:
+def scaling(files: Iterable[File]) -> str:
     """Training steps on several ranks beside the same without messages, and DDP; worst efficiency first."""
-    rows = sorted((row for file in files for row in file["rows"]), key=lambda row: row["efficiency"])
-    return markdown(_COLUMNS, [_step(row) for row in rows])
+    rows = [row for file in files for row in file["rows"]]
+    return markdown(_COLUMNS, [_step(row) for row in sorted(rows, key=lambda row: row["efficiency"])])
 
 
 def _step(row: Row) -> list[str]:
@@ -50,3 +51,61 @@ def _step(row: Row) -> list[str]:
         theirs = [f"{row['peer_images_per_s'][name]:.0f}{kind}", f"{row['peer_efficiency'][name]:.1%}"]
         theirs += [f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}"]
     return [f"{row['case']} {row['dtype']}", str(row["ranks"]), row["arm"], *figures, *theirs]
+
+
+def all_reduces() -> str:
+    """Milliseconds of an all-reduce between CPU ranks, median (fastest)."""
+    files = load("cpu", "bench_all_reduce")
+    head, sizes = ["size"], {}
+    for file in files:
+        ranks = file["rows"][0]["ranks"]
+        head += [f"{ranks} ranks: shm, gradients", "shm, any array", "mpi4py"]
+        for row in file["rows"]:
+            cells = sizes.setdefault(row["bytes"], [])
+            if row["arm"] != "mpi":
+                cells.append(_median_and_least(row["ms"], row["min_ms"]))
+            if row["arm"] == "shm-copied":
+                cells.append(_median_and_least(row["peers"]["mpi4py"], row["peers_min"]["mpi4py"]))
+    return markdown(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
+
+
+def _median_and_least(median: float, least: float) -> str:
+    return f"{median:.3g} ({least:.3g})"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+_SHARED = {
+    "images": "data", "rows": "rows", "output channels": "channels", "images and rows": "data+rows",
+    "images and channels": "data+channels",
+}  # fmt: skip
+
+
+def shared_layers() -> str:
+    """Steps of ranks that share layers, worst first: milliseconds, and the time saved beside one rank alone."""
+    lines = []
+    for machine in machines():
+        for file in load(machine, "bench_parallel"):
+            cases: dict[str, dict[str, Row]] = {}
+            for row in file["rows"]:
+                cases.setdefault(row["case"], {})[row["arm"]] = row
+            for case, arms in sorted(cases.items(), key=lambda found: _least_saved(found[1])):
+                for ms, saved, what in (("ms", "saved", ""), ("busy_ms", "busy_saved", ", processor time")):
+                    if ms in arms["alone"]:
+                        lines.append([case, *_shared_line(arms, machine_of(file), ms, saved, what)])
+    columns = ["network", "on", "one rank, ms", "PyTorch, one rank", *(f"shared by {what}" for what in _SHARED)]
+    filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
+    return markdown([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])
+
+
+def _least_saved(arms: dict[str, Row]) -> float:
+    return min(row["saved"] for name, row in arms.items() if name in _SHARED.values())
+
+
+def _shared_line(arms: dict[str, Row], machine: str, ms: str, saved: str, what: str) -> list[str]:
+    one = arms["alone"]
+    torch = one["peers"].get("torch-eager")
+    cells = [f"{arms[arm][ms]:.3g} ({arms[arm][saved]:.0%})" if arm in arms else "" for arm in _SHARED.values()]
+    return [f"{one['ranks']} ranks, {machine}{what}", f"{one[ms]:.3g}", f"{torch:.3g}" if torch else "", *cells]

@@ -85,6 +85,14 @@ def _verb(top: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
     return verbs.choices[name]
 
 
+def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments; an option that a verb does not have is that verb's error, not the whole command's."""
+    arguments, unknown = top.parse_known_args(argv)
+    if unknown:
+        _verb(top, arguments.verb).error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
 def _add_train(p: argparse.ArgumentParser) -> None:
     p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
     _add_network(p.add_argument_group("network and data"))
@@ -163,7 +171,7 @@ def _add_output(p: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     p.add_argument("--tensorboard", action="store_true", help="write event files to OUTPUT/tensorboard")
     p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
-    p.add_argument("--profile-every", type=int, default=50, help="steps from one profiled step to the next")
+    p.add_argument("--profile-every", type=int, metavar="STEPS", help="from one profiled step to the next; default: 50")
 
 
 def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
@@ -187,6 +195,13 @@ def _momentum(a: argparse.Namespace) -> float:
     return 0.9 if a.momentum is None else a.momentum
 
 
+def _profile(a: argparse.Namespace) -> TrainingProfile | None:
+    if a.profile_every is not None and not a.profile:
+        raise ValueError("--profile-every is for --profile")
+    every = {} if a.profile_every is None else {"every": a.profile_every}
+    return TrainingProfile(Path(a.output) / "profile.json", **every) if a.profile else None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     top = parser()
@@ -194,11 +209,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if list(argv) in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
         (_verb(top, argv[0]) if argv else top).print_help()
         return 2
-    arguments = top.parse_args(argv)
+    arguments = _parsed(top, argv)
     try:
         if getattr(arguments, "config", None):
             use_config(_verb(top, arguments.verb), arguments.config)
-            arguments = top.parse_args(argv)
+            arguments = _parsed(top, argv)
         status = _VERBS[arguments.verb](arguments)
         dist.world().close()
         return status
@@ -316,7 +331,7 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
 
     train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
-    profile = TrainingProfile(Path(a.output) / "profile.json", every=a.profile_every) if a.profile else None
+    profile = _profile(a)
     loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
     trainer = Trainer(
         model, optimizer, loss, train_loader, test_loader,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy is loaded: workers with all cores each stand in each other's way
-    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(_name, "2")
+    for _name, _threads in {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}.items():
+        os.environ.setdefault(_name, _threads)
 
 import numpy as np
 import pytest

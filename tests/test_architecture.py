@@ -45,6 +45,15 @@ def area(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+def test_the_list_of_the_house_names_every_module_from_the_ground_up():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    block = text.partition("```\nminidl/\n")[2].partition("```")[0]
+    named = [word.removesuffix(".py").removesuffix("/") for line in block.splitlines() for word in line[:41].split()]
+    assert sorted(named) == sorted(set(LEVEL) - {"__main__", "__init__"})
+    levels = [LEVEL[name] for name in named]
+    assert levels == sorted(levels), [(name, LEVEL[name]) for name in named]
+
+
 def imports(path: Path):
     """(imported module, at import time) for every import statement."""
     tree = ast.parse(path.read_text())

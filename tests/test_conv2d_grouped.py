@@ -12,9 +12,9 @@ import pytest
 
 from minidl.cuda import conv2d_grouped
 from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.launch import dry_run
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import bfloat16, float32
+from tests.convolutions import SIXTEEN, Guarded, both, both_expected, draws, plan_of, same, weight_gradient
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import assert_close, draw, draw_integers
@@ -41,45 +41,12 @@ CASES = [
     Case("wide", (1, 6, 61, 64), (64, 3, 3), padding=(1, 1), groups=16),
 ]
 WEIGHTS = [case for case in CASES if case.name != "1x1"]  # whose channels' sums do not fit
-SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 
 
 @pytest.fixture
 def grouped(cuda_ops):
     with family("grouped"):
         yield cuda_ops
-
-
-def draws(rng, case, dtype):
-    return tuple(draw_integers(rng, shape, dtype) for shape in (case.x, case.w, case.y))
-
-
-def conv_of(case):
-    return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-
-
-def both(ops, case, x, w, dy, forward_bias=None, **backward):
-    """Output and data gradient, on the host."""
-    y = ops.conv2d(x, w, forward_bias, **case.options)
-    dx = ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
-    return [ops.to_host(array) for array in (y, dx)]
-
-
-def weight_gradient(ops, case, dy, x, start=None):
-    """Set, or added to ``start``; on the host."""
-    out = ops.from_host(np.full(case.w, np.nan, np.float32) if start is None else start)
-    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None)
-    return ops.to_host(out)
-
-
-def expected_of(case, x, w, dy, dtype, bias=None, dbias=None, add=None):
-    y = reference.conv2d(x, w, bias, **case.options).astype(dtype)
-    return y, reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add).astype(dtype)
-
-
-def same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one.astype(np.float64), other.astype(np.float64))
 
 
 def test_groups_are_taken_where_they_fit():
@@ -93,7 +60,7 @@ def test_groups_are_taken_where_they_fit():
         return {launch.name for launch in log.launches}
 
     for case in CASES:
-        assert all(conv2d_grouped.applies(conv_of(case), 1, back) for back in (False, True)), case.name
+        assert all(conv2d_grouped.applies(plan_of(case), 1, back) for back in (False, True)), case.name
         wanted = "conv2d_kernel" if case.name == "1x1" else "conv2d_grouped_kernel"  # of groups that fill its tiles
         assert kernels(case, bfloat16) == {wanted}, case.name
         assert kernels(case, float32) == {"conv2d_kernel"}
@@ -109,12 +76,12 @@ def test_groups_are_taken_where_they_fit():
 @SIXTEEN
 def test_whole_numbers_give_the_bits_of_the_definition(grouped, case, storage, rng):
     hosts = draws(rng, case, storage)
-    same(both(grouped, case, *put(grouped, *hosts)), expected_of(case, *hosts, storage))
+    same(both(grouped, case, *put(grouped, *hosts)), both_expected(case, *hosts, storage))
     some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
     add = draw_integers(rng, case.x, storage)
     bias, dbias, added = put(grouped, *some, add)
     found = both(grouped, case, *put(grouped, *hosts), forward_bias=bias, bias=dbias, add=added)
-    same(found, expected_of(case, *hosts, storage, *some, add))
+    same(found, both_expected(case, *hosts, storage, *some, add))
 
 
 @cases(WEIGHTS)
@@ -151,22 +118,11 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(grouped, case
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(grouped, case, rng, monkeypatch):
-    hosts, guard, buffers = draws(rng, case, bfloat16), 2048, []
-
-    def guarded(shape, dtype):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        buffer = grouped.empty(size + 2 * guard, np.uint8)
-        buffer.fill(255)  # NaN
-        buffers.append((buffer, size))
-        return buffer[guard : guard + size].view(dtype).reshape(shape)
-
+    hosts, guarded = draws(rng, case, bfloat16), Guarded(grouped)
     placed = put(grouped, *hosts)
     monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
-    same(both(grouped, case, *placed), expected_of(case, *hosts, bfloat16))
-    assert len(buffers) == 2
-    for buffer, size in buffers:
-        host = grouped.to_host(buffer)
-        assert (host[:guard] == 255).all() and (host[guard + size :] == 255).all()
+    same(both(grouped, case, *placed), both_expected(case, *hosts, bfloat16))
+    guarded.check(2)
 
 
 @cases([case for case in CASES if case.name in ("4", "16", "32", "stride-2", "6")])
@@ -179,6 +135,6 @@ def test_not_a_number_reaches_its_group_and_nothing_else(grouped, case, storage,
         hurt, pain = x.copy(), dy.copy()
         hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
         with np.errstate(invalid="ignore"):
-            expected = expected_of(case, hurt, w, pain, storage)
+            expected = both_expected(case, hurt, w, pain, storage)
         for one, other in zip(both(grouped, case, *put(grouped, hurt, w, pain)), expected, strict=True):
             np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))

@@ -13,7 +13,7 @@ import pytest
 
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
-from tests.tolerance import assert_close, draw
+from tests.tolerance import assert_close, draw, draw_integers
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,25 @@ def pitched(ops, host, before=3, after=2):
     wide = np.full((*host.shape[:-1], before + host.shape[-1] + after), np.nan, host.dtype)
     wide[..., before : before + host.shape[-1]] = host
     return ops.from_host(wide)[..., before : before + host.shape[-1]]
+
+
+@cases([case for case in CASES if np.prod(case.y) * np.prod(case.w[1:]) < 20_000])
+def test_the_reference_is_the_definition(case, rng):
+    """Index by index: y[n, p, q, k] is the sum over r, s, c of x[n, h, i, g * channels + c] * w[k, r, s, c]."""
+    x, w, dy = (draw_integers(rng, shape, np.float64) for shape in (case.x, case.w, case.y))
+    y, dx, dw = np.zeros(case.y), np.zeros(case.x), np.zeros(case.w)
+    stride, padding, dilation, groups = (case.options[o] for o in ("stride", "padding", "dilation", "groups"))
+    for n, p, q, k in np.ndindex(*case.y):
+        first = k // (case.w[0] // groups) * case.w[3]
+        for r, s, c in np.ndindex(*case.w[1:]):
+            h, i = p * stride[0] - padding[0] + r * dilation[0], q * stride[1] - padding[1] + s * dilation[1]
+            if 0 <= h < case.x[1] and 0 <= i < case.x[2]:
+                y[n, p, q, k] += x[n, h, i, first + c] * w[k, r, s, c]
+                dx[n, h, i, first + c] += dy[n, p, q, k] * w[k, r, s, c]
+                dw[k, r, s, c] += dy[n, p, q, k] * x[n, h, i, first + c]
+    np.testing.assert_array_equal(reference.conv2d(x, w, **case.options), y)
+    np.testing.assert_array_equal(reference.conv2d_backward_data(dy, w, case.x, **case.options), dx)
+    np.testing.assert_array_equal(reference.conv2d_backward_weight(dy, x, case.w, **case.options), dw)
 
 
 def weight_gradient(ops, dy, x, case, start=None):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from minidl.cuda import depthwise_strip
-from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
+from tests.convolutions import SIXTEEN, Guarded, both, both_expected, draws, plan_of, same, weight_gradient
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw, draw_integers
@@ -45,31 +45,16 @@ OTHERS = [
 ]
 NAMES = ("3x3", "3x3-odd-channels", "3x3-stride-2-even", "5x5", "5x3-stride-2", "stride-over-kernel")
 FEW = [case for case in CASES if case.name in NAMES]
-SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 
 
-def draws(rng, case, dtype):
-    return tuple(draw_integers(rng, shape, dtype) for shape in (case.x, case.w, case.y))
-
-
-def three(ops, case, x, w, dy, forward_bias=None, **backward):
+def three(ops, case, x, w, dy, **biases):
     """Output, data gradient and weight gradient, on the host."""
-    y = ops.conv2d(x, w, forward_bias, **case.options)
-    dx = ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
-    out = ops.from_host(np.full(case.w, np.nan, np.float32))
-    ops.conv2d_backward_weight(dy, x, **case.options, out=out)
-    return [ops.to_host(array) for array in (y, dx, out)]
+    return [*both(ops, case, x, w, dy, **biases), weight_gradient(ops, case, dy, x)]
 
 
-def expected_of(case, x, w, dy, dtype, bias=None, dbias=None, add=None):
-    y = reference.conv2d(x, w, bias, **case.options).astype(dtype)
-    dx = reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add).astype(dtype)
-    return y, dx, reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-
-
-def same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one.astype(np.float64), other.astype(np.float64))
+def expected_of(case, x, w, dy, dtype, *biases):
+    gradient = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    return *both_expected(case, x, w, dy, dtype, *biases), gradient
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -98,7 +83,7 @@ def test_strips_are_taken_where_they_fit(dtype):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward_data"])
 def test_strips_meet_every_tap_once(case, backward):
     """Base positions, steps and spreads: each output finds the sources and taps of the definition along each axis."""
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    conv = plan_of(case)
     if max(conv.dilation) > 1:
         return
     bases = depthwise_strip._bases(conv, backward)
@@ -171,23 +156,12 @@ def test_every_strip_gives_the_same_output(cuda_ops, case, storage, rng, monkeyp
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(cuda_ops, case, rng, monkeypatch):
-    hosts, guard, buffers = draws(rng, case, bfloat16), 2048, []
-
-    def guarded(shape, dtype):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        buffer = cuda_ops.empty(size + 2 * guard, np.uint8)
-        buffer.fill(255)  # NaN
-        buffers.append((buffer, size))
-        return buffer[guard : guard + size].view(dtype).reshape(shape)
-
+    hosts, guarded = draws(rng, case, bfloat16), Guarded(cuda_ops)
     placed = put(cuda_ops, *hosts)
     for module in ("conv2d", "depthwise_strip"):
         monkeypatch.setattr(sys.modules[f"minidl.cuda.{module}"], "empty", guarded)
     same(three(cuda_ops, case, *placed), expected_of(case, *hosts, bfloat16))
-    assert len(buffers) == 3
-    for buffer, size in buffers:
-        host = cuda_ops.to_host(buffer)
-        assert (host[:guard] == 255).all() and (host[guard + size :] == 255).all()
+    guarded.check(3)
 
 
 @cases(CASES[:9])

@@ -139,6 +139,17 @@ def test_copies_are_counted_in_the_footnote():
     assert f"Not drawn: {left_out} passes" in notes
 
 
+def test_passes_that_a_fused_neighbour_mostly_does_are_not_drawn_above_the_roof():
+    content = fake()
+    done = [row for row in content["rows"] if row["type"] == "BatchNorm2d" and row["pass"] == "forward"]
+    for row in done:
+        row |= {"ms": row["ms"] / 20, "tflops": row["tflops"] * 20, "roof_share": row["roof_share"] * 20}
+    plain = scatter(plots.roofline(only(content)).axes[0])
+    fused = plots.roofline(only(content | {"setup": {"fusion": "auto"}}))
+    assert len(scatter(fused.axes[0])) == len(plain) - len(done)
+    assert f"{len(done)} that a neighbour's kernels mostly do" in " ".join(text.get_text() for text in fused.texts)
+
+
 def test_layers_measured_alone_share_one_roofline():
     content = resnet20()
     content["rows"] = [row | {"case": f"{row['layer']}/alone"} for row in content["rows"] if row["pass"] == "forward"]

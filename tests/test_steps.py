@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
+from statistics import median
 
 import numpy as np
 import pytest
 
 import minidl as m
 from minidl import models
+from minidl.bench.network import in_turns
 from minidl.bench.step import TrainingStep
 from minidl.profile import steps
-from minidl.profile.steps import COMPUTE, MESSAGES, StepProfiler
+from minidl.profile.steps import COMPUTE, MESSAGES, SpanTime, StepProfiler, StepTimes, mark_cost
 
 
 def small_step(device, batch=4):
@@ -167,6 +170,137 @@ def test_the_device_tells_known_durations_eager_and_captured(cuda_ops):
         assert [s.ms for s in times.spans] == pytest.approx([2, 1], rel=0.03)
         assert times.ms == pytest.approx(3.5, rel=0.03)
         assert times.unaccounted_ms == pytest.approx(0.5, rel=0.06)
+
+
+def test_marks_are_taken_off_wherever_they_lie():
+    """Passes of 3, 5 and 2 ms and a rest of 4, each between two marks of 1 ms; a message beside the last two."""
+    spans = [
+        SpanTime("a", "forward", COMPUTE, 0.0, 4.0),
+        SpanTime("a", "backward_weight", COMPUTE, 4.0, 6.0),
+        SpanTime("view", "backward_data", COMPUTE, 10.0, 0.0),
+        SpanTime("a", "all_reduce", MESSAGES, 10.5, 7.0),
+        SpanTime("optimizer", "update", COMPUTE, 15.0, 3.0),
+    ]
+    watched = StepTimes(18.0, spans, [(4.0, 100), (18.0, 50)], True, [0.0, 4.0, 10.0, 15.0, 18.0])
+    cost = mark_cost([14.5, 13.5, 14.0], [watched] * 3)
+    assert cost == pytest.approx(1.0)
+    less = watched.less_marks(cost)
+    compute = [s for s in less.spans if s.lane == COMPUTE]
+    assert [s.ms for s in compute] == pytest.approx([3, 5, 0, 2])
+    assert [s.start_ms for s in compute] == pytest.approx([0, 3, 8, 12])
+    assert [s.ms for s in less.spans if s.lane == MESSAGES] == [7.0], "a message runs beside the marks"
+    assert (less.ms, less.unaccounted_ms) == pytest.approx((14, 4)) and less.memory == [(3.0, 100), (14.0, 50)]
+
+
+def test_no_mark_costs_less_than_nothing():
+    watched = [StepTimes(9.0, marks=[0.0, 4.0, 9.0]), StepTimes(11.0, marks=[0.0, 5.0, 11.0])]
+    assert mark_cost([12.0, 12.5], watched) == 0.0, "the clocks rose meanwhile"
+    assert mark_cost([1.0, 1.0], [StepTimes(2.0)]) == 0.0, "a step without marks"
+    short = StepTimes(1.0, [SpanTime("a", "forward", COMPUTE, 0.0, 0.2)], marks=[0.0, 0.2, 1.0]).less_marks(0.3)
+    assert short.spans[0].ms == 0.0
+
+
+@pytest.mark.alone
+def test_passes_of_known_duration_in_a_captured_step_are_free_of_their_marks(cuda_ops):
+    """Short and long kernels in turns. Beside its own time each has what lies between two kernels of a graph."""
+    from minidl.cuda.spin import spin
+
+    durations = [0.02, 0.1] * 40
+
+    def work(profiler):
+        for i, ms in enumerate(durations):
+            with profiler.span(f"{i}", "forward"):
+                spin(1e-3 * ms)
+
+    plain, watched = captured_in_turns(cuda_ops, work)
+    gap, cost = (median(plain) - sum(durations)) / len(durations), mark_cost(plain, watched)
+    assert 0 <= gap < 3e-3 and 0 < cost < 10e-3
+    for first, ms in enumerate(durations[:2]):
+        less, raw = (
+            median(span.ms for step in steps for span in step.spans[first::2])
+            for steps in ([step.less_marks(cost) for step in watched], watched)
+        )
+        assert less == pytest.approx(ms + gap, rel=0.03) and raw > less + 0.5 * cost
+
+
+def captured_in_turns(ops, work):
+    """Milliseconds of replays without marks, and steps with them."""
+    import cupy
+
+    stream, quiet, profiler = cupy.cuda.Stream(non_blocking=True), StepProfiler(ops), StepProfiler(ops)
+    with stream:
+        work(quiet)
+        stream.begin_capture()
+        work(quiet)
+        plain = stream.end_capture()
+        stream.begin_capture()
+        with profiler.capturing() as piece:
+            work(profiler)
+        marked = stream.end_capture()
+        for _ in range(10):
+            with quiet.step():
+                plain.launch(stream)
+            with profiler.step():
+                profiler.launching(piece)
+                marked.launch(stream)
+    return [step.ms for step in quiet.read()], profiler.read()
+
+
+class ByBlock:
+    """A profiler that lets another see one span around all neighbouring passes of a block ("layer1.0"), each way."""
+
+    def __init__(self, beside):
+        self.beside, self.open, self.what = beside, None, None
+        self.launching = beside.launching
+
+    @contextmanager
+    def capturing(self):
+        with self.beside.capturing() as piece:
+            yield piece
+            self.close()
+
+    @contextmanager
+    def span(self, layer, pass_name, stream=None):
+        what = block_of(layer), pass_name == "forward"
+        if what != self.what:
+            self.close()
+            self.open, self.what = self.beside.span(what[0], "forward" if what[1] else "backward"), what
+            self.open.__enter__()
+        yield
+
+    def close(self):
+        if self.open is not None:
+            self.open.__exit__(None, None, None)
+        self.open = self.what = None
+
+
+def block_of(layer):
+    return ".".join(layer.split(".")[:2])
+
+
+@pytest.mark.alone
+def test_the_layers_of_a_block_take_together_what_the_block_takes(cuda_ops):
+    """ResNet-50 at batch 32 has ten times as many passes as blocks each way, and kernels of a few microseconds."""
+    step = TrainingStep(models.build("resnet50", (224, 224, 3), 1000), batch=32, device="cuda", precision="bf16")
+    plain, fine, coarse = (StepProfiler(cuda_ops) for _ in range(3))
+    first = step.capture()
+    others = step.capture(fine, first.stream), step.capture(ByBlock(coarse), first.stream)
+    whole, layers, blocks = in_turns(step, 20, dict(zip((plain, fine, coarse), (first, *others), strict=True)))
+    whole = [s.ms for s in whole]
+    by_layer, by_block = parts(layers, mark_cost(whole, layers)), parts(blocks, mark_cost(whole, blocks))
+    assert by_layer.keys() == by_block.keys() and len(by_block) > 30
+    for block, ms in by_block.items():
+        assert by_layer[block] == pytest.approx(ms, rel=0.05, abs=2e-3), block
+    assert sum(parts(layers, 0.0).values()) > 1.05 * sum(by_block.values()), "with their marks they take longer"
+
+
+def parts(steps, cost):
+    """Milliseconds of each block and way, each mark taken off."""
+    found = {}
+    for span in (span for step in steps for span in step.less_marks(cost).spans):
+        key = block_of(span.layer), span.pass_name == "forward"
+        found[key] = found.get(key, 0.0) + span.ms / len(steps)
+    return found
 
 
 def test_a_captured_step_trains_like_an_eager_one_and_its_spans_close(cuda_ops):

@@ -58,7 +58,13 @@ def test_a_record_is_json_and_keeps_the_order_of_samples():
 def clock(monkeypatch):
     """A clock that stands still but for what tests add to ``now``."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def sleep(seconds):
+        clock.slept.append(seconds)
+        clock.now += seconds
+
+    clock.slept = []
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now, sleep=sleep))
     return clock
 
 
@@ -77,6 +83,15 @@ def test_a_budget_ends_with_its_samples_or_with_its_time(clock):
     assert taken(Budget(samples=25, seconds=1.0), clock, 0.1) in (10, 11)
     assert taken(Budget(samples=25, seconds=1.0, least=5), clock, 10.0) == 5
     assert taken(Budget(samples=25, seconds=1.0, least=1), clock, 10.0) == 2, "one sample has no spread"
+
+
+def test_a_sample_may_be_followed_by_a_rest_in_proportion_that_is_never_long(clock):
+    assert taken(Budget(samples=3, seconds=1.0), clock, 0.001) == 3 and clock.slept == []
+    assert taken(Budget(samples=3, seconds=1.0, rest=2.0), clock, 0.001) == 3
+    assert clock.slept == pytest.approx([0.002] * 3)
+    clock.slept.clear()
+    assert taken(Budget(samples=9, seconds=0.25, least=2, rest=2.0), clock, 0.1) == 3, "rests count as time"
+    assert clock.slept == pytest.approx([0.02] * 3)
 
 
 @pytest.mark.parametrize("size", [1, 1000, 1 << 20, 5 << 20, 1 << 30])

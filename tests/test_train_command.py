@@ -104,6 +104,8 @@ ERRORS = {
     ("--data", "folder"): "--data folder needs --data-path DIR, the folder of its files",
     ("--config", "nothere.toml"): "there is no file nothere.toml",
     ("--loader", "dali"): "DaliLoader: dataset must be an ImageFolder",
+    ("--profile-every", "5"): "--profile-every is for --profile",
+    ("--profile", "--profile-every", "0"): "profile: every must be an integer of at least 1",
     ("--keep", "0"): "keep must be an integer of at least 1",
     ("--patience", "0"): "patience must be an integer of at least 1",
     ("--batch", "0"): "batch must be",
@@ -127,6 +129,13 @@ def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
     assert status == 2
     assert err.startswith("minidl train: ") and err.count("\n") == 1
     assert ERRORS[arguments] in err
+
+
+@pytest.mark.parametrize(("verb", "names"), [(["train"], "train"), (["bench", "layers"], "bench")])
+def test_an_option_that_a_verb_does_not_have_is_told_with_the_usage_of_that_verb(verb, names, capsys):
+    status, _, err = run_cli(capsys, *verb, "--modle", "mlp")
+    assert status == 2 and err.startswith(f"usage: minidl {names}")
+    assert f"minidl {names}: error: unrecognized arguments: --modle mlp" in err
 
 
 def test_an_interrupt_is_one_clear_line_with_the_way_on(tmp_path, capsys, monkeypatch):

@@ -23,7 +23,6 @@ from minidl.profile.nvtx import NvtxRanges
 from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.runs import runs
 from minidl.profile.tables import show
-from minidl.profile.timing import Budget
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables
 
@@ -150,8 +149,10 @@ def _layers(a: argparse.Namespace) -> int:
 
 def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply together are errors."""
-    if bool(a.layer) != bool(a.input):
-        raise checks.bad_value("bench", "--layer and --input", "both or neither", a.layer or a.input)
+    if a.layer and not a.input:
+        raise checks.bad_value("bench", "--input", "the shape of the layer's input, such as 32x56x56x64", a.input)
+    if a.input and not a.layer:
+        raise checks.bad_value("bench", "--input", "left out without --layer: networks take --image-size", a.input)
     if a.layer and a.trace:
         raise checks.bad_value("bench", "--trace", "left out with --layer, which takes no steps", a.trace)
     if a.torch and (a.layer or a.peer):
@@ -179,8 +180,7 @@ def _options(a: argparse.Namespace, device: str) -> layers.Options:
         from minidl.bench.torch_peer import peer_ms
 
         peers["torch"] = peer_ms
-    budget = Budget(samples=25, seconds=0.25, least=5 if device == "cuda" else 7)
-    return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
+    return layers.Options(a.ways, None, a.kernels, _energy(a), peers)
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from math import prod
 from statistics import median
 from types import ModuleType
@@ -17,13 +18,22 @@ from minidl.profile.energy import Energy
 from minidl.profile.results import Row
 from minidl.profile.timing import Budget, Timer, Timing, timer
 
-__all__ = ["ISOLATED", "Options", "empty_row", "kernel_rows", "measure"]
+__all__ = ["ISOLATED", "Options", "budget_on", "empty_row", "kernel_rows", "measure"]
 
 ISOLATED = ("replayed", "cold", "hot")
 _LEAST_MEMORY = 1 << 30
 _KERNEL_RUNS = 7
 
+_REST = 2.0  # an H200 draws some 800 W in products: a third of that, and what it draws idle, is below its limit
+
 Baseline = Callable[[Case, Precision, str, int], dict[str, float | None]]
+
+
+def budget_on(device: str) -> Budget:
+    """How long each pass is timed alone, ours and a peer's."""
+    if device == "cuda":
+        return Budget(samples=25, seconds=0.25, least=5, rest=_REST)
+    return Budget(samples=25, seconds=0.25, least=7)
 
 
 @dataclass(frozen=True)
@@ -32,14 +42,14 @@ class Options:
 
     Attributes:
         ways: of `ISOLATED`; the first that the device knows is the row's main figure.
-        budget: of each timing.
+        budget: of each timing; default: `budget_on` the device.
         kernels: time the kernels of each pass one by one; their names are noted anyway.
         energy: of each pass, on a GPU.
         peers: baselines by name, each giving milliseconds by pass.
     """
 
     ways: Sequence[str] = ISOLATED
-    budget: Budget = field(default_factory=lambda: Budget(samples=25, seconds=0.25, least=5))
+    budget: Budget | None = None
     kernels: bool = False
     energy: Energy | None = None
     peers: dict[str, Baseline] = field(default_factory=dict)
@@ -96,7 +106,10 @@ def measure(
 def _measured(
     case: Case, title: str, ops: ModuleType, precision: Precision, clock: Timer, ranks: int, options: Options
 ) -> dict[str, Row]:
-    """The rows of one case on this rank."""
+    """The rows of one case on this rank. A copy of the layer works, which goes with all its operands: the memory of
+    the steps that are measured later is to be theirs alone.
+    """
+    case = replace(case, layer=copy(case.layer))
     passes = Passes(case, ops, precision, clock, _free_memory(ops))
     itemsize = precision.storage.itemsize
     peers = {name: peer(case, precision, ops.name, len(passes.x)) for name, peer in options.peers.items()}
@@ -115,7 +128,7 @@ def _measured(
             "peers": {name: times[pass_name] for name, times in peers.items() if times.get(pass_name) is not None},
         }
         for way in options.ways:
-            timing = _timed(clock, way, calls, options.budget)
+            timing = _timed(clock, way, calls, options.budget or budget_on(ops.name))
             if timing is not None:
                 row["timings"][way] = timing.record()
                 row["timing"] = row["timing"] or way

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from minidl.bench.step import TrainingStep
+from minidl.bench.step import Replay, TrainingStep
 from minidl.dist.communicator import Communicator
 from minidl.profile.energy import Energy
-from minidl.profile.steps import StepProfiler, StepTimes
+from minidl.profile.steps import StepProfiler, StepTimes, mark_cost
 from minidl.profile.timing import Timing
 
-__all__ = ["Kind", "Message", "NetworkTimes", "joined", "measure"]
+__all__ = ["Kind", "Message", "NetworkTimes", "in_turns", "joined", "measure"]
 
 WARM_UP = 3
 FEWEST, MOST = 6, 20  # steps of one kind
@@ -43,12 +43,14 @@ class Kind:
 
     Attributes:
         plain: a whole step, without spans; the slowest rank's.
-        watched: the same with spans: what their marks cost is the difference.
+        watched: the same with spans; the difference is what their marks cost.
+        mark_ms: what one mark of a captured step costs; passes and the rest are without it.
         compute_only: without messages; None with one rank.
         passes: milliseconds of each (layer, pass) in each step, of the rank that is slowest there.
         pass_ranks: of each (layer, pass) on each rank, medians.
         messages: by message name.
         unaccounted: of each step, on the slowest rank.
+        accounted: the fraction of the step that its spans make up, on the rank where that is least.
         ranks: a whole step on each rank, milliseconds.
     """
 
@@ -59,6 +61,8 @@ class Kind:
     pass_ranks: dict[Key, list[float]]
     messages: dict[str, Message]
     unaccounted: Timing
+    accounted: float
+    mark_ms: float
     ranks: list[float]
 
 
@@ -150,23 +154,29 @@ def _eager(step: TrainingStep, steps: int) -> tuple[Kind, StepTimes]:
 
 
 def _captured(step: TrainingStep, steps: int) -> Kind:
-    def run(watch: bool = False) -> list[StepTimes]:
-        profiler = StepProfiler(step.ops)
-        replay = step.capture(profiler if watch else None)
-        with replay.stream:
-            replay()
-            step.comm.barrier()
-            for _ in range(steps):
-                with profiler.step():
-                    replay()
-            return profiler.read()
-
-    plain, watched = run(), run(watch=True)
-    silent = None
+    """Replays without marks and with them take turns: clocks drift by more than marks cost."""
+    plain, watched = StepProfiler(step.ops), StepProfiler(step.ops)
+    replay = step.capture()
+    found = [in_turns(step, steps, {plain: replay, watched: step.capture(watched, replay.stream)}), None]
     if step.comm.size > 1:
         with step.silent():
-            silent = run()
-    return joined(step.comm, plain, watched, silent)
+            silent = StepProfiler(step.ops)
+            found[1] = in_turns(step, steps, {silent: step.capture(None, replay.stream)})[0]
+    return joined(step.comm, *found[0], found[1])
+
+
+def in_turns(step: TrainingStep, steps: int, replays: dict[StepProfiler, Replay]) -> list[list[StepTimes]]:
+    """So many steps of each replay in turns, all on one stream, each as its profiler sees it."""
+    stream = next(iter(replays.values())).stream
+    with stream:
+        for replay in replays.values():
+            replay()
+        step.comm.barrier()
+        for _ in range(steps):
+            for profiler, replay in replays.items():
+                with profiler.step():
+                    replay()
+        return [profiler.read() for profiler in replays]
 
 
 def _portable(step: StepTimes) -> tuple[list[dict[str, Any]], list[tuple[float, int]]]:
@@ -192,10 +202,15 @@ def _by_pass(steps: Iterable[StepTimes]) -> dict[Key, list[float]]:
 def joined(
     comm: Communicator, plain: list[StepTimes], watched: list[StepTimes], silent: list[StepTimes] | None
 ) -> Kind:
-    """The steps of all ranks."""
+    """The steps of all ranks; of captured ones the parts are without what their marks cost."""
     whole = lambda steps: [s.ms for s in steps] if steps is not None else None  # noqa: E731
-    mine = whole(plain), whole(watched), whole(silent), _by_pass(watched), [s.unaccounted_ms for s in watched]
-    plains, watcheds, silents, passes, unaccounted = zip(*comm.share(mine), strict=True)
+    cost = mark_cost(whole(plain), watched) if all(step.captured for step in watched) else 0.0
+    parts = [step.less_marks(cost) for step in watched]
+    accounted = median(1 - step.unaccounted_ms / step.ms for step in parts)
+    mine = (
+        whole(plain), whole(watched), whole(silent), _by_pass(parts), [s.unaccounted_ms for s in parts], accounted, cost
+    )  # fmt: skip
+    plains, watcheds, silents, passes, unaccounted, shares, costs = zip(*comm.share(mine), strict=True)
     messages = [name for name, pass_name in passes[0] if pass_name == "all_reduce"]
     keys = [(n, p) for n, p in passes[0] if p not in ("message", "all_reduce") and not (p == "wait" and n in messages)]
     return Kind(
@@ -206,6 +221,8 @@ def joined(
         pass_ranks={key: [median(rank[key]) for rank in passes] for key in keys},
         messages={name: _message(name, passes) for name in messages},
         unaccounted=_slowest(unaccounted),
+        accounted=min(shares),
+        mark_ms=max(costs),
         ranks=[median(samples) for samples in plains],
     )
 

@@ -180,8 +180,9 @@ def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str
     for name, kind in kinds.items():
         record[name] = kind.plain.record() if kind is not None else None
         record[f"{name}_compute_only"] = kind.compute_only.record() if kind and kind.compute_only else None
-        record[f"{name}_accounted"] = 1 - kind.unaccounted.ms / kind.watched.ms if kind is not None else None
+        record[f"{name}_accounted"] = kind.accounted if kind is not None else None
         record[f"{name}_profiling_overhead"] = kind.watched.ms / kind.plain.ms - 1 if kind is not None else None
+    record["mark_ms"] = main.mark_ms
     record["images_per_s"] = batch * ranks / main.plain.ms * 1e3
     return record | {"exposed_ms": exposed, "rank_ms": main.ranks, "energy_mj": times.energy_mj}
 

@@ -118,11 +118,14 @@ class TrainingStep:
         finally:
             arena.connect(comm, arena.group_bytes)
 
-    def capture(self, profiler: StepProfiler | None = None) -> Replay:
+    def capture(self, profiler: StepProfiler | None = None, stream: Any = None) -> Replay:
         """The step as one CUDA graph, captured now; a collective where ranks are joined.
 
-        Dropout draws the same masks in each replay. A ``profiler`` gets its marks into the graph, and sees the replays
-        that lie in a step of its.
+        Dropout draws the same masks in each replay.
+
+        Args:
+            profiler: gets its marks into the graph, and sees the replays that lie in a step of its.
+            stream: of an earlier replay, whose memory this one then shares; default: a new one.
 
         Raises:
             RuntimeError: on a device without graphs.
@@ -131,7 +134,7 @@ class TrainingStep:
             raise checks.order("step", "it cannot be captured on the CPU", "use device='cuda'")
         import cupy
 
-        stream = cupy.cuda.Stream(non_blocking=True)
+        stream = stream or cupy.cuda.Stream(non_blocking=True)
         cupy.cuda.Device().synchronize()
         with stream:
             self()  # loads kernels, fills the pool

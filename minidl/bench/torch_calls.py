@@ -20,6 +20,7 @@ import numpy as np
 from minidl import checks
 from minidl import layers as m
 from minidl.bench.isolated import Case
+from minidl.bench.layers import budget_on
 from minidl.bench.torch_twin import cast, from_nhwc, load_state, nn, storage, torch, twin
 from minidl.layer import Layer
 from minidl.precision import Precision
@@ -364,7 +365,7 @@ def peer_ms(
 
     Of a batch norm, backward_data holds both gradients (backward_weight, where it is the only one asked for).
     """
-    budget = budget or Budget(seconds=0.25)
+    budget = budget or budget_on(device)
     calls = layer_calls(case.layer, case.shapes, precision, device, sets, adds=case.adds)
     times: dict[str, float | None] = {}
     for name in [name for name in calls if case.needs_input_grad or name != "backward_data"]:

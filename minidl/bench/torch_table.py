@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.bench.layers import ISOLATED, empty_row
+from minidl.bench.layers import ISOLATED, budget_on, empty_row
 from minidl.bench.torch_calls import Operands, arithmetic, mapped, separate, tensors, time_calls
 from minidl.bench.torch_twin import cast, from_nhwc, layer_of, nn, storage, torch
 from minidl.precision import Precision
@@ -68,7 +68,7 @@ def bench_module(
         x: the input: an NHWC array, a tensor as the module takes it, or a tuple of tensors.
         precision: storage of weights and activations and use of TF32; batch norms keep float32 parameters.
         case: the rows' case; default: the module's class and the input's shape.
-        budget: of each timing; default: a quarter of a second.
+        budget: of each timing; default: `minidl.bench.layers.budget_on` the device.
         ways: of "replayed", "cold" and "hot"; those that torch cannot do on the device are left out.
         ceilings: of this machine, for floors and shares of the roof.
         progress: told the name of each leaf before it is measured.
@@ -82,7 +82,7 @@ def bench_module(
     network = cast(copy.deepcopy(module), precision, device)
     inputs = _inputs(x, precision, device)
     title = case or f"{type(module).__name__}/{'+'.join('x'.join(map(str, t.shape)) for t in tensors(inputs))}"
-    bench = _Bench(title, precision, device, tuple(ways), budget or Budget(seconds=0.25), ceilings)
+    bench = _Bench(title, precision, device, tuple(ways), budget or budget_on(device), ceilings)
     with arithmetic(precision, device):
         executed = _executions(network, inputs)
         if [one.module for one in executed] == [network]:

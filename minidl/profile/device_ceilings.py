@@ -21,7 +21,7 @@ MATRIX_SIZE = 8192
 PERIOD = 1 << 22  # random numbers; they repeat after so many, which no kernel notices
 FMA_STEPS = 8192
 L2_REPEATS = 64
-BUDGET = Budget(samples=15, seconds=0.5)
+BUDGET = Budget(samples=15, seconds=0.5, rest=2.0)
 
 # The storage of each precision's operands, and cuBLAS's name for the way that it computes with them.
 MATRIX_KINDS = {

@@ -106,8 +106,8 @@ class Run:
 
     @cached_property
     def total_ms(self) -> float:
-        """Milliseconds of all its parts together: what shares are of. Within a step that is the step with the marks
-        between its layers, which lengthen it.
+        """Milliseconds of all its parts together: what shares are of. Within a step that is launched eagerly it is the
+        step with the marks between its layers, which may lengthen it.
         """
         return float(sum(self.ms(row) for row in self.rows if row["pass"] not in _WHOLE))
 
@@ -184,11 +184,21 @@ class Run:
         return 1e3 * self.batch / self.step["ms"] if self.batch else None
 
     @property
+    def fusion(self) -> str:
+        """The choice of fusion plan that was asked for (`minidl.fusion.fuse`)."""
+        return (self.point.get("setup") or {}).get("fusion") or "none"
+
+    @property
     def model(self) -> str:
-        """``resnet50 224×224``, with the options of a sweep that no other word tells; or how many layers."""
+        """``resnet50 224×224``, with the fusion and the options of a sweep that no other word tells; or how many
+        layers.
+        """
         match = _NETWORK.fullmatch(self.case or "")
         if match:
-            return f"{match['model']} {match['size'].replace('x', '×')}{match['options'] or ''}"
+            options = match["options"] or ""
+            if self.fusion != "none" and "fusion" not in options:
+                options = f", fusion {self.fusion}{options}"
+            return f"{match['model']} {match['size'].replace('x', '×')}{options}"
         if self.case is not None:
             return self.case
         cases = list(dict.fromkeys(row["case"] for row in self.rows))

@@ -2,27 +2,30 @@
 
 Between two steps nothing is waited for and nothing is read; each span costs two event records. In a CUDA graph the
 records become nodes of the graph, which each launch times anew: the passes of a step with no time of the host in it.
-There one record ends a span and begins the next where no other work lies between them, since each keeps kernels from
-overlapping at their ends.
+There one record ends a span and begins the next where no other work lies between them, since each keeps the kernels
+before and after it apart: some microseconds, which `StepTimes.less_marks` takes off again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from types import ModuleType
 from typing import Any
 
 from minidl.cuda.capture import used_bytes
 
-__all__ = ["COMPUTE", "MESSAGES", "Marked", "SpanTime", "StepProfiler", "StepTimes"]
+__all__ = ["COMPUTE", "MESSAGES", "Marked", "SpanTime", "StepProfiler", "StepTimes", "mark_cost"]
 
 COMPUTE, MESSAGES = "compute", "messages"
 _OF_THE_HOST = ("message",)  # launches on another stream: an interval of the compute stream holds nothing of it
 _NOTHING = nullcontext()
+_SAME_MOMENT = 1e-6  # milliseconds; events resolve half a microsecond
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,48 @@ class StepTimes:
     Attributes:
         memory: (milliseconds, bytes in use) after each span of the compute lane; empty where nothing tells.
         captured: its spans are those of CUDA graphs.
+        marks: milliseconds of each mark of the compute lane, ascending, from the step's begin to its end.
     """
 
     ms: float
     spans: list[SpanTime] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
     captured: bool = False
+    marks: list[float] = field(default_factory=list)
 
     @property
     def unaccounted_ms(self) -> float:
         """Time of the compute lane outside all spans: launching, and what nobody opened a span for."""
         return self.ms - sum(span.ms for span in self.spans if span.lane == COMPUTE)
+
+    def less_marks(self, cost: float) -> StepTimes:
+        """The step as it would be if its marks took no time: each interval between two of them ``cost`` milliseconds
+        shorter, and what follows so much earlier. A message keeps its length.
+        """
+
+        def at(moment: float) -> float:
+            return moment - cost * bisect_left(self.marks, moment - _SAME_MOMENT)
+
+        def less(span: SpanTime) -> SpanTime:
+            start = at(span.start_ms)
+            own = span.ms if span.lane == MESSAGES else max(at(span.start_ms + span.ms) - start, 0.0)
+            return replace(span, start_ms=start, ms=own)
+
+        memory = [(at(moment), used) for moment, used in self.memory]
+        return replace(self, ms=at(self.ms), spans=list(map(less, self.spans)), memory=memory)
+
+
+def mark_cost(plain: Sequence[float], watched: Sequence[StepTimes]) -> float:
+    """Milliseconds that one mark adds to a captured step: a node of the graph between two kernels, so that it costs
+    about the same between any two. 0 where nothing longer was seen.
+
+    Args:
+        plain: milliseconds of the same step without marks.
+        watched: with them.
+    """
+    intervals = median(len(step.marks) for step in watched) - 1
+    longer = median(step.ms for step in watched) - median(plain)
+    return max(longer, 0.0) / intervals if intervals > 0 else 0.0
 
 
 @dataclass
@@ -159,12 +193,16 @@ class StepProfiler:
             return known[id(mark)]
 
         step = StepTimes(at(pieces[-1].end), captured=bool(launched))
+        moments = {at(mark) for piece in pieces for mark in (piece.begin, piece.end)}
         for layer, pass_name, lane, start, stop, used in (span for piece in pieces for span in piece.spans):
             if lane == MESSAGES:
                 self._own.wait(stop)  # it may lie after the step's end
+            else:
+                moments |= {at(start), at(stop)}
             step.spans.append(SpanTime(layer, pass_name, lane, at(start), at(stop) - at(start)))
             if used >= 0:
                 step.memory.append((at(stop), used))
+        step.marks = sorted(moments)
         return step
 
 

@@ -31,6 +31,7 @@ __all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "input_sets"
 CACHE_MULTIPLE = 2  # all input sets together, in sizes of the cache
 _ENOUGH_FOR_P95 = 20
 _USUAL_CACHE = 64 << 20
+_LONGEST_REST = 0.02  # seconds
 
 Call = Callable[[], Any]
 
@@ -78,19 +79,27 @@ class Timing:
 class Budget:
     """How long to measure: a sample lasts at least ``sample_ms``; samples are taken until there are ``samples`` or
     ``seconds`` have passed, but never fewer than ``least``.
+
+    After each comes a pause of ``rest`` times its own length, of 20 ms at most. Matrix products one after another take
+    a GPU to its limit of power within some samples; its clock then falls by a tenth and comes and goes, and two runs
+    differ by more than what is to be told apart.
     """
 
     samples: int = 25
     seconds: float = 1.0
     least: int = 5
     sample_ms: float = 2.0  # an event's resolution (half a microsecond) is then below a thousandth of a sample
+    rest: float = 0.0
 
     def take(self, sample: Callable[[], float]) -> Timing:
         """Samples of ``sample``, which gives milliseconds."""
         taken: list[float] = []
         end = time.perf_counter() + self.seconds
         while len(taken) < self.samples and (len(taken) < max(self.least, 2) or time.perf_counter() < end):
+            started = time.perf_counter()
             taken.append(sample())
+            if self.rest:
+                time.sleep(min(self.rest * (time.perf_counter() - started), _LONGEST_REST))
         return Timing(tuple(taken))
 
 

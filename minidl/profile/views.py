@@ -256,12 +256,16 @@ def networks(found: Sequence[Run]) -> Table:
         raise NotInFile(f"{files}: no networks: no row of a whole step; run minidl bench model")
     shares = [run.shares() for run in whole]
     names = [name for name in _KINDS if any(abs(share.get(name, 0.0)) >= 5e-4 for share in shares)]
-    columns = ["network", "batch", "ranks", "dtype", "step ms", "images/s", "TFLOP/s", "FLOP/B", *names]
+    energy = [run.step.get("energy_mj") for run in whole]
+    columns = ["network", "batch", "ranks", "dtype", "step ms", "images/s", "TFLOP/s", "FLOP/B"]
+    columns += [*["mJ/image"] * any(energy), *names]
     cells = []
-    for run, share in zip(whole, shares, strict=True):
+    for run, share, millijoules in zip(whole, shares, energy, strict=True):
         ms, arm = run.step["ms"], "" if run.arm == "minidl" else f", {run.arm}"
         line = [run.model + arm, str(run.rank_batch or _NONE), str(run.ranks), run.dtype, _ms(ms)]
         line += [_number(run.images_per_s, 1, 0), _rate(1e-9 * run.step["flop"] / ms), _number(run.step["intensity"])]
+        if any(energy):
+            line.append(_number(millijoules / run.batch if millijoules and run.batch else None, 1, 0))
         cells.append(line + [_share(share.get(name, 0.0)) for name in names])
     ways = " or ".join(dict.fromkeys(run.how for run in whole))
     return f"training steps; batch and TFLOP/s of each rank; shares timed {ways}", columns, cells
@@ -299,7 +303,10 @@ def _steps(step: Content) -> list[str]:
         if (accounted := step.get(f"{name}_accounted")) is not None:
             text += f"; layers account for {accounted:.1%} of it"
         cost = step.get(f"{name}_profiling_overhead")  # not known of a training run, which times some steps only
-        lines.append(f"{text}; timing them costs {cost:+.1%}" if cost is not None else text)
+        text += f"; timing them costs {cost:+.1%}" if cost is not None else ""
+        if name == "graph" and step.get("mark_ms"):
+            text += f", of which their times are free: {1e3 * step['mark_ms']:.1f} us for each mark were taken off"
+        lines.append(text)
     if step.get("images_per_s"):
         lines.append(f"{step['images_per_s']:.0f} images/s, all ranks together")
     if step.get("energy_mj"):

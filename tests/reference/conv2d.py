@@ -1,44 +1,64 @@
-"""Convolution by its definition, in float64: one loop per index that names a place, slow and obvious."""
+"""Convolution by its definition, in float64: a loop over the filter's places, all pixels that meet one at once."""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight"]
-
-
-def _products(x_shape, w_shape, stride, padding, dilation, groups):
-    """All (output pixel, input pixel, filter position, input channels, output channels) that meet."""
-    _, H, W, C = x_shape
-    K, R, S, channels = w_shape
-    assert channels * groups == C
-    P, Q = output_size(x_shape, w_shape, stride, padding, dilation)
-    for p in range(P):
-        for q in range(Q):
-            for r in range(R):
-                for s in range(S):
-                    h = p * stride[0] - padding[0] + r * dilation[0]
-                    w = q * stride[1] - padding[1] + s * dilation[1]
-                    if not (0 <= h < H and 0 <= w < W):
-                        continue
-                    for g in range(groups):
-                        c = slice(g * channels, (g + 1) * channels)
-                        k = slice(g * (K // groups), (g + 1) * (K // groups))
-                        yield (p, q), (h, w), (r, s), c, k
+__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight", "output_size"]
 
 
 def output_size(x_shape, w_shape, stride, padding, dilation):
+    """Height and width of the output."""
     return tuple(
         (x_shape[1 + i] + 2 * padding[i] - dilation[i] * (w_shape[1 + i] - 1) - 1) // stride[i] + 1 for i in range(2)
     )
+
+
+def _meetings(x_shape, w_shape, stride, padding, dilation, groups):
+    """For each place of the filter: the place, output pixels and the input pixels they read there, as indices of
+    (N, P, Q, K) and (N, H, W, C).
+    """
+    assert w_shape[3] * groups == x_shape[3]
+    out = output_size(x_shape, w_shape, stride, padding, dilation)
+
+    def along(axis, tap):
+        places = np.arange(out[axis])
+        sources = places * stride[axis] - padding[axis] + tap * dilation[axis]
+        inside = (0 <= sources) & (sources < x_shape[1 + axis])
+        return places[inside], sources[inside]
+
+    for r in range(w_shape[1]):
+        for s in range(w_shape[2]):
+            (p, h), (q, w) = along(0, r), along(1, s)
+            yield (r, s), (slice(None), p[:, None], q), (slice(None), h[:, None], w)
+
+
+def _grouped(pixels, groups):
+    """(N, P, Q, C) -> (groups, N * P * Q, C / groups)"""
+    *places, channels = pixels.shape
+    return np.moveaxis(pixels.reshape(math.prod(places), groups, channels // groups), 1, 0)
+
+
+def _joined(products, shape):
+    """(groups, N * P * Q, C / groups) -> (N, P, Q, C) of a shape"""
+    return np.moveaxis(products, 0, 1).reshape(shape)
+
+
+def _filters(w, groups):
+    """(K, R, S, C / groups) -> (groups, K / groups, R, S, C / groups)"""
+    return w.reshape(groups, w.shape[0] // groups, *w.shape[1:])
 
 
 def conv2d(x, w, bias=None, *, stride, padding, dilation, groups):
     """x (N, H, W, C), w (K, R, S, C/groups), bias (K,) -> y (N, P, Q, K)"""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     y = np.zeros((x.shape[0], *output_size(x.shape, w.shape, stride, padding, dilation), w.shape[0]))
-    for (p, q), (h, i), (r, s), c, k in _products(x.shape, w.shape, stride, padding, dilation, groups):
-        y[:, p, q, k] += x[:, h, i, c] @ w[k, r, s].T
+    filters = _filters(w, groups)
+    for (r, s), out, source in _meetings(x.shape, w.shape, stride, padding, dilation, groups):
+        products = _grouped(x[source], groups) @ filters[:, :, r, s].swapaxes(1, 2)
+        y[out] += _joined(products, y[out].shape)
     return y if bias is None else y + np.asarray(bias, np.float64)
 
 
@@ -46,8 +66,10 @@ def conv2d_backward_data(dy, w, x_shape, *, stride, padding, dilation, groups, b
     """dy (N, P, Q, K), w (K, R, S, C/groups), bias (C,), add (N, H, W, C) -> dx (N, H, W, C)"""
     dy, w = np.asarray(dy, np.float64), np.asarray(w, np.float64)
     dx = np.zeros(x_shape)
-    for (p, q), (h, i), (r, s), c, k in _products(x_shape, w.shape, stride, padding, dilation, groups):
-        dx[:, h, i, c] += dy[:, p, q, k] @ w[k, r, s]
+    filters = _filters(w, groups)
+    for (r, s), out, source in _meetings(x_shape, w.shape, stride, padding, dilation, groups):
+        products = _grouped(dy[out], groups) @ filters[:, :, r, s]
+        dx[source] += _joined(products, dx[source].shape)
     if bias is not None:
         dx = dx + np.asarray(bias, np.float64)
     return dx if add is None else dx + np.asarray(add, np.float64)
@@ -57,8 +79,9 @@ def conv2d_backward_weight(dy, x, w_shape, *, stride, padding, dilation, groups)
     """dy (N, P, Q, K), x (N, H, W, C) -> dw (K, R, S, C/groups)"""
     dy, x = np.asarray(dy, np.float64), np.asarray(x, np.float64)
     dw = np.zeros(w_shape)
-    for (p, q), (h, i), (r, s), c, k in _products(x.shape, w_shape, stride, padding, dilation, groups):
-        dw[k, r, s] += dy[:, p, q, k].T @ x[:, h, i, c]
+    filters = _filters(dw, groups)
+    for (r, s), out, source in _meetings(x.shape, w_shape, stride, padding, dilation, groups):
+        filters[:, :, r, s] = _grouped(dy[out], groups).swapaxes(1, 2) @ _grouped(x[source], groups)
     return dw
 
 

@@ -23,6 +23,7 @@ __all__ = ["roofline"]
 
 _NAMED = 5
 _LOW = 0.5  # a pass that takes more than twice its floor stands out
+_BEYOND = 1.15  # of its roof: more than measuring errs; the rest of the work was a neighbour's
 _ROOM = 0.4  # of the width: what the longest text on a line takes
 _LARGEST, _SMALLEST = 420.0, 9.0  # areas of markers, square points
 
@@ -30,6 +31,9 @@ _LARGEST, _SMALLEST = 420.0, 9.0  # areas of markers, square points
 @style.drawn
 def roofline(run: Run, passes: Sequence[str] = COMPUTE) -> Figure:
     """Arithmetic intensity and achieved rate of each layer and pass under the measured ceilings.
+
+    With a fusion plan, passes far above the roof are left out: their kernels finish what a neighbour's have done, and
+    their rate would be that of work which they do not do.
 
     Args:
         run: with ceilings and FLOP per row.
@@ -41,9 +45,10 @@ def roofline(run: Run, passes: Sequence[str] = COMPUTE) -> Figure:
     ceilings = run.ceilings("roofline")
     roofs = _roofs(run, ceilings)
     chosen = [row for row in run.rows if row["pass"] in passes]
-    rows = [row for row in chosen if row.get("tflops") and row.get("intensity")]
-    if not rows:
+    worked = [row for row in chosen if row.get("tflops") and row.get("intensity")]
+    if not worked:
         raise run.lacks("roofline", f"no {' or '.join(passes)} row has both FLOP and time")
+    rows = [row for row in worked if run.fusion == "none" or (row.get("roof_share") or 0.0) < _BEYOND]
     rows.sort(key=lambda row: -run.ms(row))
     figure, (axes,) = style.page(6.4, "Roofline: each layer and pass", run.heading, top=1.42, bottom=0.95)
     _limits(axes, rows, roofs, run.how_alone)
@@ -51,7 +56,7 @@ def roofline(run: Run, passes: Sequence[str] = COMPUTE) -> Figure:
     _draw_rows(axes, rows, run)
     _name_longest(axes, rows, roofs, blocked, run)
     _keys(figure, rows, run)
-    _notes(figure, rows, len(chosen) - len(rows), run)
+    _notes(figure, rows, len(chosen) - len(worked), len(worked) - len(rows), run)
     return figure
 
 
@@ -208,12 +213,13 @@ def _whole(run: Run) -> str:
     return "step" if run.step else "time"
 
 
-def _notes(figure: Figure, rows: list[Row], left_out: int, run: Run) -> None:
+def _notes(figure: Figure, rows: list[Row], left_out: int, shared: int, run: Run) -> None:
     low = [row for row in rows if _low(row)]
     share = sum(run.ms(row) for row in low) / run.total_ms
     text = f"{len(rows)} passes; {len(low)} of them, {share:.0%} of the {_whole(run)}, run under half of their roof. "
     text += f"Named: the longest, with their share, timed {run.how}."
     text += "\nFLOP: 2 per multiply-add; bytes: every operand once."
-    if left_out:
-        text += f" Not drawn: {left_out} passes without FLOP or time (copies, views, work in a neighbour)."
+    if left_out or shared:
+        text += f" Not drawn: {left_out} passes without FLOP or time (copies, views, work in a neighbour)"
+        text += f", {shared} that a neighbour's kernels mostly do." if shared else "."
     style.note(figure, text)

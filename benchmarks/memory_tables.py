@@ -1,0 +1,85 @@
+"""Tables of plans for less memory, made from files of results for report.py."""
+
+from __future__ import annotations
+
+import statistics
+
+from result_files import Row, load
+
+from minidl.profile.tables import markdown
+
+__all__ = ["limited_steps", "pinning", "predicted_steps"]
+
+
+def _pinning_rows() -> dict[tuple[str, float | None], dict[str, Row]]:
+    found: dict[tuple[str, float | None], dict[str, Row]] = {}
+    for file in load("cpu", "bench_pinning"):
+        for row in file["rows"]:
+            found.setdefault((row["case"], row.get("share")), {})[row["arm"]] = row
+    return found
+
+
+def pinning() -> str:
+    """Bytes kept by dynamic programming against an MILP and other policies, over all limits of a network."""
+    cases: dict[str, list[dict[str, Row]]] = {}
+    for (case, _), arms in _pinning_rows().items():
+        if arms["dp"]["feasible"]:
+            cases.setdefault(case, []).append(arms)
+    rows = []
+    for case, found in cases.items():
+        proved = [arms["dp"] for arms in found if arms["dp"].get("milp_proven")]
+        gap = f"{max(row['gap'] for row in proved):.3g}" if proved else "-"
+        times = f"{max(arms['dp']['ms'] for arms in found):.0f}"
+        rows.append(
+            [case, str(len(found)), str(len(proved)), gap, _kept(found, "static"), _kept(found, "geeps"), times]
+        )
+    head = ["network, images, batch", "limits with a plan", "MILP proved", "gap", "kept, times static"]
+    return markdown([*head, "times GeePS", "plan ms, at most"], rows)
+
+
+def _kept(found: list[dict[str, Row]], arm: str) -> str:
+    """Median over limits of 25 to 75 % of the kept bytes, over those of ``arm``."""
+    middle = [arms for arms in found if arms["dp"].get("share") is not None and 0.25 <= arms["dp"]["share"] <= 0.75]
+    pairs = [(arms["dp"]["kept_bytes"], arms.get(arm, {}).get("kept_bytes") or 0) for arms in middle]
+    ratios = [ours / theirs if theirs else float("inf") for ours, theirs in pairs]
+    return f"{statistics.median(ratios):.2f}" if ratios and statistics.median(ratios) < float("inf") else "-"
+
+
+def predicted_steps() -> str:
+    """Simulated steps by policy, in times of the step without a limit."""
+    arms = {
+        "vdnn-all": "move everything (vDNN)", "geeps": "GeePS", "dp": "fewest bytes moved",
+        "joint": "keep, move or rebuild",
+    }  # fmt: skip
+    wanted = {"resnet50": 0.25, "resnet152": 0.25, "densenet121": 0.25, "unet": 0.3}
+    rows = []
+    for (case, share), found in _pinning_rows().items():
+        if share is not None and share in (wanted.get(case.split("/")[0]), 0.5, 0.75):
+            ratio = lambda r: f"{r['step_ms'] / r['step_unlimited_ms']:.2f}" if r and r.get("step_ms") else "-"  # noqa: E731
+            if any(found.get(arm, {}).get("step_ms") for arm in arms) and case.split("/")[0] in wanted:
+                rows.append([case, f"{share:.0%}", *(ratio(found.get(arm)) for arm in arms)])
+    return markdown(["network", "limit", *arms.values()], rows)
+
+
+def limited_steps() -> str:
+    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them."""
+    found = [row for file in load("h200", "bench_memory_step") for row in file["rows"]]
+    limited = sorted((row for row in found if "limit_bytes" in row), key=lambda row: -row["ratio"])
+    gib = lambda count: f"{count / (1 << 30):.2f}"  # noqa: E731
+    rows = [
+        [
+            row["case"], row["arm"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}", f"{row['ratio_to_bound']:.2f}",
+            f"{row['predicted_ratio']:.2f}", gib(row["need_bytes"]),
+            gib(row["limit_bytes"]), gib(row["peak_bytes"]), gib(row["moved_bytes"]), gib(row["made_again_bytes"]),
+        ]
+        for row in limited
+    ]  # fmt: skip
+    head = ["network, images, batch", "plan, limit", "ms", "times unlimited", "times bound", "predicted"]
+    parts = [markdown([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)]
+    rows = []
+    for case, row in {row["case"]: row for row in limited}.items():
+        rows.append([case, "minidl", f"{row['unlimited_ms']:.1f}", gib(row["need_bytes"])])
+        for name, ms in sorted(row["peers"].items(), key=lambda item: item[1]):
+            rows.append([case, name, f"{ms:.1f}", gib(row["peer_peak_bytes"][name])])
+    parts.append(markdown(["network, images, batch", "without a plan", "ms", "GiB"], rows))
+    return "\n\n".join(parts) if limited else ""

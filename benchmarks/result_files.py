@@ -1,0 +1,37 @@
+"""The files of results that tables are made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from minidl.profile.results import load as results_of
+
+__all__ = ["RESULTS", "ROOT", "Row", "everywhere", "load", "machine_of", "machines"]
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Row = dict[str, Any]
+
+
+def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
+    """The result files of a machine that this benchmark made; their names begin with its."""
+    found = map(results_of, sorted((RESULTS / machine).glob(f"{benchmark}*.json*")))
+    return [file for file in found if file["benchmark"] == benchmark]
+
+
+def everywhere(benchmark: str) -> list[dict[str, Any]]:
+    """The result files of all machines that this benchmark made."""
+    return [file for machine in machines() for file in load(machine, benchmark)]
+
+
+def machines() -> list[str]:
+    """The folders of results, one for each machine."""
+    return sorted(path.name for path in RESULTS.iterdir())
+
+
+def machine_of(file: dict[str, Any]) -> str:
+    """In a word: the GPU, or how many cores."""
+    machine = file["machine"]
+    return machine.get("gpu") or f"CPU, {machine.get('cores', 2)} cores"
