@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import sys
 import threading
+import time
 import traceback
 from types import SimpleNamespace
 
@@ -287,6 +288,23 @@ def test_the_watchdog_sees_what_the_device_has_not_done(engine):
 
     (seen,) = engine(1, program)
     assert seen == [[], ["start_all_reduce of 1000 float32 (conv1)"], []]
+
+
+def test_the_process_may_not_end_before_nccl_is_done(engine, monkeypatch):
+    """Seen to crash where seven jobs shared two GPUs: it took longer than a second."""
+    done = threading.Event()
+
+    def slowly(self):
+        time.sleep(1.5)
+        done.set()
+
+    monkeypatch.setattr(nccl.NCCLCommunicator, "_destroy", slowly)
+
+    def program(comm, ops):
+        comm.close()
+        return done.is_set()
+
+    assert engine(1, program) == [True]
 
 
 def test_the_memory_of_a_message_that_nobody_keeps_is_not_reused_under_way(engine):

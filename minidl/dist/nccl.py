@@ -41,7 +41,7 @@ _SUMMABLE = {
 }
 _INLINE, _MESSAGES = "inline of the GPU", "messages of the GPU"
 _HIGHEST_PRIORITY = -5  # CUDA takes the nearest that the device has
-_RELEASE_SECONDS = 1.0
+_RELEASE_SECONDS = 30.0  # NCCL takes long where GPUs are shared, and crashes if the process ends meanwhile
 
 
 def load_nccl() -> ModuleType:
