@@ -32,7 +32,6 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "S
 
 _world: Communicator = SOLO
 _device: str | None = None  # of the last init, until the communicator is closed
-_shrunk = False  # a rank was lost
 
 
 def world() -> Communicator:
@@ -91,12 +90,13 @@ def shrink() -> Communicator:
     Raises:
         RuntimeError: where the ranks were not joined with ``elastic``.
     """
-    global _world, _shrunk
+    global _world
     if not getattr(_world, "elastic", False):
         raise checks.order("shrink", "a lost rank ends this job", "join it with dist.init('cpu', elastic=True)")
-    before, _shrunk = _world.size, True
+    before = _world.size
     _world = comm = _world.shrink()
     _install(comm)
+    abort.end_hard()  # MPI's own end was seen to hang where a rank is lost
     if comm.rank == 0:
         print(f"minidl: {comm.size} ranks go on of {before}", file=sys.stderr, flush=True)
     return comm
@@ -217,10 +217,7 @@ def _find_device() -> str:
 
 
 def _part() -> None:
-    """At the normal end of the program. Where a rank was lost MPI's own end was seen to hang, and is left out."""
+    """At the normal end of the program."""
     status = abort.departure().code
     world().close()
-    if _shrunk:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    abort.end_now(status)
