@@ -328,7 +328,7 @@ class NCCLCommunicator:
         self._control.close()
 
     def _release(self) -> None:
-        """Destroy the communicators, and wait: no call, nor the end of the process, goes on beside it (seen to crash)."""
+        """Destroy the communicators and wait: beside that no call may go on, nor the process end (seen to crash)."""
         release = threading.Thread(target=self._destroy, name="minidl-nccl-release", daemon=True)
         release.start()
         release.join(_RELEASE_SECONDS)
