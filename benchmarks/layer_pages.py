@@ -38,10 +38,15 @@ _WORDS = {
 def measured(results: Path) -> tuple[Run, ...]:
     """Every run of a network by us; of the same measurement twice the newest. A folder
     ``<machine>-x1`` holds what the runs of ``<machine>-x2``, ... are compared with: it counts where there is no other.
+    Nor do shares that hold the cost of marks stand beside shares that are free of it.
     """
     beside = lambda run: Path(run.file).parent.name.endswith("-x1")  # noqa: E731
-    known = {_network(run) for run in _every(results) if run.ranks == 1 and not beside(run)}
-    found = {_key(run): run for run in _every(results) if not beside(run) or _network(run) not in known}
+    alone = [run for run in _every(results) if run.ranks == 1 and not beside(run)]
+    known, free = ({_network(run) for run in some} for some in (alone, filter(_free_of_marks, alone)))
+    several = [run for run in _every(results) if run.ranks > 1]
+    chosen = [run for run in alone if _free_of_marks(run) or _network(run) not in free]
+    chosen += [run for run in _every(results) if beside(run) and _network(run) not in known]
+    found = {_key(run): run for run in [*several, *chosen]}
     return _ordered(found.values())
 
 
@@ -73,6 +78,11 @@ def _every(results: Path) -> tuple[Run, ...]:
     files.sort(key=lambda file: file[:2])
     found = (run for _, name, content in files for run in runs(content, name))
     return tuple(run for run in found if run.step is not None and run.rank_batch and run.arm == "minidl")
+
+
+def _free_of_marks(run: Run) -> bool:
+    """Its steps were not captured, or their marks were taken off."""
+    return not run.record.get("graph") or "mark_ms" in run.record
 
 
 def _network(run: Run) -> tuple:

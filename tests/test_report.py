@@ -115,6 +115,23 @@ def with_steps_of(content, ms, date):
     return changed
 
 
+def test_shares_with_the_cost_of_marks_do_not_stand_beside_shares_without(pages, content, tmp_path):
+    def captured(*batches, date, **more):
+        changed = with_steps_of(content, 5.0, date)
+        changed["points"] = [p for p in changed["points"] if p["setup"]["batch"] in batches]
+        changed["rows"] = [row for row in changed["rows"] if int(row["case"].rpartition("/b")[2]) in batches]
+        for point in changed["points"]:
+            point["step"] = {name: of for name, of in point["step"].items() if name != "mark_ms"} | more
+            point["step"]["graph"] = point["step"]["eager"]
+        return changed
+
+    write(tmp_path / "cpu" / "bench_model_a.json", captured(2, 4, date="2026-01-01"))
+    assert [line[1] for line in cells(pages.overview(tmp_path), "lenet 32×32")] == ["2", "4"]
+    forget(pages)
+    write(tmp_path / "cpu" / "bench_model_b.json", captured(2, date="2026-02-01", mark_ms=0.004))
+    assert [line[1] for line in cells(pages.overview(tmp_path), "lenet 32×32")] == ["2"]
+
+
 def test_ranks_are_compared_with_one_rank_of_their_own_time(pages, content, tmp_path):
     """A newer measurement on one rank stands in the table of one rank, and makes no scaling."""
     write(tmp_path / "cpu-x1" / "bench_model.json", with_steps_of(content, 100.0, "2026-01-02T10:00:00+00:00"))
