@@ -269,6 +269,13 @@ def call_pool2d() -> None:
             ops.max_pool2d_backward(y, index, x.shape, dilation=(1, 1), **window)
             y = ops.avg_pool2d(x, ceil_mode=True, count_include_pad=False, **window)
             ops.avg_pool2d_backward(y, x.shape, ceil_mode=True, count_include_pad=False, **window)
+        for x, (kernel, stride, padding) in itertools.product(arrays[::4], windows[:3]):
+            window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": (1, 1)}
+            gamma, moments = ops.empty(x.shape[-1], np.float32), ops.empty((2, x.shape[-1]), np.float32)
+            y, index, _ = ops.batch_norm_max_pool2d(x, moments, gamma, gamma, ceil_mode=True, **window)
+            sums = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
+            for given in (sums, (None, None)):
+                ops.batch_norm_max_pool2d_backward(y, index, x, moments, gamma, *given, **window)
         for x, size in itertools.product(_activations(dtype), [(1, 1), (3, 2), (7, 5)]):
             assert ops.adaptive_avg_pool2d_backward(ops.adaptive_avg_pool2d(x, size), x.shape).shape == x.shape
 
@@ -315,9 +322,10 @@ def _sparse_products() -> None:
         wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
         ops.csb_matmul(*pattern, values, wide, *where, features_last=last)
         if dtype == float32:
-            ops.csb_matmul(*pattern, values, wide, *where, features_last=last, tf32x3=True)
+            for split in ("tf32x3", "bf16x3"):
+                ops.csb_matmul(*pattern, values, wide, *where, features_last=last, split=split)
             few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
-            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
+            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, split="tf32x3")
 
 
 def call_csb_conv2d() -> None:
@@ -403,6 +411,9 @@ def call_optim() -> None:
         ):
             if buffer is not None or not nesterov:
                 ops.sgd_update(master, grad, buffer, working, segment_of, segments, control, nesterov=nesterov)
+            if buffer is not None and not nesterov:
+                ops.sgd_update(master, None, buffer, working, segment_of, segments, control, nesterov=False)
+        ops.sgd_begin(master, momentum, segment_of, segments, control)
         ops.find_nonfinite(grad, control)
     ops.update_loss_scale(control)
 

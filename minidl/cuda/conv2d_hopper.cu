@@ -306,7 +306,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
         masking.take(slab + k, x + k, y + k, [](int) { return true; });
-    if ((s + 1) % SLABS_AT_ONCE == 0) {
+    if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
             if (MASKED == 2) barrier_arrive(at.emptied(other.index));
