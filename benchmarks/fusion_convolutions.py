@@ -1,10 +1,11 @@
 """The part of bench_fusion that times what convolutions do for the batch norms around them, against doing it apart.
 
 Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
-for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum). `apart` is
-the same in passes of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, and
-`whole` also adds up what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past
-the cache on both sides.
+for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum); output and
+weight gradient are also those of an input that is normalised as it is read, the prologue. `apart` is the same in passes
+of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, and `whole` also adds up
+what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache on both
+sides.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["convolutions"]
 Row = dict[str, Any]
 
 
-class Arrays(bench_conv._Arrays):
+class Arrays(bench_conv.Arrays):
     """Those of a layer, with what lies around it."""
 
     def __init__(self, layer: bench_conv.Layer, sets: int) -> None:
@@ -46,6 +47,7 @@ class Arrays(bench_conv._Arrays):
         self.vector = torch.rand(layer.channels, device="cuda") + 0.5
         self.moments = ops.from_host(np.stack([np.zeros(layer.channels), np.ones(layer.channels)]).astype(np.float32))
         self.affine = ops.from_host(np.ones(layer.channels, np.float32)), None
+        self.norm = self.moments, self.affine[0], ops.from_host(np.zeros(layer.channels, np.float32))
         options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
         self.options = options
 
@@ -105,6 +107,57 @@ class Arrays(bench_conv._Arrays):
         groups = zip(self.peer("backward_data"), self.inputs, self.outputs, self.x, strict=True)
         return [partial(call, conv, *map(nchw, rest)) for conv, *rest in groups]
 
+    def prologue(self, arm: str) -> list[Callable[[], Any]]:
+        w = self.array(self.w)
+
+        def call(x: Any) -> Any:
+            if arm == "apart":
+                return ops.conv2d(ops.batch_norm_apply(x, *self.norm, relu=True), w, **self.options)
+            return ops.conv2d(x, w, **self.options, norm=None if arm == "plain" else self.norm)
+
+        return [partial(call, self.array(x)) for x in self.x]
+
+    def prologue_peer(self) -> list[Callable[[], Any]]:
+        import torch
+
+        torch_conv = torch.nn.functional.conv2d
+        w, where = bench_conv._nchw(self.w), ([self.layer.stride] * 2, [self.layer.padding] * 2)
+        return [lambda x=x: torch_conv(self._normalised(x), w, None, *where) for x in self.x]
+
+    def prologue_weight(self, arm: str) -> list[Callable[[], Any]]:
+        def call(dy: Any, x: Any, out: Any) -> Any:
+            norm = self.norm if arm in ("kernel", "whole") else None
+            x = ops.batch_norm_apply(x, *self.norm, relu=True) if arm == "apart" else x
+            ops.conv2d_backward_weight(dy, x, **self.options, out=out, norm=norm)
+            return out
+
+        pairs = zip(self.dy, self.x, strict=True)
+        return [partial(call, *map(self.array, pair), ops.empty(tuple(self.w.shape), np.float32)) for pair in pairs]
+
+    def prologue_weight_peer(self) -> list[Callable[[], Any]]:
+        import torch
+
+        layer, w, nchw = self.layer, bench_conv._nchw(self.w), bench_conv._nchw
+        how = [layer.stride] * 2, [layer.padding] * 2, [1, 1], False, [0, 0], 1, [False, True, False]
+        backward = torch.ops.aten.convolution_backward
+        pairs = zip(self.dy, self.x, strict=True)
+        return [lambda dy=dy, x=x: backward(nchw(dy), self._normalised(x), w, None, *how)[1] for dy, x in pairs]
+
+    def _normalised(self, x: Any) -> Any:
+        import torch
+
+        vector = self.vector
+        y = torch.nn.functional.batch_norm(bench_conv._nchw(x), vector, vector, vector, vector, training=False)
+        return y.relu_()
+
+
+PASSES = {
+    "forward": ("forward", "statistics"),
+    "backward_data": ("backward_data", "gradients"),
+    "prologue": ("forward", "prologue"),
+    "prologue_weight": ("backward_weight", "prologue"),
+}  # the part of `Arrays`, the pass and the arm of its rows
+
 
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
@@ -112,15 +165,18 @@ def convolutions(a: argparse.Namespace) -> list[Row]:
     rows = [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf))]
     rows.sort(key=lambda row: row["count"] * (row["ms"] - row["apart_ms"]), reverse=True)
     table = [
-        [row["case"], row["pass"], str(row["count"])]
+        [row["case"], row["pass"], row["arm"], str(row["count"])]
         + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
         + [f"{row['cost']:+.1%}", f"{1e3 * row['ms']:.1f}", f"{1e3 * row['apart_ms']:.1f}"]
         + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
         for row in rows
     ]
-    columns = ["layer", "pass", "times", "plain", "kernel", "cost", "whole", "apart", "PyTorch"]
-    for which in ("forward", "backward_data"):
-        mine = [row for row in rows if row["pass"] == which]
+    columns = ["layer", "pass", "arm", "times", "plain", "kernel", "cost", "whole", "apart", "PyTorch"]
+    for pass_, arm in PASSES.values():
+        mine, which = (
+            [row for row in rows if (row["pass"], row["arm"].split(",")[0]) == (pass_, arm)],
+            f"{pass_}, {arm}",
+        )
         total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
         mean = statistics.geometric_mean(1 + row["cost"] for row in mine)
         cost = total("kernel_ms") / total("plain_ms") - 1
@@ -137,15 +193,15 @@ def _rows(layer: bench_conv.Layer, budget: Budget) -> list[Row]:
     from minidl.bench.torch_calls import time_calls
 
     arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
-    for which in ("forward", "backward_data"):
+    for which, (pass_, kind) in PASSES.items():
         times = {}
         for arm in ("plain", "kernel", "whole", "apart"):
             with _left_as_they_are(arm == "kernel"):
                 times[arm] = DeviceTimer().replayed(getattr(arrays, which)(arm), budget)
         peer = time_calls(getattr(arrays, f"{which}_peer")(), budget, "replayed", "cuda")
         rows.append({
-            "case": layer.name, "pass": which, "dtype": "bf16",
-            "arm": "statistics" if which == "forward" else "gradients, join" if arrays.joined else "gradients, relu",
+            "case": layer.name, "pass": pass_, "dtype": "bf16",
+            "arm": kind if kind != "gradients" else "gradients, join" if arrays.joined else "gradients, relu",
             "ms": times["whole"].ms, "spread": times["whole"].spread, "floor_ms": None, "count": layer.count,
             "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
             "cost": times["kernel"].ms / times["plain"].ms - 1, "peers": {"torch-eager": peer.ms},

@@ -23,6 +23,12 @@ from tests.tolerance import draw, draw_integers
 FORWARD = ("stride", "padding", "dilation", "groups")
 
 
+@pytest.fixture(autouse=True)
+def on_the_way(monkeypatch):
+    """Laws hold also where a pass of its own should be faster."""
+    monkeypatch.setattr(conv2d_hopper, "normalizing_pays", lambda *_: True)
+
+
 def operands(rng, case, storage, ratio=0.0):
     """x whose channels lie so many deviations from zero, its batch norm with gammas of both signs and zero, and w."""
     channels = case.x[3]
@@ -212,6 +218,24 @@ def test_the_weight_gradient_of_a_small_image_is_preceded_by_a_pass(side, pays):
         x, dy = (ops.empty((256, side, side, c), bfloat16) for c in (channels, 4 * channels))
         norm = ops.empty((2, channels), float32), ops.empty(channels, float32), ops.empty(channels, float32)
         ops.conv2d_backward_weight(dy, x, norm=norm, out=ops.empty((4 * channels, 1, 1, channels), float32), **options)
+    names = [launch.name for launch in log.launches]
+    assert ("batch_norm_apply_kernel" in names) != pays
+
+
+@pytest.mark.parametrize(("side", "kernel", "pays"), [(56, 3, True), (56, 1, True), (7, 3, False)])
+def test_the_input_of_a_small_image_is_normalised_before(side, kernel, pays, monkeypatch):
+    from minidl import cuda as ops
+
+    monkeypatch.setattr(conv2d_hopper, "normalizing_pays", conv2d_hopper_tiles.normalizing_pays)
+    options = {"stride": (1, 1), "padding": (kernel // 2,) * 2, "dilation": (1, 1), "groups": 1}
+    channels = 64 * 56 // side
+    with dry_run(BUILT_IN["H200"]) as log:
+        x, w = (
+            ops.empty((256, side, side, channels), bfloat16),
+            ops.empty((channels, kernel, kernel, channels), bfloat16),
+        )
+        norm = ops.empty((2, channels), float32), ops.empty(channels, float32), ops.empty(channels, float32)
+        ops.conv2d(x, w, norm=norm, **options)
     names = [launch.name for launch in log.launches]
     assert ("batch_norm_apply_kernel" in names) != pays
 

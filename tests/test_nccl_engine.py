@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import sys
 import threading
+import time
 import traceback
 from types import SimpleNamespace
 
@@ -287,6 +288,31 @@ def test_the_watchdog_sees_what_the_device_has_not_done(engine):
 
     (seen,) = engine(1, program)
     assert seen == [[], ["start_all_reduce of 1000 float32 (conv1)"], []]
+
+
+@pytest.mark.parametrize("patience", [30.0, 0.3])
+def test_nothing_goes_on_before_nccl_is_done_or_given_up(patience, engine, monkeypatch):
+    """Seen to crash where jobs shared two GPUs. What NCCL keeps for ever is told, and the process ends without it."""
+    done, told, kept, hard = threading.Event(), [], [], []
+
+    def slowly(self):
+        time.sleep(1.5)
+        done.set()
+
+    monkeypatch.setattr(nccl, "_RELEASE_SECONDS", patience)
+    monkeypatch.setattr(nccl.NCCLCommunicator, "_destroy", slowly)
+    monkeypatch.setattr(nccl.NCCLCommunicator, "_keep", lambda self: kept.append(self))
+    monkeypatch.setattr(nccl.abort, "tell", told.append)
+    monkeypatch.setattr(nccl.abort, "end_hard", lambda: hard.append(True))
+
+    def program(comm, ops):
+        comm.close()
+        return done.is_set()
+
+    patient = patience > 1
+    assert engine(1, program) == [patient]
+    assert len(told) == len(kept) == len(hard) == (not patient)
+    assert patient or told == ["minidl: NCCL does not let go of a communicator in 0.3 s; it goes with the process"]
 
 
 def test_the_memory_of_a_message_that_nobody_keeps_is_not_reused_under_way(engine):

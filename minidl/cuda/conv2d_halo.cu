@@ -165,10 +165,11 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 constexpr int WARPS = 3;  // that normalise
 
 // A warp: normalises its part of patch after patch, the pixels that lie in the image; around it are zeros.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last) {
-    constexpr int STEP = WARPS * 4;
-    const int thread = threadIdx.x - 128 * WARPGROUPS - 32;
-    const int pixels = (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * p.line;
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
+    const int lines = WINDOW + (p.taps_h - 1) * abs(p.delta_h), units = ceil_div(lines * p.line, UNIT);
+    // In each unit a lane looks at one pixel, which then is so many lines and pixels further.
+    const int begin = warp * UNIT + threadIdx.x % UNIT, begin_y = begin / p.line, begin_x = begin - begin_y * p.line;
+    const int further_y = WARPS * UNIT / p.line, further_x = WARPS * UNIT - further_y * p.line;
     Ring<PATCHES> patches;
     Chunk chunk;
     int loaded = -1;
@@ -178,15 +179,18 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
             if (channel != loaded) chunk.load(norm, channel), loaded = channel;
             for (int j = 0; j < WINDOWS; ++j) {
                 const Window window(p, tile.window + j);
-                int y = window.y + p.first_h, x = thread / 8;
+                int y = begin_y, x = begin_x;
                 barrier_wait(at.patch_filled(patches.index), patches.parity);
-                normalize_rows<STEP>(chunk, at.patch(patches.index), thread / 8, pixels, [&](int) {
-                    for (; x >= p.line; x -= p.line) ++y;
-                    const int column = window.x + p.first_w + x;
-                    x += STEP;
-                    return u32(y) < u32(p.source_h) && u32(column) < u32(p.source_w);
+                normalize_rows<WARPS>(chunk, at.patch(patches.index), warp, units, [&](int) {
+                    const bool inside = y < lines && u32(window.y + p.first_h + y) < u32(p.source_h) &&
+                                        u32(window.x + p.first_w + x) < u32(p.source_w);
+                    y += further_y, x += further_x;
+                    if (x >= p.line) x -= p.line, ++y;
+                    return __ballot_sync(0xffffffffu, inside);
                 });
-                if (thread % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
+                fence_for_engine();
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
                 patches.advance();
             }
         }
@@ -365,7 +369,8 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
         give_registers<NORMALIZED ? 88 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
 #if NORMALIZED
-        if (threadIdx.x >= 128 * WARPGROUPS + 32) normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last);
+        if (threadIdx.x >= 128 * WARPGROUPS + 32)
+            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
 #endif
     } else {
         take_registers<NORMALIZED ? 208 : 232>();

@@ -241,8 +241,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
-constexpr int WARPS = 3;                                          // that normalise in place, if any
-constexpr int EMPTYING = 4 * WARPGROUPS + (IN_PLACE ? WARPS : 0);  // warps that are done with a stage
+constexpr int WARPS = 3;  // that normalise in place, if any
 
 #if NORMALIZED
 #include "conv2d_hopper_input.cuh"
@@ -370,10 +369,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
         if constexpr (IN_PLACE)
-            for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
+            for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
         barrier_init_done();
     }
     __syncthreads();

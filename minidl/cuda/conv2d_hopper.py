@@ -16,7 +16,7 @@ import numpy as np
 from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, taken
+from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_statistics import added_up, sums_of
 from minidl.cuda.conv2d_walk import (
@@ -223,9 +223,9 @@ def takes_statistics(conv: Convolution, code: int) -> bool:
 
 
 def normalizes(conv: Convolution, code: int) -> bool:
-    """Whether `forward_fused` can normalise the input of a convolution that the family takes: of a 16-bit type, and in
-    one launch."""
-    return code > 0 and conv.images <= images_at_once(conv)
+    """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
+    one launch, and where that should be faster than a pass of its own."""
+    return code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code)
 
 
 def forward_fused(

@@ -2,22 +2,17 @@
 #pragma once
 #include "conv2d_input.cuh"
 
-// A warp: normalises every third stage.
+// A warp: normalises its part of stage after stage.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
     Chunk chunk;
     Ring<STAGES> ring;
-    int turn = warp;
     for (int i = first; i < last; i += p.group)
         for (int channel = 0; channel < p.depth; channel += DEPTH, ring.advance()) {
-            if (turn == 0) chunk.load(norm, channel);
-            // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
-            // from the next.
+            chunk.load(norm, channel);
             barrier_wait(at.filled(ring.index), ring.parity);
+            normalize_rows<WARPS>(chunk, at.stage(ring.index), warp, TILE_M / UNIT, [](int) { return ~0u; });
+            fence_for_engine();
             __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(at.emptied(ring.index));
-            if (turn-- > 0) continue;
-            turn = WARPS - 1;
-            normalize_rows<4>(chunk, at.stage(ring.index), threadIdx.x % 32 / 8, TILE_M, [](int) { return true; });
             if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
         }
 }
@@ -48,9 +43,9 @@ struct Border {
     }
 };
 
-// Parameters of the channels of a chunk stay in registers over its taps, where there is room.
-constexpr bool HELD = BLOCKS == 1 || TILE_N == 64;
-constexpr int AHEAD = 3;  // products of 16 channels that run while the next one's operand is made
+// Products of 16 channels that are started together, and such groups that run while the next one's operands are made.
+constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
+constexpr int AHEAD = 1;
 
 // A warpgroup: sums up its rows of one tile, which it normalises.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
@@ -61,10 +56,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     u32 before = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
-        Affine held[HELD ? 8 : 1];
-        if constexpr (HELD)
+        Affine affine[8];  // of a chunk, over its taps
 #pragma unroll
-            for (int k = 0; k < 8; ++k) held[k] = Affine(norm, channel + k * 8, channel + k * 8 + column);
+        for (int k = 0; k < 8; ++k) affine[k] = Affine(norm, channel + k * 8, channel + k * 8 + column);
         for (int a = 0; a < c.taps_h; ++a)
             for (int b = 0; b < c.taps_w; ++b) {
                 const u32 stage = at.stage(ring.index);
@@ -73,27 +67,31 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                 border.find(p, a, b, inside);
                 barrier_wait(at.filled(ring.index), ring.parity);
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    u32 words[BLOCKS][4];
+                for (int g = 0; g < GROUPS; ++g) {
+                    u32 raw[GROUP][BLOCKS][4], words[GROUP][BLOCKS][4];
 #pragma unroll
-                    for (int i = 0; i < BLOCKS; ++i)
-                        load_matrices(words[i], stage + from + i * 64 * 128 + ((2 * k + lane / 16) ^ swizzle) * 16);
+                    for (int k = 0; k < GROUP; ++k)
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const int of = channel + k * 16 + j * 8;
-                        const Affine affine = HELD ? held[2 * k + j] : Affine(norm, of, of + column);
-#pragma unroll
-                        for (int i = 0; i < 2 * BLOCKS; ++i) {
-                            u32& word = words[i / 2][2 * j + i % 2];
-                            word = affine(word) & inside[i];
-                        }
-                    }
+                        for (int i = 0; i < BLOCKS; ++i)
+                            load_matrices(raw[k][i], stage + from + i * 64 * 128 +
+                                                         ((2 * (g * GROUP + k) + lane / 16) ^ swizzle) * 16);
+                    // Registers of those that ran longest are free again.
                     await_products<AHEAD>();
-                    if (k == AHEAD && lane == 0 && channel + a + b > 0) barrier_arrive(before);
+                    if (g == AHEAD && lane == 0 && channel + a + b > 0) barrier_arrive(before);
+#pragma unroll
+                    for (int k = 0; k < GROUP; ++k)
+#pragma unroll
+                        for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+                            for (int j = 0; j < 4; ++j)
+                                words[k][i][j] = affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j]) & inside[2 * i + j % 2];
                     product_fence();
 #pragma unroll
-                    for (int i = 0; i < BLOCKS; ++i)
-                        multiply(sum[i], words[i], filters + operand_step(k * 32), channel + a + b + k);
+                    for (int k = 0; k < GROUP; ++k)
+#pragma unroll
+                        for (int i = 0; i < BLOCKS; ++i)
+                            multiply(sum[i], words[k][i], filters + operand_step((g * GROUP + k) * 32),
+                                     channel + a + b + g * GROUP + k);
                     commit_products();
                 }
                 before = at.emptied(ring.index);
@@ -101,7 +99,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
             }
     }
     await_products<0>();
-    if (threadIdx.x % 32 == 0) barrier_arrive(before);
+    if (lane == 0) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }

@@ -13,7 +13,18 @@ from minidl.cuda.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, it
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
-__all__ = ["SLAB", "TILES", "HopperTile", "candidates", "choose", "microseconds", "options", "taken", "work"]
+__all__ = [
+    "SLAB",
+    "TILES",
+    "HopperTile",
+    "candidates",
+    "choose",
+    "microseconds",
+    "normalizing_pays",
+    "options",
+    "taken",
+    "work",
+]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
 
@@ -80,8 +91,9 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.13, (256, 128): 1.95, (128, 192): 1.13, (256, 64): 2.6, (128, 128): 1.65}
-_WINDOW, _IN_PLACE = 1.4, 0.2
+_IN_REGISTERS = {(128, 256): 1.15, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
+_WINDOW, _IN_PLACE = 1.02, 0.48
+_STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
@@ -122,25 +134,27 @@ def microseconds(
 
     A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
     """
-    step = _normalizing(conv, tile) if normalized else tile.step
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    arithmetic = max(rounds * (stages / tiles * step + tile.rest), fetched)
+    busy = _busy(conv, tile, stages / tiles, normalized)
+    arithmetic = max(rounds * busy, fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
-def _normalizing(conv: Convolution, tile: HopperTile | HaloTile) -> float:
-    """Microseconds of a stage that is normalised too."""
+def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: bool) -> float:
+    """Microseconds that a multiprocessor is busy with a tile of so many stages."""
+    if not normalized:
+        return stages * tile.step + tile.rest
     if isinstance(tile, HaloTile):
-        return tile.step * _WINDOW
-    if is_flat(conv):
-        return max(tile.step, tile.rows / SLAB * _IN_PLACE)
-    return tile.step * _IN_REGISTERS[tile.rows, tile.columns]
+        return stages * tile.step * _WINDOW + tile.rest
+    if is_flat(conv):  # beside the products, and partly beside what comes behind them
+        return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE + tile.rest / 2)
+    return stages * tile.step * _IN_REGISTERS[tile.rows, tile.columns] + tile.rest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,6 +165,16 @@ def choose(
     among = candidates(conv, backward, device, code, normalized)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int) -> bool:
+    """Whether normalising the input on the way should take less time than a pass that reads and writes it before."""
+    apart, together = (
+        microseconds(conv, False, choose(conv, False, device, code, on_the_way)[0], device, code, on_the_way)[1]
+        for on_the_way in (False, True)
+    )
+    return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
 
 
 def _shares(

@@ -47,36 +47,44 @@ struct Affine {
 // pixel each: eight neighbours take a row, and each thread the same chunk of eight channels of all of its rows.
 struct Chunk {
     Affine pairs[4];
-    u32 place = threadIdx.x % 8;  // of the chunk in a row but for the swizzle
 
     __device__ __forceinline__ void load(const Norm& norm, int channel) {
+        channel += threadIdx.x % 8 * 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel + place * 8, channel + place * 8 + 2 * i);
+        for (int i = 0; i < 4; ++i) pairs[i] = Affine(norm, channel, channel + 2 * i);
     }
-
-    // Its part of a row from the address `rows` on, which is that of an atom.
-    __device__ __forceinline__ u32 in(u32 rows, u32 row) const { return rows + row * 128 + (place ^ row) % 8 * 16; }
 
     __device__ __forceinline__ uint4 operator()(uint4 x) const {
         return make_uint4(pairs[0](x.x), pairs[1](x.y), pairs[2](x.z), pairs[3](x.w));
     }
 };
 
-// Normalises a thread's rows, first, first + STEP, ... below `count`, where inside() says so, which is asked for one after
-// the other.
+constexpr int UNIT = 16;  // rows that a warp normalises at a time
+
+// Where the i-th of a thread's chunks of a unit is, in row lane / 8 + 4 * i. Rows that are eight apart are swizzled
+// alike, those that are four apart the other way.
+DEVICE u32 place_in_unit(u32 rows, int i) {
+    const u32 row = threadIdx.x % 32 / 8, chunk = (threadIdx.x % 8) ^ row;
+    return ((rows + row * 128 + chunk * 16) ^ (i % 2 * 64)) + i * 512;
+}
+
+// A warp: normalises units `first`, first + STEP, ... below `units` of rows that begin where an atom does. inside(unit),
+// which is asked for one after the other, has a bit for each row of a unit: only those that are set change. Before the
+// engine may read them, fence_for_engine() and __syncwarp().
 template <int STEP, class Inside>
-DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int count, Inside inside) {
-    constexpr int AT_ONCE = 4;
-    for (int row = first; row < count; row += AT_ONCE * STEP) {
-        uint4 values[AT_ONCE];
+DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int units, Inside inside) {
+    uint4 values[4];
+    rows += first * UNIT * 128;
+    if (first < units)
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) values[i] = load_shared(chunk.in(rows, row + i * STEP));
+        for (int i = 0; i < 4; ++i) values[i] = load_shared(place_in_unit(rows, i));
+    for (int unit = first; unit < units; unit += STEP, rows += STEP * UNIT * 128) {
+        const u32 bits = inside(unit) >> threadIdx.x % 32 / 8;
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const bool wanted = inside(row + i * STEP) && row + i * STEP < count;
-            store_shared(chunk.in(rows, row + i * STEP), chunk(values[i]), wanted);
+        for (int i = 0; i < 4; ++i) {
+            const uint4 normalized = chunk(values[i]);
+            if (unit + STEP < units) values[i] = load_shared(place_in_unit(rows + STEP * UNIT * 128, i));
+            store_shared(place_in_unit(rows, i), normalized, bits & 1 << 4 * i);
         }
     }
-    fence_for_engine();
-    __syncwarp();
 }

@@ -149,21 +149,14 @@ constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps th
 
 #if NORMALIZED
 
-// Normalises a thread's rows of one stage of x that lie in an image; around it are zeros. place: of the first of them.
-DEVICE void normalize(const Problem& p, const Chunk& chunk, u32 stage, Place place, int row) {
-    normalize_rows<4>(chunk, stage, row, POINTS, [&](int) {
-        const bool inside = place.image < p.images && u32(place.y - p.padding_h) < u32(p.height) &&
-                            u32(place.x - p.padding_w) < u32(p.width);
-        for (place.x += 4; place.x >= p.grid_w; place.x -= p.grid_w)
-            if (++place.y == p.grid_h) place.y = 0, ++place.image;
-        return inside;
-    });
-}
-
-// A warp: normalises every third stage of x.
+// A warp: normalises every third stage of x, the points that lie in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
-    const int row = threadIdx.x % 32 / 8, steps = work.last - work.first;
-    Place place(p, work.first * POINTS + row);
+    const int lane = threadIdx.x % 32, steps = work.last - work.first;
+    Place lower(p, work.first * POINTS + lane), upper(p, work.first * POINTS + 32 + lane);
+    const auto inside = [&](const Place& place) {
+        return __ballot_sync(0xffffffffu, place.image < p.images && u32(place.y - p.padding_h) < u32(p.height) &&
+                                              u32(place.x - p.padding_w) < u32(p.width));
+    };
     Chunk chunk;
     chunk.load(norm, work.channel);
     Ring<STAGES> ring;
@@ -173,15 +166,20 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
         // from the next.
         barrier_wait(at.filled(ring.index), ring.parity);
         __syncwarp();
-        if (threadIdx.x % 32 == 0 && stage >= p.ahead) barrier_arrive(at.emptied(ring.index));
+        if (lane == 0 && stage >= p.ahead) barrier_arrive(at.emptied(ring.index));
         if (turn-- == 0) {
             turn = WARPS - 1;
-            normalize(p, chunk, at.x + slot * STAGE_BYTES, place, row);
-            if (slot == 0) normalize(p, chunk, at.x + p.held * STAGE_BYTES, place, row);
-            if (threadIdx.x % 32 == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(ring.index));
+            const u64 bits = inside(lower) | u64(inside(upper)) << 32;
+            const auto of = [bits](int unit) { return u32(bits >> unit * UNIT); };
+            normalize_rows<1>(chunk, at.x + slot * STAGE_BYTES, 0, POINTS / UNIT, of);
+            if (slot == 0) normalize_rows<1>(chunk, at.x + p.held * STAGE_BYTES, 0, POINTS / UNIT, of);
+            fence_for_engine();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(ring.index));
         }
         if (++slot == p.held) slot = 0;
-        place.advance(p);
+        lower.advance(p);
+        upper.advance(p);
         if (stage >= p.ahead) ring.advance();
     }
 }
@@ -238,7 +236,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        give_registers<NORMALIZED ? 80 : 32>();
+        give_registers<NORMALIZED ? 104 : 32>();
         const Work work(p);
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
@@ -246,7 +244,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
             normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
 #endif
     } else {
-        take_registers<NORMALIZED ? 144 : 160>();
+        take_registers<NORMALIZED ? 136 : 160>();
         const int filter_row = warp / 4;
         const Work work(p);
         Sum sum;

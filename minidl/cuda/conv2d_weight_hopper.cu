@@ -177,32 +177,24 @@ constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps th
 
 #if NORMALIZED
 
-// Where a tap reads x, for a thread's pixels one after the other.
-struct Taps {
-    const Problem& p;
-    Pixels at;
-    int first;  // pixel of the stage's first row
-    int offset_h, offset_w;
-
-    __device__ __forceinline__ Taps(const Problem& p, const Pixels& at, const Columns& columns, int first)
-        : p(p), at(at), first(first), offset_h(columns.tap_h * p.dilation_h - p.padding_h),
-          offset_w(columns.tap_w * p.dilation_w - p.padding_w) {}
-
-    // Whether that is in an image, for row `row`; the next will be four further.
-    __device__ __forceinline__ bool operator()(int row) {
-        if constexpr (FLAT) return first + row < p.pixels;
-        const bool inside = u32(at.y * p.stride_h + offset_h) < u32(p.height) &&
-                            u32(at.x * p.stride_w + offset_w) < u32(p.width) && first + row < p.pixels;
-        for (at.x += 4; at.x >= p.out_width; at.x -= p.out_width)
-            if (++at.y == p.out_height) at.y = 0;
-        return inside;
+// Which of the pixels of a stage have their tap in an image, a bit for each; `at`: those of this lane, 32 apart.
+DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
+    u64 bits = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        bool inside = first + i * 32 + int(threadIdx.x % 32) < p.pixels;
+        if constexpr (!FLAT)
+            inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
+                      u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
+        bits |= u64(__ballot_sync(0xffffffffu, inside)) << i * 32;
     }
-};
+    return bits;
+}
 
 // A warp: normalises every third stage of x, what lies in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
-    const int row = threadIdx.x % 32 / 8;
-    Pixels pixels(p, work.first * SPAN + row);
+    const int lane = threadIdx.x % 32;
+    Pixels pixels[] = {{p, work.first * SPAN + lane}, {p, work.first * SPAN + 32 + lane}};
     const Columns begin(p, work.block);
     Chunk chunk;
     int loaded = -1, turn = warp;
@@ -212,9 +204,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
         // from the next.
         barrier_wait(at.filled(ring.index), ring.parity);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(at.emptied(ring.index));
-        if constexpr (!FLAT)
-            if (step > work.first) pixels.advance(p);
+        if (lane == 0) barrier_arrive(at.emptied(ring.index));
+        if (!FLAT && step > work.first) pixels[0].advance(p), pixels[1].advance(p);
         if (turn-- > 0) continue;
         turn = WARPS - 1;
         Columns columns = begin;
@@ -222,14 +213,17 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
         for (int j = 0; j < COLUMN_BLOCKS; ++j) {
             if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
             const u32 block = at.stage(ring.index) + (ROW_BLOCKS + j) * BLOCK_BYTES;
-            normalize_rows<4>(chunk, block, row, SPAN, Taps(p, pixels, columns, step * SPAN));
+            const u64 bits = taps_inside(p, pixels, columns, step * SPAN);
+            normalize_rows<1>(chunk, block, 0, SPAN / UNIT, [bits](int unit) { return u32(bits >> unit * UNIT); });
             columns.channel += 64;
             if (columns.channel >= p.channels) {
                 columns.channel = 0;
                 if (++columns.tap_w == p.kernel_w) columns.tap_w = 0, ++columns.tap_h;
             }
         }
-        if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
+        fence_for_engine();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(at.ready(ring.index));
     }
 }
 #endif
@@ -362,7 +356,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<NORMALIZED ? 72 : WARPGROUPS == 2 ? 40 : 32>();
+        if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
         const Work work(p);
         if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
 #if NORMALIZED
@@ -370,7 +364,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
             normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<NORMALIZED ? 216 : WARPGROUPS == 2 ? 232 : 160>();
+        if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
         const Work work(p);
         const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
         Sum sum;

@@ -243,8 +243,9 @@ _EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer do
 _ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
 _START, _WRITTEN = 0.9, 8.0e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
-# Microseconds to normalise a block of 64 pixels x 64 channels, and in the halo kernel; bytes of a pass of its own.
-_NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.7, 1.0, 4.0e6
+# Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
+# kernel; bytes of a pass of its own.
+_STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -317,7 +318,8 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             if division.cluster == 1 or division.parts == 1:
                 copied, copy = _copy(tiles, conv.groups, division, tile, span)
                 product = span * area / _rate(tile, tf32)
-                step = max(product, copy * slower, normalized * tile.columns // SPAN * _NORMALIZED)
+                normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
+                step = max(product, copy * slower, normalizing)
                 yield _Candidate(tile, division, steps, count, itemsize, copied, step)
     grid = None if tf32 else halo(conv)
     if grid is not None:

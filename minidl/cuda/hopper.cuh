@@ -349,10 +349,10 @@ DEVICE uint4 load_shared(u32 address) {
 }
 
 // A predicated store is no branch: what makes the value may be mixed with other work.
-DEVICE void store_shared(u32 address, uint4 value, bool wanted) {
+DEVICE void store_shared(u32 address, uint4 value, u32 wanted) {
     asm volatile("{\n .reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n @wanted st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"r"(
                      address),
-                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(int(wanted))
+                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(wanted)
                  : "memory");
 }
 

@@ -30,6 +30,8 @@ __all__ = [
     "context",
     "departure",
     "describe",
+    "end_hard",
+    "end_now",
     "exit_code",
     "hold",
     "install",
@@ -72,6 +74,7 @@ _stderr: TextIO | None = None  # as it was at the start: torch.distributed catch
 _engines: list[Callable[[], None]] = []
 _aborting = threading.Lock()
 _end_process = os._exit
+_hard = False
 _parted = False  # all ranks have left in good order
 _exit: tuple[int, Departure] | None = None  # calls made before sys.exit, and its status
 
@@ -105,6 +108,20 @@ def parted() -> None:
     """All ranks have left: from here on each may end as it likes."""
     global _parted
     _parted = True
+
+
+def end_hard() -> None:
+    """Let this process end without the ends of its libraries, one of which would hang or crash."""
+    global _hard
+    _hard = True
+
+
+def end_now(status: int) -> None:
+    """The last thing of the program, after all ranks have parted: end at once where `end_hard` was called."""
+    if _hard:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _end_process(status)
 
 
 def hold() -> None:

@@ -150,6 +150,9 @@ class _Exchange:
                 time.sleep(0 if looks < _LOOKS else _PAUSE_SECONDS)
         except mpi.Exception:  # which says that there is an error in some status
             told = [status.Get_error() for status in statuses]
+            for request in (*(request for _, _, request in self._received), *self._sent):
+                if request != mpi.REQUEST_NULL:
+                    request.Free()  # it would keep MPI from coming to its end
             raise mpi.Exception(next((code for code in told if code != mpi.SUCCESS), mpi.ERR_IN_STATUS)) from None
         return statuses
 

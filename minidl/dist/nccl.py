@@ -41,7 +41,7 @@ _SUMMABLE = {
 }
 _INLINE, _MESSAGES = "inline of the GPU", "messages of the GPU"
 _HIGHEST_PRIORITY = -5  # CUDA takes the nearest that the device has
-_RELEASE_SECONDS = 1.0
+_RELEASE_SECONDS = 30.0  # more than one where GPUs are shared by many
 
 
 def load_nccl() -> ModuleType:
@@ -319,17 +319,28 @@ class NCCLCommunicator:
         self._cuda.Device(self._device).synchronize()
         if self.links is not None:
             self.links.close(self._control.gather_to_part)
+        # NCCL ties a communicator to each graph that holds one of its calls, and a program's graphs may live to its
+        # end: then the communicators do as well, and go with the process. Destroying them first was seen to crash.
         if self._captured:
-            # NCCL ties a communicator to each graph that holds one of its calls, and a program's graphs may live to its
-            # end: then the communicators do as well, and go with the process. Destroying them first was seen to crash.
-            for engine in (self._inline, self._messages):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
-            self._control.close()
-            return
+            self._keep()
+        else:
+            self._release()
+        self._control.close()
+
+    def _release(self) -> None:
+        """Destroy the communicators and wait: beside that no call may go on, nor the process end (seen to crash)."""
         release = threading.Thread(target=self._destroy, name="minidl-nccl-release", daemon=True)
         release.start()
         release.join(_RELEASE_SECONDS)
-        self._control.close()
+        if release.is_alive():
+            self._keep()
+            abort.end_hard()
+            seconds = f"{_RELEASE_SECONDS:g} s"
+            abort.tell(f"minidl: NCCL does not let go of a communicator in {seconds}; it goes with the process")
+
+    def _keep(self) -> None:
+        for engine in (self._inline, self._messages):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
     def _check(self, kind: str, array: Any, *, written: bool = True) -> None:
         check_array(kind, array, written=written)

@@ -96,6 +96,7 @@ def shrink() -> Communicator:
     before = _world.size
     _world = comm = _world.shrink()
     _install(comm)
+    abort.end_hard()  # MPI's own end was seen to hang where a rank is lost
     if comm.rank == 0:
         print(f"minidl: {comm.size} ranks go on of {before}", file=sys.stderr, flush=True)
     return comm
@@ -217,4 +218,6 @@ def _find_device() -> str:
 
 def _part() -> None:
     """At the normal end of the program."""
+    status = abort.departure().code
     world().close()
+    abort.end_now(status)

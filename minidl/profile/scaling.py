@@ -71,7 +71,7 @@ class Interference:
 
 
 NO_INTERFERENCE = Interference(0.0, 0.0)
-INTERFERENCE = Interference(0.4, 0.1, 0.010)  # fitted to recorded steps of 2 and 4 GPUs; see docs/distributed.md
+INTERFERENCE = Interference(0.4, 0.1, 0.015)  # fitted to recorded steps of 2 and 4 GPUs; see docs/distributed.md
 
 
 @dataclass(frozen=True)

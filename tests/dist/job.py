@@ -74,12 +74,16 @@ DIFFERENT_MODELS = {
 
 @dataclass(frozen=True)
 class Job:
-    """How a job ended: exit status, all output, wall time, and the JSON that each rank wrote."""
+    """How a job ended: exit status, all output, wall time, and the JSON that each rank wrote.
+
+    ``after``: seconds since the last rank came to the matter (its file ``.at``), without the start of the job.
+    """
 
     status: int
     output: str
     seconds: float
     answers: list[dict]
+    after: float = 0.0
 
 
 def missing() -> str:
@@ -155,5 +159,6 @@ def _run(command: list[str], out: Path, environment: dict[str, str]) -> Job:
     begun = time.monotonic()
     with _started(command, environment) as process:
         output = finish(process)
+    seconds, there = time.monotonic() - begun, [path.stat().st_mtime for path in out.glob("*.at")]
     answers = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
-    return Job(process.returncode, output, time.monotonic() - begun, answers)
+    return Job(process.returncode, output, seconds, answers, time.time() - max(there) if there else seconds)

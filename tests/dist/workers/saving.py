@@ -40,6 +40,7 @@ def main(out: Path, folder: Path, way: str) -> None:
         run.resume(folder)
     else:
         run.fit()
+        (out / f"{comm.rank}.at").touch()
         if comm.rank == 0 and way == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, resource.RLIM_INFINITY))
         if comm.rank == 0 and way == "killed":

@@ -43,6 +43,7 @@ def lost_in(way: str, comm: dist.Communicator) -> str:
 def main(out: str, way: str) -> None:
     comm = dist.init("cpu", elastic=True)
     old = comm.rank
+    Path(out, f"{old}.at").touch()
     try:
         told = lost_in(way, comm)
     except dist.RankLost as error:  # in the sum before
