@@ -36,15 +36,20 @@ def row_variant(who: str, *arrays: Any, most: int = IN_FLIGHT) -> tuple[dict[str
     return {"DTYPE": dtype_code(arrays[0], who), "VEC": vec, "LANES": lanes}, ceil_div(count, BLOCK // lanes)
 
 
-def held_variant(who: str, arrays: tuple[Any, ...], read: int) -> tuple[dict[str, int | str], int]:
+def held_variant(
+    who: str, arrays: tuple[Any, ...], read: int, shared: int | None = None
+) -> tuple[dict[str, int | str], int]:
     """`row_variant` for kernels whose threads hold their part of PER rows, of ``read`` arrays, in registers.
 
     Longer rows are read once for each step of the formula. Where there are few, rows are taken one at a time:
     neither changes a bit.
+
+    Args:
+        shared: runs that a thread takes before more than a warp shares a row; default: as many as it holds.
     """
     count, channels, _ = rows(arrays[0])
     most, width = IN_FLIGHT // read, ACCESS // arrays[0].itemsize
-    defines, grid = row_variant(who, *arrays, most=most)
+    defines, grid = row_variant(who, *arrays, most=shared or most)
     lanes = int(defines["LANES"])
     runs = ceil_div(channels, lanes * width)
     held = runs if runs <= (most if defines["VEC"] == width else 1) else 0  # narrow loads fill more registers
