@@ -444,17 +444,19 @@ def main() -> None:
     else:
         torch.backends.cudnn.benchmark = True
         bandwidth = copy_bandwidth(cuda, DeviceTimer()) * 1e9
+    layers = [layer for network in a.network for layer in NETWORKS[network](*([a.batch] if a.batch else []))]
     for name in a.precision:
         torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32 == 1  # the peer of three products is float32
-        for network in a.network:
-            for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
-                if a.device == "cpu":
-                    rows += _measure_on_cpu(layer, name, a.passes, a.samples)
-                else:
-                    rows += _measure(layer, name, a.passes, bandwidth, machine["l2_bytes"], a.samples)
+        for layer in sorted(layers, key=lambda layer: layer.bytes(1)):
+            started = time.perf_counter()
+            if a.device == "cpu":
+                rows += _measure_on_cpu(layer, name, a.passes, a.samples)
+            else:
+                rows += _measure(layer, name, a.passes, bandwidth, machine["l2_bytes"], a.samples)
+            print(f"{layer.name} {name}: {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+            if a.json:  # what there is, in case that the rest takes too long
+                write(a.json, result("bench_conv", sorted(rows, key=_lost, reverse=True), machine, **more))
     _show(rows, a.device)
-    if a.json:
-        write(a.json, result("bench_conv", rows, machine, **more))
 
 
 if __name__ == "__main__":

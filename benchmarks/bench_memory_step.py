@@ -16,7 +16,6 @@ the step without a limit and the rate of the link measured in this run, both dir
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import itertools
 import sys
@@ -35,8 +34,10 @@ from minidl.bench.step import TrainingStep
 from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
+from minidl.fusion import fuse
 from minidl.memory import Infeasible, limit_memory
 from minidl.memory.plan import Plan, human
+from minidl.memory.record import blank
 from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -52,6 +53,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--image-size", type=int)
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--precision", default="bf16")
+    p.add_argument("--fusion", default="none", help="of batch norms, in all arms of ours")
+    p.add_argument("--gradients", nargs="*", default=[], choices=list(GRADIENTS), help="ways to hold them, no limit")
     p.add_argument("--limit", nargs="+", default=["25%"], help="of GPU memory, or of what a step needs")
     p.add_argument("--arms", nargs="+", default=["joint", "moved"], choices=["joint", "moved"])
     p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
@@ -92,6 +95,15 @@ def empty() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
+def idle_bytes() -> int:
+    """Bytes that CuPy's pool holds for nobody and cannot give back: rests of pieces that are in use in part."""
+    import cupy
+
+    empty()
+    pool = cupy.get_default_memory_pool()
+    return pool.total_bytes() - pool.used_bytes()
+
+
 def link_rate(count: int = 256 << 20) -> float:
     """Bytes/s each way, both at once."""
     import cupy
@@ -127,27 +139,51 @@ def timed(step: Step, a: argparse.Namespace, wait: Callable[[], None]) -> Timing
 
 
 def bits(step: TrainingStep) -> list[bytes]:
-    """Losses, gradients, weights, statistics and momentum after the first steps."""
-    ops, seen = step.ops, []
+    """Losses, weights, statistics and momentum after the first steps, and gradients where all are held."""
+    ops, seen, arena = step.ops, [], step.model.arena
     for _ in range(CHECKED):
         seen.append(ops.to_host(step().array).tobytes())
-    seen.append(ops.to_host(step.model.arena.grad).tobytes())
-    return seen + [
-        value.tobytes() for value in (*step.model.state_dict().values(), *step.optimizer.state_dict().values())
-    ]
+    seen += [value.tobytes() for value in (*step.model.state_dict().values(), *step.optimizer.state_dict().values())]
+    return seen if arena.adds or arena.slots else [*seen, ops.to_host(arena.grad).tobytes()]
 
 
-def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict[str, Any]:
+GRADIENTS: dict[str, Callable[[Any], None]] = {
+    "ring": lambda optimizer: optimizer.update_in_backward(1),
+    "ring of two": lambda optimizer: optimizer.update_in_backward(2),  # double-buffered
+    "momentum": lambda optimizer: optimizer.gradients_in_momentum(),
+}
+
+
+_first_weights: list[dict[str, np.ndarray]] = []  # drawn once: for large networks that takes seconds
+
+
+def started(a: argparse.Namespace) -> TrainingStep:
+    """A step of the network; all begin with the same weights."""
+    network = blank(graph(a)) if _first_weights else graph(a)
+    step = TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision)
+    fuse(step.model, a.fusion)
+    if _first_weights:
+        step.model.load_state_dict(_first_weights[0])
+    else:
+        _first_weights.append(step.model.state_dict())
+    return step
+
+
+def ours(
+    a: argparse.Namespace, limit: str | None, rebuild: bool = True, gradients: str | None = None
+) -> dict[str, Any]:
     """One arm: bits of the first steps, times of the replayed graph, peak of the driver."""
     empty()
     before = used_bytes()
-    step = TrainingStep(graph(a), batch=a.batch, device="cuda", precision=a.precision)
+    step = started(a)
+    if gradients is not None:
+        GRADIENTS[gradients](step.optimizer)
     found: dict[str, Any] = {"limit": limit}
     if limit is not None:
         begun = time.perf_counter()
         plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
         times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
-        options = {"rebuild": rebuild, "times": times}
+        options = {"rebuild": rebuild, "times": times, "reserve": idle_bytes()}
         try:
             memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
         except ValueError as error:
@@ -159,6 +195,8 @@ def ours(a: argparse.Namespace, limit: str | None, rebuild: bool = True) -> dict
         found |= {"script": memory.script, "predicted": memory.predicted}
         found |= {"limit_bytes": memory.limit, "need_bytes": memory.need}
     found["bits"] = bits(step)
+    arena = step.model.arena
+    found["gradient_bytes"] = 0 if arena.adds else arena.grad.nbytes
     eager = used_bytes() - before
     empty()  # the graph is captured on another stream, with a pool of its own
     replay = step.capture()
@@ -199,7 +237,8 @@ def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: 
 
     from minidl.bench.torch_twin import TorchGraph, from_nhwc
 
-    torch.backends.cudnn.benchmark = True
+    # What waits for the link gains nothing from a search among kernels, which takes longer than its steps.
+    torch.backends.cudnn.benchmark = arm != "torch-save-on-cpu"
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = a.precision == "tf32"
     empty()
     before = used_bytes()
@@ -268,11 +307,13 @@ class Checkpointed:
 def compile_ahead(a: argparse.Namespace) -> None:
     """All kernels of the step at once, on all cores."""
     device = current_device()
-    network = graph(a)
-    for layer in network.layers:  # starting weights are of no interest, and drawing them takes seconds
-        layer.specs = [dataclasses.replace(spec, init=lambda rng, shape: np.zeros(shape)) for spec in layer.specs]
     with dry_run(device) as log:
-        TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision)()
+        for gradients in (None, *a.gradients):
+            step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
+            fuse(step.model, a.fusion)
+            if gradients is not None:
+                GRADIENTS[gradients](step.optimizer)
+            step()
     nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
 
 
@@ -285,6 +326,9 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     print(
         f"link {rate / 1e9:.1f} GB/s each way; no limit {plain['timing'].ms:.2f} ms, {plain['peak_bytes']}", flush=True
     )
+    for gradients in a.gradients:
+        found[f"gradients {gradients}"] = ours(a, None, gradients=gradients)
+        report(a, found, {}, rate)
     for limit, arm in itertools.product(a.limit, a.arms):
         try:
             found[f"{arm} {limit}"] = ours(a, limit, arm == "joint")
@@ -316,6 +360,7 @@ def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float
 def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> dict[str, Any]:
     timing, whole, forward = found["timing"], plain["timing"].ms, plain["forward_ms"]
     script, more = found.get("script"), {}
+    identical = all(one == other for one, other in zip(found["bits"], plain["bits"], strict=False))
     floor = whole
     if script is not None:
         run = found["predicted"]
@@ -330,8 +375,9 @@ def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> di
         }  # fmt: skip
     return {
         "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}", "pass": "step", "dtype": a.precision, "arm": arm,
+        "fusion": a.fusion,
         "ms": timing.ms, "spread": timing.spread, "floor_ms": floor, "unlimited_ms": whole, "ratio": timing.ms / whole,
-        "ratio_to_bound": timing.ms / floor, "identical": found["bits"] == plain["bits"],
+        "ratio_to_bound": timing.ms / floor, "identical": identical, "gradient_bytes": found["gradient_bytes"],
         "peak_bytes": found["peak_bytes"], "unlimited_peak_bytes": plain["peak_bytes"], "link_gb_per_s": rate / 1e9,
         "peers": {name: peer["timing"].ms for name, peer in peers.items()},
         "peer_spreads": {name: peer["timing"].spread for name, peer in peers.items()},

@@ -39,6 +39,7 @@ from minidl.step import EagerStep
 
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 CHECKED_STEPS = 4  # a compiled step replays from the third on
+STARTED = time.perf_counter()
 TOLERANCE = {"fp32": 1e-3}  # of losses, relative; else 3e-2
 
 Step = Callable[[], Any]
@@ -210,11 +211,17 @@ def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
     return (time.perf_counter() - started) / steps * 1e3
 
 
+def tell(text: str) -> None:
+    """Progress, for those who wait: PyTorch tries out kernels for minutes where a network has many convolutions."""
+    print(f"{time.perf_counter() - STARTED:6.1f} s: {text}", file=sys.stderr, flush=True)
+
+
 def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict[str, int]]:
     """(the first losses of our arms, which agree; the memory that each holds)."""
     found: dict[str, list[float]] = {}
     held = {}
     for name in names:
+        tell(f"first steps, {name}")
         losses, held[name] = ours.first_losses(name)
         plan = name.partition(":")[2]
         if found.setdefault(plan, losses) != losses:
@@ -226,10 +233,12 @@ def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict
 
 def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     """The rows of one case, an arm each."""
+    tell(f"{setup.title} {setup.precision}")
     ours = Ours(setup)
     losses, held = compared(ours, a.arms, setup.precision)
     arms = {name: ours.arm(name) for name in a.arms}
     for name in a.peers:
+        tell(f"first steps, {name}")
         step, held[name] = peer(setup, name, ours.start[0], losses)
         arms[name] = step, lambda: None
 
@@ -240,6 +249,7 @@ def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
 
             torch.cuda.synchronize()
 
+    tell("all of them in turns")
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
     for block in range(a.blocks + 1):
         for arm, (step, prepare) in arms.items():

@@ -45,11 +45,8 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 FEW = 64  # samples up to which only 16-bit types are measured
 CHECKED = 64  # outputs whose error is taken
 BANDWIDTH = 4.2e12  # bytes a second
-SHARED_RATE, TF32_RATE, BF16_RATE = (
-    16.7e12,
-    495e12 / 3,
-    989e12,
-)  # FLOP a second: a quarter of float32's, a third of TF32's
+SHARED_RATE, BF16_RATE = 16.7e12, 989e12  # FLOP a second; a quarter of float32's
+SPLIT_RATES = {"tf32x3": BF16_RATE / 6, "bf16x3": BF16_RATE / 3}
 
 Row = dict[str, Any]
 Calls = list[Callable[[], Any]]
@@ -115,7 +112,7 @@ class Case:
         arrays = self.dy if which == "backward_data" else self.x
         return [cp.ascontiguousarray(a.T) for a in arrays] if last else arrays
 
-    def ours(self, which: str, last: bool, tf32x3: bool) -> Calls:
+    def ours(self, which: str, last: bool, split: str | None) -> Calls:
         if which == "backward_weight":
             dys = self.operands("backward_data", last)
             return [
@@ -125,7 +122,7 @@ class Case:
         arrays = self.operands(which, last)
         matrices = [a.T if which == "backward_data" else a for a in self.matrices]
         return [
-            partial(matrices[i % len(matrices)].matmul, arrays[i % len(arrays)], features_last=last, tf32x3=tf32x3)
+            partial(matrices[i % len(matrices)].matmul, arrays[i % len(arrays)], features_last=last, split=split)
             for i in range(max(len(arrays), len(matrices)))
         ]
 
@@ -152,29 +149,29 @@ class Case:
         matrix = make(*parts, size=csr.shape[::-1] if columns else csr.shape)
         return [partial(torch.mm, matrix, _tensor(x)) for x in self.operands(which, False)]
 
-    def route(self, which: str, last: bool, tf32x3: bool) -> str | None:
+    def route(self, which: str, last: bool, split: str | None) -> str | None:
         """What our products ran on."""
         if which == "backward_weight":
             return None
         a = self.matrix.T if which == "backward_data" else self.matrix
-        return a.route(self.n, features_last=last, tf32x3=tf32x3)
+        return a.route(self.n, features_last=last, split=split)
 
-    def floor_ms(self, which: str, split: bool) -> float:
+    def floor_ms(self, which: str, split: str | None) -> float:
         """Of bytes and of multiply-adds, whichever takes longer."""
         size, dense = self.dtype.itemsize, 2 * self.m * self.k * self.n
         moved = size * self.n * (self.m + self.k) + (size + 2) * self.matrix.nnz
         if split or size == 2:
-            flop = dense / (BF16_RATE if size == 2 else TF32_RATE)
+            flop = dense / SPLIT_RATES.get(split, BF16_RATE)
         else:
             flop = 2 * self.matrix.nnz * self.n / SHARED_RATE
         if which == "backward_weight" and size == 4:
             flop = 0.0
         return 1e3 * max(moved / BANDWIDTH, flop)
 
-    def error(self, which: str, last: bool, tf32x3: bool) -> float:
+    def error(self, which: str, last: bool, split: str | None) -> float:
         import cupy as cp
 
-        got = self.ours(which, last, tf32x3)[0]()
+        got = self.ours(which, last, split)[0]()
         a, x, dy = (v.astype(cp.float64) for v in (self.dense, self.x[0], self.dy[0]))
         if which == "backward_weight":
             row, column = (cp.asarray(v) for v in self.matrix.pattern.coordinates())
@@ -194,11 +191,11 @@ def _peer(calls: Calls, budget: Budget, way: str = "replayed") -> float:
     return time_calls(calls, budget, way, "cuda").ms
 
 
-def _arms(dtype: Any, which: str) -> list[tuple[str, bool]]:
-    """(dtype of the row, tf32x3)."""
+def _arms(dtype: Any, which: str) -> list[tuple[str, str | None]]:
+    """(dtype of the row, split)."""
     if dtype == bfloat16:
-        return [("bf16", False)]
-    return [("fp32", False)] if which == "backward_weight" else [("fp32", False), ("tf32x3", True)]
+        return [("bf16", None)]
+    return [("fp32", None), *((s, s) for s in SPLIT_RATES if which != "backward_weight")]
 
 
 def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterator[Row]:
@@ -221,7 +218,7 @@ def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterato
                 yield {
                     "case": f"{case.name}/{100 * case.sparsity:g}%", "pass": which, "dtype": name,
                     "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
-                    "floor_ms": case.floor_ms(which, taken == "split"), "peers": dense | sparse,
+                    "floor_ms": case.floor_ms(which, split if taken == "split" else None), "peers": dense | sparse,
                     "sparsity": case.sparsity, "shape": [case.m, case.k, case.n], "route": taken,
                     "error": case.error(which, last, split),
                 }  # fmt: skip

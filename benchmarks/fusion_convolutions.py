@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -212,6 +213,7 @@ def _rows(layer: bench_conv.Layer, budget: Budget) -> list[Row]:
 
 def _left_as_they_are(wanted: bool) -> Any:
     """Within, what the patches leave is not added up."""
-    keep = lambda partial, count=0: partial  # noqa: E731
-    names = {"moments_of": keep, "sums_of": keep} if wanted else {}
+    keep = lambda partial, *_: partial  # noqa: E731
+    left = lambda partial, count: SimpleNamespace(statistics=lambda: partial)  # noqa: E731
+    names = {"added_up": left, "sums_of": keep} if wanted else {}
     return mock.patch.multiple(conv2d_hopper, **names) if names else nullcontext()

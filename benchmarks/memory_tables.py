@@ -77,9 +77,16 @@ def limited_steps() -> str:
     head = ["network, images, batch", "plan, limit", "ms", "times unlimited", "times bound", "predicted"]
     parts = [markdown([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)]
     rows = []
-    for case, row in {row["case"]: row for row in limited}.items():
+    for case, row in {row["case"]: row for row in sorted(limited, key=lambda row: len(row["peers"]))}.items():
         rows.append([case, "minidl", f"{row['unlimited_ms']:.1f}", gib(row["need_bytes"])])
         for name, ms in sorted(row["peers"].items(), key=lambda item: item[1]):
             rows.append([case, name, f"{ms:.1f}", gib(row["peer_peak_bytes"][name])])
     parts.append(markdown(["network, images, batch", "without a plan", "ms", "GiB"], rows))
+    mib = lambda count: f"{count / (1 << 20):.1f}"  # noqa: E731
+    rows = [
+        [row["case"], row["arm"], f"{row['ms']:.2f}", mib(row["gradient_bytes"]), gib(row["peak_bytes"])]
+        for row in found
+        if "limit_bytes" not in row and "gradient_bytes" in row
+    ]
+    parts.append(markdown(["network, images, batch", "gradients", "ms", "MiB of gradients", "peak GiB"], rows))
     return "\n\n".join(parts) if limited else ""

@@ -27,7 +27,8 @@ from minidl.fusion import CHOICES, fuse
 from minidl.fusion import command as fusing
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
-from minidl.memory import limit_memory
+from minidl.memory import LimitedMemory, limit_memory
+from minidl.memory.limited import FUSIONS
 from minidl.metrics import Confusion, TopK
 from minidl.model import Model
 from minidl.optim import SGD
@@ -141,15 +142,20 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
     p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
-    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: auto on a GPU, else none"
+    plans = f"{', '.join(CHOICES)}, fastest (in a memory limit), or a file of minidl fuse; default: on a GPU auto"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument(
         "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
     )
     p.add_argument(
-        "--gradients", default="keep", choices=["keep", "ring"],
-        help="ring: update within the backward pass, so that a few layers' gradients are held at a time",
+        "--gradients", default="keep", choices=["keep", "ring", "momentum"],
+        help="ring: update within the backward pass, so that a few layers' gradients are held at a time; momentum: add "
+        "them to the momentum of sgd, so that they need no memory at all",
+    )  # fmt: skip
+    p.add_argument(
+        "--host-momentum", action="store_true",
+        help="with --memory-limit and --gradients ring: that of large layers may lie on the host between updates",
     )  # fmt: skip
     p.add_argument(
         "--message-dtype", default="fp32", choices=["fp32", "bf16"], help="of gradients between ranks: bf16 halves them"
@@ -306,12 +312,15 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     ops = get_ops(device)
-    a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
+    choosing = a.fusion == "fastest"
+    if choosing and (a.memory_limit is None or device != "cuda"):
+        raise ValueError("--fusion fastest is for training on a GPU with --memory-limit")
+    a.fusion = "auto" if choosing else a.fusion or ("auto" if device == "cuda" else "none")
     mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
     image_shape = tuple(train_set[0][0].shape)
     options = _model_options(a)
-    if device == "cuda":
+    if device == "cuda" and not choosing:
         _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     graph = models.build(a.model, image_shape, train_set.num_classes, **options)
     model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
@@ -323,13 +332,12 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
 
     if a.gradients == "ring":
         optimizer.update_in_backward()
-    memory = None
-    if a.memory_limit is not None:
-        if a.optimizer != "sgd" or a.mixup is not None:
-            other = a.optimizer if a.optimizer != "sgd" else "mixed images"
-            raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
-        memory = limit_memory(model, part, a.memory_limit, momentum=_momentum(a))
-
+    elif a.gradients == "momentum":
+        optimizer.gradients_in_momentum()
+    memory = _limited(a, model, optimizer, part, FUSIONS if choosing else ())
+    if choosing:
+        a.fusion = model.fusion
+        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
     train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
     profile = _profile(a)
     loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
@@ -359,6 +367,22 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
     return row, trainer
+
+
+def _limited(
+    a: argparse.Namespace, model: Model, optimizer: SGD, part: int, fusions: Sequence[str]
+) -> LimitedMemory | None:
+    """The memory that the options ask for, for steps of ``part`` samples."""
+    if a.host_momentum and (a.memory_limit is None or a.gradients != "ring"):
+        raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
+    if a.memory_limit is None:
+        return None
+    if a.optimizer != "sgd" or a.mixup is not None:
+        other = a.optimizer if a.optimizer != "sgd" else "mixed images"
+        raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
+    hosted = optimizer if a.host_momentum else None
+    options = {"momentum": _momentum(a), "optimizer": hosted, "fusions": fusions}
+    return limit_memory(model, part, a.memory_limit, **options)
 
 
 def _model_options(a: argparse.Namespace) -> dict[str, Any]:

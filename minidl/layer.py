@@ -107,15 +107,27 @@ class Layer:
     def backward_weight(self, dy: Any) -> None:
         """Write the parameter gradients into the views that `grad` names. Default: no parameters."""
 
+    def backward_weight_tile(self, dy: Any, rows: slice) -> None:
+        """The part of `backward_weight` for one tile of the parameter declared with ``rows``, the first; the last tile
+        comes with all that is left."""
+        raise NotImplementedError
+
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         """The gradient of the input (a tuple for several inputs), plus ``add`` where `accepts_add` is declared."""
         raise NotImplementedError
 
     # -- for the author ---------------------------------------------------------------------------------------------
 
-    def declare(self, name: str, shape: Sequence[int], init: Initializer, *, product: bool) -> None:
-        """Declare a parameter; ``product``: it enters matrix products, so it is read in the storage dtype."""
-        self.specs.append(ParameterSpec(name, tuple(shape), init, product))
+    def declare(self, name: str, shape: Sequence[int], init: Initializer, *, product: bool, rows: int = 0) -> None:
+        """Declare a parameter.
+
+        Args:
+            product: it enters matrix products, so it is read in the storage dtype.
+            rows: of a tile of its gradient, where `backward_weight_tile` computes that tile by tile; 0: at once. Only
+                the first parameter may be so; a multiple of 64.
+        """
+        assert not rows or (not self.specs and rows % 64 == 0), (name, rows)
+        self.specs.append(ParameterSpec(name, tuple(shape), init, product, rows))
 
     def save(self, **items: Any) -> None:
         """Keep arrays and facts for the backward pass: the only road to the store."""
@@ -139,9 +151,13 @@ class Layer:
         """Make `saved` answer this: for those who call `backward_weight` and `backward_data` one by one."""
         self._taken = saved
 
-    def grad(self, name: str) -> Gradient | None:
-        """Where to write the gradient of a parameter, and whether to overwrite; None if it is absent or frozen."""
-        return self.params.grad(name) if isinstance(self.params, LayerParams) else None
+    def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
+        """Where to write the gradient of a parameter, and whether to overwrite; None if it is absent or frozen.
+
+        Args:
+            rows: one tile of it, where it is made in tiles.
+        """
+        return self.params.grad(name, rows) if isinstance(self.params, LayerParams) else None
 
     @property
     def bound(self) -> bool:
@@ -217,17 +233,16 @@ class Layer:
         self._taken = self.store.take(self.name)
         if self._arena is not None:
             self._arena.begin_step()
+        tiled = isinstance(self.params, LayerParams) and self.params.tiled
         try:
-            if self.has_backward_weight:
-                with self.profiler.span(self.name, "backward_weight"):
-                    self.backward_weight(array)
+            # Weights that are updated tile by tile must have served the input gradient before.
+            dx = self._input_gradient(array, add) if tiled else None
+            self._weight_gradients(array, self.params.tiles if tiled else None)
             if isinstance(self.params, LayerParams):
                 with self.profiler.span(self.name, "message"):
                     self.params.ready()
-            dx = None
-            if self.needs_input_grad:
-                with self.profiler.span(self.name, "backward_data"):
-                    dx = self._data_gradient(array, add)
+            if not tiled:
+                dx = self._input_gradient(array, add)
         except BaseException:
             if self._arena is not None:
                 self._arena.abandon()
@@ -242,12 +257,27 @@ class Layer:
         answer = interop.answer_in_kind(dy)
         return tuple(answer(part) for part in dx) if isinstance(dx, tuple) else answer(dx)
 
-    def _data_gradient(self, dy: Any, add: Any) -> Any:
-        if add is None:
-            return self.backward_data(dy)
-        if self.accepts_add:
-            return self.backward_data(dy, add=add)
-        return self.ops.add(self.backward_data(dy), add)
+    def _weight_gradients(self, dy: Any, tiles: Sequence[slice] | None) -> None:
+        """At once, or in tiles that are updated one after the other."""
+        if tiles is None:
+            if self.has_backward_weight:
+                with self.profiler.span(self.name, "backward_weight"):
+                    self.backward_weight(dy)
+            return
+        for rows in tiles:
+            with self.profiler.span(self.name, "backward_weight"):
+                self.backward_weight_tile(dy, rows)
+            self.params.tile_ready(rows)
+
+    def _input_gradient(self, dy: Any, add: Any) -> Any:
+        if not self.needs_input_grad:
+            return None
+        with self.profiler.span(self.name, "backward_data"):
+            if add is None:
+                return self.backward_data(dy)
+            if self.accepts_add:
+                return self.backward_data(dy, add=add)
+            return self.ops.add(self.backward_data(dy), add)
 
     # -- at the door ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ __all__ = ["PARTS", "TABLE", "described", "refuse"]
 
 PARTS = {
     "ring": "updates within the backward pass",
+    "in_momentum": "gradients added to the momentum",
     "sharded": "sharded momentum",
     "rounded": "bf16 messages",
     "scaled": "loss scaling (fp16)",
@@ -31,11 +32,17 @@ PARTS = {
 """Names of parts, and what they are in words."""
 
 TABLE = {
+    ("ring", "in_momentum"): "gradients then take no memory that a ring could save",
     ("ring", "sharded"): "a ring keeps whole messages for a moment, and no momentum by parts",
     ("ring", "scaled"): "a gradient that overflows must keep the whole step from updating",
     ("ring", "clipped"): "gradients are limited when all of them are there",
     ("ring", "adaptive"): "they begin a step when all gradients are there",
     ("ring", "accumulated"): "gradients of micro-batches add up, and a ring keeps none of them",
+    ("in_momentum", "sharded"): "a rank has no momentum for the gradients of others",
+    ("in_momentum", "rounded"): "the momentum would be rounded with the messages",
+    ("in_momentum", "scaled"): "a gradient that overflows must leave the momentum alone",
+    ("in_momentum", "clipped"): "gradients are limited by themselves, without the momentum",
+    ("in_momentum", "adaptive"): "they need the gradients by themselves",
     ("sharded", "scaled"): "the test for overflow needs all gradients",
     ("sharded", "clipped"): "parts are updated as they arrive",
     ("sharded", "compiled"): "the weights of other ranks come in an update of its own",

@@ -19,6 +19,7 @@ from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
+from minidl.layers.join import share_buffers
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
@@ -101,6 +102,7 @@ class Model:
         services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
+        share_buffers(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
         if group_bytes is None:
@@ -201,6 +203,8 @@ class Model:
         """
         self.arena.begin_step(accumulate=accumulate, send=send)
         try:
+            if not accumulate:
+                self.arena.prepare()
             return self._walk_back(dy)
         except BaseException:
             self.arena.abandon()

@@ -32,7 +32,7 @@ class GradientWatch:
             self._parts[segment.layer] = begin, segment.stop
         self._records = arena.ops.zeros((len(self._parts), _RECORD), np.dtype(np.float32))
         self._row = {layer: row for row, layer in enumerate(self._parts)}
-        arena.look = self._look
+        arena.watch(self._look)
 
     def _look(self, layer: str) -> None:
         if layer in self._parts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,21 @@ class ParameterGroup:
     pattern: str
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Momentum of elements ``begin`` to ``end`` of the arena that lies on the host between updates.
+
+    Attributes:
+        here: the array on the device, for use within the update.
+        host: the one on the host, for use between steps.
+    """
+
+    begin: int
+    end: int
+    here: Callable[[], Any]
+    host: Callable[[], np.ndarray]
 
 
 def _finite(who: str, argument: str, value: float) -> None:
@@ -106,6 +121,7 @@ class SGD:
         self.control = self.ops.from_host(control)
         self._lr = float(lr)
         self.velocity = self.ops.zeros((self._state_size,), np.dtype(np.float32)) if momentum else None
+        self._visits: tuple[Visit, ...] = ()
         self.segment_of, self.segments = self.arena.table(self._row)
         legality.refuse(who, **self.parts())
 
@@ -143,7 +159,14 @@ class SGD:
 
     def _velocity_of(self, begin: int, end: int) -> Any:
         """The momentum of a part of the arena, None without momentum."""
-        return self.velocity[begin:end] if self.velocity is not None else None
+        if self.velocity is None:
+            return None
+        place = begin
+        for visit in self._visits:
+            if visit.begin <= begin < visit.end:
+                return visit.here()[begin - visit.begin : end - visit.begin]
+            place -= visit.end - visit.begin if visit.end <= begin else 0
+        return self.velocity[place : place + end - begin]
 
     @property
     def lr(self) -> float:
@@ -211,16 +234,22 @@ class SGD:
         """What the host does after every step; called by a compiled step after each replay, which is of `update`."""
 
     def update(self) -> None:
-        """Update all parameters: group by group as messages arrive or, with loss scaling or `clip_norm`, after all."""
-        messages = self.arena.finished()
+        """Update all parameters: group by group as messages arrive, or after all of them.
+
+        On one rank no message is under way, and groups would be more kernels for nothing; loss scaling and `clip_norm`
+        look at all gradients first.
+        """
+        messages, whole = self.arena.finished(), (0, self.arena.trainable_size)
         if not self.scales_loss and self.clip_norm is None:
             self._begin()
-            for message in messages:
-                self._apply(*message.own)
+            if self.arena.comm.size > 1 or self.arena.slots:
+                for message in messages:
+                    self._apply(*message.own)
+            elif len(list(messages)) > 0:
+                self._apply(*whole)
             return
         for _ in messages:
             pass
-        whole = 0, self.arena.trainable_size
         if self.scales_loss:
             with self.model.profiler.span("optimizer", "update"):
                 self.ops.find_nonfinite(self.arena.grad, self.control)
@@ -239,8 +268,9 @@ class SGD:
         """Before the first update of a step, when it is known whether the gradients overflowed."""
 
     def _apply(self, begin: int, end: int) -> None:
-        self._condition(begin, end)
-        self._update(begin, end)
+        if begin < end:  # nothing is left of a message whose tiles are updated
+            self._condition(begin, end)
+            self._update(begin, end)
 
     def _condition(self, begin: int, end: int) -> None:
         """What is done to gradients before anything uses them."""
@@ -253,7 +283,7 @@ class SGD:
         with self.model.profiler.span("optimizer", "update"):
             self.ops.sgd_update(
                 arena.master[part],
-                arena.gradient(begin, end),
+                None if arena.adds else arena.gradient(begin, end),
                 self._velocity_of(begin, end),
                 arena.working[part] if self._mixed else None,
                 self.segment_of[begin // ALIGN : end // ALIGN],
@@ -266,7 +296,8 @@ class SGD:
         """What takes part in this optimizer's steps, by the names of `minidl.legality`."""
         arena, several = self.arena, self.model.comm.size > 1
         return {
-            "ring": arena.slots > 0, "sharded": arena.sharded and several, "rounded": arena.wire is not arena.grad,
+            "ring": arena.slots > 0, "in_momentum": arena.adds, "sharded": arena.sharded and several,
+            "rounded": arena.wire is not arena.grad,
             "scaled": self.scales_loss, "clipped": self.clip_value is not None or self.clip_norm is not None,
             "filters": any(layer.parted for layer in self.model.layers),
         }  # fmt: skip
@@ -275,7 +306,8 @@ class SGD:
         """From now on update each message's layers within the backward pass; gradients then need ``slots`` messages.
 
         Weights, momentum and checkpoints stay those of `step` after the backward pass, bit for bit; `step` finishes the
-        last messages. ResNet-152 then holds 5 % of its gradients on one rank. An error within a backward pass leaves
+        last messages. ResNet-152 then holds 5 % of its gradients on one rank, VGG-16 13 %: a huge dense layer's are
+        made, and updated, in tiles. An error within a backward pass leaves
         weights of two steps behind: go on from a checkpoint.
 
         Args:
@@ -287,8 +319,44 @@ class SGD:
         legality.refuse(type(self).__name__, **self.parts() | {"ring": True})
         self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._apply)
 
+    def gradients_in_momentum(self) -> None:
+        """From now on backward passes add gradients to the momentum itself: they need no memory of their own.
+
+        When a backward pass begins, the momentum becomes ``momentum·v + weight_decay·w``; each layer adds its gradient,
+        micro-batches and ranks theirs, and the update is ``w -= lr·v``. Checkpoints are those of gradients apart. So
+        are the bits on one rank without micro-batches, but for layers that add several sums to an element (sparse ones
+        on the CPU). With ``u = 2^-24`` and n addends the momentum of a step then differs by at most
+        ``(n + 3) u`` times the sum of the magnitudes of ``momentum·v``, ``weight_decay·w`` and all addends. An error
+        within a backward pass leaves a momentum that is refused from then on: go on from a checkpoint.
+
+        Raises:
+            ValueError: without momentum, with nesterov, or what `minidl.legality` names.
+        """
+        who = type(self).__name__
+        legality.refuse(who, **self.parts() | {"in_momentum": True})
+        if self.velocity is None or self.nesterov:
+            expected = "positive, and nesterov=False, for gradients to be added to it"
+            raise checks.bad_value(who, "momentum", expected, "nesterov" if self.nesterov else 0)
+        self.arena.add_to(self.velocity, self._begin_sums)
+
+    def _begin_sums(self) -> None:
+        """The momentum that gradients are added to; that of one rank, as messages add up those of all."""
+        size = self.arena.trainable_size
+        with self.model.profiler.span("optimizer", "update"):
+            if self.arena.comm.rank == 0:
+                tables = self.segment_of, self.segments, self.control
+                self.ops.sgd_begin(self.arena.master[:size], self.velocity, *tables)
+            else:
+                self.velocity.fill(0)
+
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Momentum by parameter name, and the control array, as host copies."""
+        """Momentum by parameter name, and the control array, as host copies.
+
+        Raises:
+            RuntimeError: when the momentum holds gradients of an unfinished step.
+        """
+        if self.arena.half_added:
+            raise checks.order(type(self).__name__, "the momentum holds gradients of half a step", "call step() first")
         state = {"control": self.ops.to_host(self.control)}
         if self.velocity is not None:
             host = self._whole_velocity()
@@ -303,6 +371,7 @@ class SGD:
         Raises:
             ValueError: when the names do not match this optimizer.
         """
+        self.arena.restore()
         checkpoint.match(self.state_dict(), state, "optimizer state")
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)
@@ -318,10 +387,32 @@ class SGD:
             self._set_velocity(host)
 
     def _whole_velocity(self) -> np.ndarray:
-        return self.ops.to_host(self.velocity)
+        kept = self.ops.to_host(self.velocity)
+        for visit in self._visits:
+            kept = np.concatenate((kept[: visit.begin], visit.host(), kept[visit.begin :]))
+        return kept
 
     def _set_velocity(self, whole: np.ndarray) -> None:
-        self.ops.copy_into(self.velocity, self.ops.from_host(whole))
+        away = np.zeros(whole.size, np.bool_)
+        for visit in self._visits:
+            visit.host()[:] = whole[visit.begin : visit.end]
+            away[visit.begin : visit.end] = True
+        self.ops.copy_into(self.velocity, self.ops.from_host(whole[~away]))
+
+    def host_momentum(self, visits: Sequence[Visit]) -> None:
+        """Keep the momentum of ``visits``, in ascending order, on the host, all other on the device; as it is.
+
+        Raises:
+            ValueError: for another optimizer than plain `SGD` with momentum, or one that does not update in backward.
+        """
+        if visits and (type(self) is not SGD or self.velocity is None or not self.arena.slots):
+            expected = "SGD with momentum after update_in_backward()"
+            raise checks.bad_value(type(self).__name__, "optimizer", expected, "another")
+        whole = self._whole_velocity()
+        self._visits, self.velocity = tuple(visits), None
+        size = whole.size - sum(visit.end - visit.begin for visit in visits)
+        self.velocity = self.ops.zeros((size,), np.dtype(np.float32))
+        self._set_velocity(whole)
 
     def collect(self) -> None:
         """Before `state_dict` is called on one rank only: bring together what lies on several; a collective."""

@@ -6,19 +6,18 @@ update, whatever parameter groups they belong to. Frozen parameters lie behind i
 
     master   float32   every parameter                     | trainable, backward order | frozen |
     working  storage   what products read; is ``master`` for float32
-    grad     float32   trainable part only; with `Arena.ring`, a few messages of it at a time
+    grad     float32   trainable part only; with `Arena.ring`, a few messages of it at a time; with `Arena.add_to`, what
+                       an update needs anyway, to which gradients are added
     wire     what is sent of it; is ``grad`` unless messages are rounded
 """
 
 from __future__ import annotations
 
 import bisect
-import fnmatch
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,54 +25,13 @@ import numpy as np
 
 from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, Work, place
-from minidl.initializers import Initializer, generator
+from minidl.initializers import generator
 from minidl.precision import Precision, float32
 from minidl.profile.neighbourhood import cut
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.shapes import round_up
+from minidl.segments import ALIGN, ParameterSpec, Segment, drawn, lay_out, ring_places
 
 __all__ = ["ALIGN", "Arena", "Gradient", "LayerParams", "Message", "ParameterSpec", "Segment"]
-
-ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """What a layer declares: ``product`` parameters enter matrix products and are read in the storage dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    init: Initializer
-    product: bool
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One parameter's place: ``offset`` and ``size`` in elements of the arena; JSON-able but for nothing."""
-
-    layer: str
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    product: bool
-    trainable: bool
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def stop(self) -> int:
-        """End of the segment including its padding."""
-        return self.offset + round_up(self.size, ALIGN)
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.layer}.{self.name}" if self.layer else self.name
-
-    def describe(self) -> str:
-        """One line that is equal on two ranks exactly when their plans agree here."""
-        return f"{self.full_name} {self.shape} at {self.offset}{'' if self.trainable else ' frozen'}"
 
 
 class Gradient(NamedTuple):
@@ -109,16 +67,32 @@ class LayerParams(Mapping[str, Any]):
         """Whether the layer has this parameter and it is not frozen."""
         return name in self._segments and self._segments[name].trainable
 
-    def grad(self, name: str) -> Gradient | None:
-        """Where to write the gradient of ``name`` now; None when there is no such parameter or it is frozen."""
+    def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
+        """Where to write the gradient of ``name``, or a tile of it, now; None when it is absent or frozen."""
         if not self.trainable(name):
             return None
-        return Gradient(*self._arena.claim(self._segments[name]))
+        return Gradient(*self._arena.claim(self._segments[name], rows))
+
+    @property
+    def tiled(self) -> bool:
+        """Whether each tile of the gradient is updated before the next one is made, in the same memory."""
+        return self._layer in self._arena.tiled
+
+    @property
+    def tiles(self) -> list[slice]:
+        """Their rows."""
+        return self._arena.tiled[self._layer].tiles
+
+    def tile_ready(self, rows: slice) -> None:
+        """A tile's gradient is written, and the weights have served the input gradient: they are updated."""
+        self._arena.tile_ready(self._layer, rows)
 
     def gradients(self) -> dict[str, Any]:
         """The gradients as they stand, float32, by name (trainable parameters only)."""
         if self._arena.slots:
             raise checks.order("gradients", "they are gone when their update is done", "read them without a ring")
+        if self._arena.adds:
+            raise checks.order("gradients", "they are added to the momentum", "read them where they are kept apart")
         return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
 
     def restart(self) -> None:
@@ -141,7 +115,8 @@ class Message:
     work: Work | None = None
     cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
     own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
-    updated: bool = False  # in this step, within the backward pass
+    begun: bool = False  # to be updated in this step, within the backward pass
+    updated: bool = False  # all of it
 
     @property
     def name(self) -> str:
@@ -173,29 +148,32 @@ class Arena:
             raise checks.bad_value("arena", "frozen", "a list of patterns", frozen, f"pass [{frozen!r}]")
         self.ops = ops
         self.precision = precision
-        self.segments = _lay_out(layers, frozen)
+        self.segments = lay_out(layers, frozen)
         self.trainable_size = max((s.stop for s in self.segments if s.trainable), default=0)
         size = max((s.stop for s in self.segments), default=0)
         host = np.zeros(size, np.float32)
         inits = {(name, spec.name): spec.init for name, specs in layers for spec in specs}
         for s in self.segments:
-            values = _drawn(inits[s.layer, s.name], generator(seed, s.full_name), s)
+            values = drawn(inits[s.layer, s.name], generator(seed, s.full_name), s)
             host[s.offset : s.offset + s.size] = values.reshape(-1)
         self.master = ops.from_host(host)
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
         mixed = precision.storage != np.float32
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
-        self._written: set[str] = set()
+        self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
         self._abandoned = False
         self.slots = 0  # messages that ``grad`` holds at a time; 0: all
+        self.tiled: dict[str, Segment] = {}  # of layers whose gradient ``grad`` holds tile by tile
+        self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
+        self._prepare: Callable[[], None] = lambda: None
         self._ready: deque[Message] = deque()  # started, not updated yet; only with slots
         self._begun: set[str] = set()  # first layers of messages that have gradients; only with slots
         self.connected = 0  # how often: each time the messages are others
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
-        self.look: Callable[[str], None] = lambda layer: None  # at the gradients of a layer, before they are sent
+        self._look: Callable[[str], None] | None = None
         self.sharded = False
         self.connect(SOLO)
 
@@ -233,17 +211,19 @@ class Arena:
 
         ``update(begin, end)`` is called between two layers, when all layers of the message have run backward and its
         all-reduce is over, before another message takes its slot. Weights, momentum and their bits are those of updates
-        after the backward pass. After an error within one, part of the weights are those of the next step.
+        after the backward pass. After an error within one, part of the weights are those of the next step. On one rank
+        a gradient that its layer makes in tiles takes the place of one tile.
 
         Raises:
             ValueError: for less than one slot, or an arena that is sharded.
         """
-        legality.refuse("gradients", ring=True, sharded=self.sharded)
+        legality.refuse("gradients", ring=True, sharded=self.sharded, in_momentum=self.adds)
         self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         self.connected += 1
         rounded = self.wire is not self.grad
-        sizes = [m.end - m.begin for m in self.messages]
-        self._places = _ring_places(sizes, self.slots)
+        self._tile()
+        sizes = [self._held(m) for m in self.messages]
+        self._places = ring_places(sizes, self.slots)
         size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
         if size >= self.trainable_size:
             self._places, size = self._begins, self.trainable_size
@@ -252,12 +232,50 @@ class Arena:
         self.settle()
         self.begin_step()
 
+    def _tile(self) -> None:
+        """Which layers' gradients are held tile by tile: what is sent, or looked at, is held whole."""
+        self.tiled = {}
+        if self.comm.size == 1 and self._look is None:
+            self.tiled = {s.layer: s for s in self.segments if s.rows and s.trainable}
+        for message in self.messages:
+            segment = self.tiled.get(message.layers[0])
+            message.own = message.begin if segment is None else segment.stop, message.end
+
+    def _held(self, message: Message) -> int:
+        """Elements that a ring holds of a message at a time."""
+        segment = self.tiled.get(message.layers[0])
+        return message.end - message.begin - (0 if segment is None else segment.stop - segment.offset - segment.tile)
+
+    def watch(self, look: Callable[[str], None]) -> None:
+        """Call ``look(layer)`` when the gradients of a layer are complete, before they are sent."""
+        self._look = look
+        if self.slots:
+            self.ring(self.slots, self._update)
+
+    def add_to(self, sums: Any, prepare: Callable[[], None]) -> None:
+        """Add gradients to ``sums``, which an update needs anyway, instead of holding them apart.
+
+        Args:
+            sums: (trainable_size,) float32; what was ``grad`` is given up.
+            prepare: called when the first backward pass of a step begins: makes of ``sums`` what gradients are added
+                to. On several ranks what all make, and their gradients, are added up.
+        """
+        legality.refuse("gradients", ring=self.slots, sharded=self.sharded, in_momentum=True)
+        self.adds, self._prepare = True, prepare
+        self.connected += 1
+        self.grad = self.wire = sums
+        self.begin_step()
+
     def _at(self, begin: int) -> int:
         """Where in ``grad`` the element lies that would be number ``begin`` if it held all."""
         if not self.slots:
             return begin
         number = bisect.bisect_right(self._begins, begin) - 1
-        return self._places[number] + begin - self._begins[number]
+        inside, segment = begin - self._begins[number], self.tiled.get(self.messages[number].layers[0])
+        if segment is not None:
+            behind = begin - segment.stop
+            inside = inside % segment.tile if behind < 0 else segment.tile + behind
+        return self._places[number] + inside
 
     def gradient(self, begin: int, end: int) -> Any:
         """The gradients of elements ``begin`` to ``end``, which belong to one message."""
@@ -285,7 +303,12 @@ class Arena:
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
         held = {name: [s for s in self._layers[name] if s.trainable] for name in reversed(self._layers)}
         spans = {name: (mine[0].offset, mine[-1].stop) for name, mine in held.items() if mine}
-        groups = cut(((name, 4 * (end - begin)) for name, (begin, end) in spans.items()), group_bytes)
+        runs: list[list[tuple[str, int]]] = []
+        for name, (begin, end) in spans.items():
+            if not runs or held[name][0].rows:  # what is made in tiles begins a message
+                runs.append([])
+            runs[-1].append((name, 4 * (end - begin)))
+        groups = [names for run in runs for names in cut(run, group_bytes)]
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
         self._share_out()
@@ -300,7 +323,7 @@ class Arena:
         Raises:
             ValueError: for an arena that is a ring.
         """
-        legality.refuse("gradients", ring=self.slots, sharded=True)
+        legality.refuse("gradients", ring=self.slots, sharded=True, in_momentum=self.adds)
         self.sharded = True
         self._share_out()
 
@@ -329,10 +352,13 @@ class Arena:
                 raise checks.order(
                     "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
                 )
-            message.waiting, message.updated = len(message.layers), False
+            message.waiting, message.begun, message.updated = len(message.layers), False, False
         if self.slots and (accumulate or not send):
             remedy = "make the optimizer without update_in_backward(), or take whole batches"
             raise checks.order("gradients", "micro-batches add up what a ring of slots does not hold", remedy)
+        if self.half_added and self._abandoned:
+            text = "the momentum holds gradients of a backward pass that failed"
+            raise checks.order("gradients", text, "load_state_dict, or go on from a checkpoint")
         self._ready.clear()
         self._begun.clear()
         self._abandoned = False
@@ -340,34 +366,59 @@ class Arena:
         if not accumulate:
             self._written.clear()
 
-    def claim(self, segment: Segment) -> tuple[Any, bool]:
-        """The gradient's view, and whether this is the first contribution of the step."""
-        first = segment.full_name not in self._written
-        self._written.add(segment.full_name)
+    def prepare(self) -> None:
+        """At the start of the first backward pass of a step, for arenas that add (`add_to`)."""
+        self._prepare()
+
+    @property
+    def half_added(self) -> bool:
+        """Whether ``grad`` holds gradients of an unfinished step beside what it is for."""
+        return self.adds and bool(self._written)
+
+    def claim(self, segment: Segment, rows: slice | None = None) -> tuple[Any, bool]:
+        """The gradient's view, or that of a tile of it, and whether this is the first contribution of the step."""
+        begin, end, shape = segment.offset, segment.offset + segment.size, segment.shape
+        if rows is not None:
+            begin, end = segment.span(rows)
+            shape = rows.stop - rows.start, *shape[1:]
+        first = (segment.full_name, begin) not in self._written and not self.adds
+        self._written.add((segment.full_name, begin))
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self.gradient(segment.offset, segment.offset + segment.size).reshape(segment.shape), first
+        return self.gradient(begin, end).reshape(shape), first
+
+    def tile_ready(self, layer: str, rows: slice) -> None:
+        """Update one tile of a tiled layer, and the padding behind the last one."""
+        segment = self.tiled[layer]
+        begin, end = segment.span(rows)
+        if rows.stop == segment.shape[0] and end < segment.stop:  # where another tile lay
+            self.gradient(end, segment.stop).fill(0)
+            end = segment.stop
+        self._message_of[layer].begun = True
+        self._update(begin, end)
 
     def _clear_padding(self, message: Message) -> None:
         """Before a message's first gradient: what another one left between the segments is no gradient of theirs."""
         if message.waiting == len(message.layers) and message.layers[0] not in self._begun:
             self._begun.add(message.layers[0])
             if any(s.stop - s.offset > s.size for name in message.layers for s in self._layers[name]):
-                self.gradient(message.begin, message.end).fill(0)
+                at = self._at(message.begin)
+                self.grad[at : at + self._held(message)].fill(0)
 
     def ready(self, layer: str) -> None:
         """Count a layer as done and start its message when it was the last of it."""
         message = self._message_of.get(layer)
         if message is None:
             return
-        self.look(layer)
+        if self._look is not None:
+            self._look(layer)
         message.waiting -= 1
         if message.waiting < 0:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
             span = partial(self.profiler.span, message.name, "all_reduce")
             at = self._at(message.begin)
-            part = self.wire[at : at + message.end - message.begin]
+            part = self.wire[at : at + self._held(message)]
             if self.wire is not self.grad:
                 self.ops.copy_into(part, self.gradient(message.begin, message.end))
             if self.sharded:
@@ -382,13 +433,13 @@ class Arena:
         while self.slots and len(self._ready) >= self.slots:
             message = self._ready.popleft()
             self._arrive(message)
-            message.updated = True
-            self._update(message.begin, message.end)
+            message.begun = message.updated = True
+            self._update(*message.own)
 
     @property
     def updating(self) -> bool:
         """Whether part of the present step's update is done."""
-        return any(message.updated for message in self.messages)
+        return any(message.begun for message in self.messages)
 
     def abandon(self, *, started: bool = True) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
@@ -398,8 +449,13 @@ class Arena:
         """
         self._abandoned = True
         if not started:
+            self._written.clear()
             for message in self.messages:
                 message.work = None
+
+    def restore(self) -> None:
+        """What ``grad`` holds beside gradients was written from outside: those of a failed pass are gone."""
+        self._written.clear()
 
     def finished(self) -> Iterator[Message]:
         """The messages in the order they were started, each waited for (on the device's stream, not the host)."""
@@ -414,7 +470,7 @@ class Arena:
             self._arrive(message)
             yield message
         for message in self.messages:
-            message.updated = False
+            message.begun = message.updated = False
         self._ready.clear()
 
     def _arrive(self, message: Message) -> None:
@@ -426,53 +482,3 @@ class Arena:
             begin, end = message.own
             at = self._at(begin)
             self.ops.copy_into(self.gradient(begin, end), self.wire[at : at + end - begin])
-
-
-def _ring_places(sizes: Sequence[int], slots: int) -> list[int]:
-    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
-    places: dict[int, int] = {}
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lowest = 0
-        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
-            if places[j] - lowest >= sizes[i]:
-                break
-            lowest = max(lowest, places[j] + sizes[j])
-        places[i] = lowest
-    return [places[i] for i in range(len(sizes))]
-
-
-def _drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:
-    """Starting values of one parameter.
-
-    Raises:
-        TypeError: when ``init`` is no function.
-        ValueError: when it gives another shape.
-    """
-    if not callable(init):
-        remedy = "see minidl.initializers"
-        raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", repr(init), remedy)
-    values = np.asarray(init(rng, segment.shape))
-    if values.shape != segment.shape:
-        raise checks.bad_shape(segment.full_name, "starting values", str(segment.shape), values.shape)
-    return values
-
-
-def _lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Sequence[str]) -> list[Segment]:
-    """Segments with offsets: trainable ones in backward order, then the frozen ones."""
-    found = [
-        Segment(name, spec.name, spec.shape, 0, spec.product, True)
-        for name, specs in reversed(layers)
-        for spec in specs
-    ]
-    for pattern in frozen:
-        if not any(fnmatch.fnmatchcase(s.full_name, pattern) for s in found):
-            raise checks.unknown("parameter pattern", pattern, [s.full_name for s in found])
-    placed: list[Segment] = []
-    offset = 0
-    held = [any(fnmatch.fnmatchcase(s.full_name, p) for p in frozen) for s in found]
-    for want_frozen in (False, True):
-        for s, is_frozen in zip(found, held, strict=True):
-            if is_frozen is want_frozen:
-                placed.append(Segment(s.layer, s.name, s.shape, offset, s.product, not is_frozen))
-                offset = placed[-1].stop
-    return placed

@@ -52,6 +52,7 @@ class TensorStore:
     """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
 
     capturable = True  # a step of this store can be captured in a CUDA graph
+    resident = True  # what is saved stays where it is, so that several tensors may share memory
 
     def __init__(self) -> None:
         self._slots: dict[Hashable, Slot] = {}

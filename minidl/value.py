@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MaskedGradient", "Normalized", "Origin", "Value", "finished", "materialize"]
+__all__ = ["MaskedGradient", "Normalized", "Origin", "PooledGradient", "Value", "finished", "materialize", "owed"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,16 @@ class Origin:
 
 @dataclass(frozen=True)
 class Value:
-    """An array with notes. ``stats`` is never owed: ``batch_norm_stats`` (1 + 2C,) float64 taken by the producer."""
+    """An array with notes, which are never owed.
+
+    ``stats``: what ``batch_norm_finalize`` takes, from the producer; ``buffer``: an array whose first channels
+    ``array`` is, and whose others are free for the one `Concat` that continues it.
+    """
 
     array: Any = None
     origin: Origin | None = None
     stats: Any = None
+    buffer: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,6 +64,14 @@ class Value:
     @property
     def dtype(self) -> Any:
         return _first(self).dtype
+
+
+def owed(value: Value) -> Normalized | None:
+    """The one batch norm, with weight and bias, whose output under a ReLU is still owed."""
+    if value.array is not None or not value.origin.relu or len(value.origin.terms) > 1:
+        return None
+    term = value.origin.terms[0]
+    return term if isinstance(term, Normalized) and term.gamma is not None and term.beta is not None else None
 
 
 def _first(value: Value) -> Any:
@@ -137,6 +150,30 @@ class MaskedGradient:
             y = self.y if self.term is None else materialize(ops, Value(origin=Origin((self.term,), relu=True))).array
             self.array = ops.relu_backward(self.dy, y)
         return self.array
+
+
+class PooledGradient(MaskedGradient):
+    """The gradient of a batch norm's output under a ReLU and a max pooling, left as that of the pooled array.
+
+    Attributes:
+        dy: gradient of the pooled array; masked where that is positive once ``array`` is there.
+        y, largest, index: as of ``batch_norm_max_pool2d``.
+        window: of the pooling, as the operations take it.
+    """
+
+    __slots__ = ("index", "largest", "window", "_shape")
+
+    def __init__(self, dy: Any, y: Any, largest: Any, index: Any, shape: tuple[int, ...], window: dict[str, Any]):
+        super().__init__(dy, y=y)
+        self.largest, self.index, self.window, self._shape = largest, index, window, shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def finish(self, ops: ModuleType) -> Any:
+        masked = ops.relu_backward(self.dy, self.y) if self.array is None else self.array
+        return ops.max_pool2d_backward(masked, self.index, self._shape, **self.window)
 
 
 def finished(ops: ModuleType, gradient: Any) -> Any:

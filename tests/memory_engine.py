@@ -32,7 +32,7 @@ class DryEngine:
         self.memory = np.empty(arena_bytes + ALIGN, np.uint8)
         blocks = arena_bytes // ALIGN + 1
         self.tags = np.full(blocks, -1, np.int64)  # which array's content lies in a block
-        self.host: dict[int, np.ndarray] = {}
+        self.away: dict[int, np.ndarray] = {}  # what lies on the host, as tags
         self.used = {stream: np.full(blocks, -1, np.int64) for stream in STREAMS}
         self.clock = {stream: dict.fromkeys(STREAMS, -1) for stream in STREAMS}
         self.events: dict[int, dict[str, int]] = {}
@@ -68,12 +68,18 @@ class DryEngine:
     def copy_out(self, offset, host, count):
         self.calls.append(("copy_out", offset, host, count))
         self.use("out", offset, count)
-        self.host[host] = self.tags[self._blocks(offset, count)].copy()
+        self.away[host] = self.tags[self._blocks(offset, count)].copy()
 
     def copy_in(self, offset, host, count):
         self.calls.append(("copy_in", offset, host, count))
         self.use("in", offset, count)
-        self.tags[self._blocks(offset, count)] = self.host[host]
+        if host not in self.away:  # what lies there from the start
+            self.made += 1
+            self.away[host] = np.full(-(-count // ALIGN), self.made - 1)
+        self.tags[self._blocks(offset, count)] = self.away[host]
+
+    def host(self, offset, count):
+        return np.zeros(count, np.float32)
 
     def record(self, stream, event):
         self.calls.append(("record", stream, event))

@@ -16,6 +16,7 @@ LEVELS = [
     {"backend", "initializers"},
     {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
     {"profile"},
+    {"segments"},
     {"params"},
     {"layer"},
     {"graph", "laws"},

@@ -54,6 +54,17 @@ def test_statistics_equal_the_reference(ops, rng, dtype, shape, layout):
     assert_stats(ops.to_host(ops.batch_norm_stats(place(ops, x, layout))), x)
 
 
+@pytest.mark.parametrize("channels", [(5,), (1, 1), (3, 8), (64, 32, 1)])
+def test_statistics_side_by_side_are_those_of_a_concatenation(ops, rng, channels):
+    parts = [draw(rng, (7, 5, c), float32, offset=i) for i, c in enumerate(channels)]
+    found = ops.to_host(ops.batch_norm_concat([ops.batch_norm_stats(ops.from_host(part)) for part in parts]))
+    assert_stats(found, np.concatenate(parts, axis=-1))
+    for part, begin in zip(parts, np.cumsum((0, *channels)), strict=False):
+        own, c = ops.to_host(ops.batch_norm_stats(ops.from_host(part))), part.shape[-1]
+        one = found[1:].reshape(2, -1)[:, begin : begin + c]
+        assert one.tobytes() == own[1:].reshape(2, -1).tobytes() and found[0] == own[0]
+
+
 @pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
 def test_statistics_stay_accurate_far_from_zero(ops, rng, ratio):
     x = draw(rng, (3, 31, 29, 7), float32, offset=ratio)

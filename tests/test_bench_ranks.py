@@ -53,12 +53,13 @@ def test_a_pass_within_a_step_is_the_slowest_ranks_and_all_ranks_stand_beside():
 
     class Pair:
         def share(self, own):
-            plain, watched, silent, passes, unaccounted = own
-            return [own, ([3.0] * 2, [3.0] * 2, silent, network._by_pass(slow), unaccounted)]
+            plain, watched, silent, passes, unaccounted, accounted, mark_ms = own
+            return [own, ([3.0] * 2, [3.0] * 2, silent, network._by_pass(slow), unaccounted, 0.5, 0.25)]
 
     kind = network.joined(Pair(), fast, fast, None)
     assert kind.passes["a", "forward"].ms == 3.0 and kind.pass_ranks["a", "forward"] == [1.0, 3.0]
     assert kind.ranks == [1.0, 3.0] and kind.plain.ms == 3.0
+    assert (kind.accounted, kind.mark_ms) == (0.5, 0.25), "each of the rank where it is worst"
 
 
 def test_rows_within_a_step_say_what_each_rank_took(two_ranks):

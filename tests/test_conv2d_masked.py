@@ -15,7 +15,7 @@ from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import cases, put
+from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
 
 FORWARD = ("stride", "padding", "dilation", "groups")
@@ -66,6 +66,23 @@ def test_masking_on_the_way_is_masking_afterwards(ops, case, dtype, joined, adde
 @cases(CASES)
 def test_in_each_family(forced_ops, case, storage, joined, added, rng):  # noqa: F811
     check(forced_ops, case, *operands(rng, case, storage, joined, added))
+
+
+@SIXTEEN
+@pytest.mark.parametrize("before", [1, 8])
+@cases(FEW)
+def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng):  # noqa: F811
+    """As a part of a dense block's buffer does, aligned for the copy engine or not."""
+    dy, w, add, x, moments, gamma, beta, y = operands(rng, case, storage, True, True)
+    rest = put(forced_ops, moments, gamma, beta)
+    dy_, w_, add_, x_, y_ = put(forced_ops, dy, w, add, x, y)
+    wide = [pitched(forced_ops, array, before, 16) for array in (x, y)]
+    dense = forced_ops.conv2d_backward_data_masked(dy_, w_, x_, *rest, y=y_, add=add_, **case.options)
+    found = forced_ops.conv2d_backward_data_masked(dy_, w_, wide[0], *rest, y=wide[1], add=add_, **case.options)
+    assert (dense[1] is None) == (found[1] is None)
+    for one, other in zip(dense, found, strict=True):
+        if one is not None:
+            assert forced_ops.to_host(one).tobytes() == forced_ops.to_host(other).tobytes()
 
 
 @pytest.mark.parametrize(("joined", "added", "share"), [(False, False, 1), (True, True, 3)])

@@ -127,9 +127,9 @@ def test_the_reference_is_the_definition(case, rng):
     np.testing.assert_array_equal(reference.conv2d_backward_weight(dy, x, case.w, **case.options), dw)
 
 
-def weight_gradient(ops, dy, x, case, start=None):
+def weight_gradient(ops, dy, x, case, start=None, tf32=False):
     out = ops.from_host(np.full(case.w, np.nan, np.float32) if start is None else start)
-    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None)
+    ops.conv2d_backward_weight(dy, x, **case.options, out=out, accumulate=start is not None, tf32=tf32)
     return ops.to_host(out)
 
 

@@ -21,6 +21,7 @@ from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
 from tests.test_conv2d_families import CUT, GUARD
 from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.test_conv2d_weight_hopper import rounded
 from tests.tolerance import assert_close, draw, draw_integers
 
 CASES = [
@@ -47,6 +48,12 @@ def both(ops, case, x, w, dy, forward_bias=None, **backward):
     return y, ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **options, **backward)
 
 
+def all_three(ops, case, x, w, dy):
+    gradient = ops.from_host(np.full(case.w, np.nan, np.float32))
+    ops.conv2d_backward_weight(dy, x, **case.options, tf32=True, out=gradient)
+    return *both(ops, case, x, w, dy), gradient
+
+
 def conv_of(case):
     return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
 
@@ -58,6 +65,10 @@ def draws(rng, case):
 def expected_of(case, x, w, dy, bias=None, dbias=None, add=None):
     y = reference.conv2d(x, w, bias, **case.options)
     return y, reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add)
+
+
+def all_expected(case, x, w, dy):
+    return *expected_of(case, x, w, dy), reference.conv2d_backward_weight(dy, x, case.w, **case.options)
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -98,22 +109,17 @@ def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, rng):
         np.testing.assert_array_equal(hopper.to_host(one), expected)
 
 
-def rounded(x):
-    """To TF32, ten bits after the leading one, to nearest; no value lies half way."""
-    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-@cases([case for case in SOME if max(case.terms[:2]) < 1000])  # the units cut long sums off
+@cases([case for case in SOME if max(case.terms) < 1000])  # the units cut long sums off
 def test_operands_are_rounded_to_nearest(hopper, case, rng):
-    """Sources, by the copy engine, and filters: sums of rounded operands differ by float32's own rounding alone."""
+    """Images, by the copy engine, and filters: sums of rounded operands differ by float32's own rounding alone."""
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
     hosts = [(host.view(np.uint32) | np.uint32(1)).view(np.float32) for host in hosts]
-    found = [hopper.to_host(array) for array in both(hopper, case, *put(hopper, *hosts))]
-    near = expected_of(case, *map(rounded, hosts))
-    for one, expected, terms in zip(found, near, case.terms[:2], strict=True):
+    found = [hopper.to_host(array) for array in all_three(hopper, case, *put(hopper, *hosts))]
+    near = all_expected(case, *map(rounded, hosts))
+    for one, expected, terms in zip(found, near, case.terms, strict=True):
         assert_close(one, expected, terms=terms, scale=CUT)
-    exact = expected_of(case, *hosts)
-    for one, expected, terms in zip(found, exact, case.terms[:2], strict=True):
+    exact = all_expected(case, *hosts)
+    for one, expected, terms in zip(found, exact, case.terms, strict=True):
         assert_close(one, expected, terms=terms, scale=4, tf32=True)
 
 
@@ -181,11 +187,20 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(hopper, case, r
         hurt, pain = x.copy(), dy.copy()
         hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
         w_ones = np.ones_like(w)
-        found = both(hopper, case, *put(hopper, hurt, w_ones, pain))
+        found = all_three(hopper, case, *put(hopper, hurt, w_ones, pain))
         with np.errstate(invalid="ignore"):
-            expected = expected_of(case, hurt, w_ones, pain)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(np.isfinite(hopper.to_host(one)), np.isfinite(other))
+            expected = all_expected(case, hurt, w_ones, pain)
+        assert_reached([hopper.to_host(one) for one in found], expected)
+
+
+def assert_reached(found, expected):
+    """NaN and infinity where they belong. Of the filters' gradient (last) where a tap is outside of an image, zeros may
+    be multiplied: what reaches one tap may reach all of the same two channels, and no others.
+    """
+    (*images, gradient), (*truths, truth) = ([np.isfinite(one) for one in some] for some in (found, expected))
+    for one, other in zip(images, truths, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (gradient <= truth).all() and (gradient >= truth.all(axis=(1, 2), keepdims=True)).all()
 
 
 # -- three products ----------------------------------------------------------------------------------------------------
@@ -202,15 +217,11 @@ def three_passes(ops, case, x, w, dy, tf32):
     return [ops.to_host(array) for array in (y, dx, out)]
 
 
-def three_references(case, x, w, dy):
-    return *expected_of(case, x, w, dy), reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-
-
 @cases(THREE)
 def test_three_products_of_whole_numbers_are_exact(cuda_ops, case, rng):
     hosts = draws(rng, case)
     found = three_passes(cuda_ops, case, *put(cuda_ops, *hosts), 3)
-    for one, expected in zip(found, three_references(case, *hosts), strict=True):
+    for one, expected in zip(found, all_expected(case, *hosts), strict=True):
         np.testing.assert_array_equal(one, expected)
 
 
@@ -219,13 +230,26 @@ def test_three_products_come_near_to_float32(cuda_ops, case, rng):
     """What is left out of a product is 2**-22 of it, twice; what the units cut off a stage's sum is less."""
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
     placed = put(cuda_ops, *hosts)
-    exact, sizes = three_references(case, *hosts), three_references(case, *map(np.abs, hosts))
+    exact, sizes = all_expected(case, *hosts), all_expected(case, *map(np.abs, hosts))
     three, one = (three_passes(cuda_ops, case, *placed, tf32) for tf32 in (3, 1))
     for found, rough, expected, size in zip(three, one, exact, sizes, strict=True):
         assert (np.abs(found - expected) <= 2.0**-20 * size).all()
         assert np.abs(found - expected).mean() <= np.abs(rough - expected).mean() / 100
     for again, found in zip(three_passes(cuda_ops, case, *placed, 3), three, strict=True):
         np.testing.assert_array_equal(again, found)
+
+
+@cases(THREE)
+def test_three_products_carry_nan_and_infinity(cuda_ops, case, rng):
+    """Also a NaN whose bits are all ones, which a carry of rounding turns into a zero."""
+    x, w, dy = draws(rng, case)
+    for bad in (np.nan, np.inf, np.uint32(0x7FFFFFFF).view(np.float32)):
+        hurt, pain = x.copy(), dy.copy()
+        hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
+        hosts = hurt, np.ones_like(w), pain
+        with np.errstate(invalid="ignore"):
+            expected = all_expected(case, *hosts)
+        assert_reached(three_passes(cuda_ops, case, *put(cuda_ops, *hosts), 3), expected)
 
 
 def test_other_numbers_of_products_are_refused():

@@ -203,8 +203,8 @@ def test_a_convolution_cannot_take_any_route(rng):
         choose_conv_route(64, single, h200)
 
 
-def test_three_tf32_products_are_refused_where_there_are_none(cpu_ops, rng):
+def test_split_products_are_refused_where_there_are_none(cpu_ops, rng):
     a = Case(cpu_ops, rng, CASES[0])
     x = draw(rng, a.images, float32)
-    with pytest.raises(ValueError, match="csb_conv2d: tf32x3"):
-        cpu_ops.csb_conv2d(*a.pattern, a.values, x, *a.place, **a.geometry, tf32x3=True)
+    with pytest.raises(ValueError, match="csb_conv2d: split"):
+        cpu_ops.csb_conv2d(*a.pattern, a.values, x, *a.place, **a.geometry, split="tf32x3")

@@ -304,7 +304,7 @@ def test_a_matrix_says_what_it_runs_on(ops, rng):
         assert {a.route(100, features_last=last) for last in (False, True)} <= {"rows", "generic"}
 
 
-def test_three_tf32_products_exist_on_a_gpu_only(cpu_ops, rng):
+def test_split_products_exist_on_a_gpu_only(cpu_ops, rng):
     a = CSBMatrix.from_dense(draw(rng, (30, 20), float32))
-    with pytest.raises(ValueError, match="tf32x3 must be False on the CPU"):
-        a.matmul(draw(rng, (20, 3), float32), tf32x3=True)
+    with pytest.raises(ValueError, match="split must be None on the CPU"):
+        a.matmul(draw(rng, (20, 3), float32), split="bf16x3")

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny
+from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny
 from minidl.cuda.csb_routes import ROUTES, Product, choose_route, route
+from minidl.cuda.csb_tensor import SPLITS
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import bfloat16, float16, float32, precision
+from minidl.sparse import layers
 from tests.reference import csb as reference
 from tests.tolerance import draw, draw_integers
 
@@ -48,9 +50,9 @@ class Matrix:
         self.pattern = ops.from_host(indptr), ops.from_host(indices)
         self.values = ops.from_host(host)
 
-    def product(self, samples, dtype, transposed, features_last, tf32x3=False) -> Product:
+    def product(self, samples, dtype, transposed, features_last, split=None) -> Product:
         shape, side = self.place
-        return Product(shape, side, self.values.size, dtype, samples, transposed, features_last, tf32x3)
+        return Product(shape, side, self.values.size, dtype, samples, transposed, features_last, split)
 
     def matmul(self, x, **options):
         return self.ops.to_host(self.ops.csb_matmul(*self.pattern, self.values, x, *self.place, **options))
@@ -80,19 +82,19 @@ def test_every_route_of_float32_is_exact_on_whole_numbers(
         x = _operand(rng, a, samples, transposed, features_last, float32)
         bias = draw_integers(rng, shape[1 if transposed else 0], float32)
         expected = reference.matmul(a.dense, x, bias=bias, relu=True, **where)
-        for tf32x3 in (False, True):
-            fits = a.product(samples, np.dtype(float32), transposed, features_last, tf32x3).fits(current_device())
+        for split in (None, *SPLITS):
+            fits = a.product(samples, np.dtype(float32), transposed, features_last, split).fits(current_device())
             for name in (name for name in ROUTES if fits[name]):
                 with route(name):
-                    y = a.matmul(
-                        cuda_ops.from_host(x), bias=cuda_ops.from_host(bias), relu=True, tf32x3=tf32x3, **where
-                    )
-                np.testing.assert_array_equal(y, expected, err_msg=f"{name}, {samples} samples")
+                    y = a.matmul(cuda_ops.from_host(x), bias=cuda_ops.from_host(bias), relu=True, split=split, **where)
+                np.testing.assert_array_equal(y, expected, err_msg=f"{name}, {split}, {samples} samples")
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape,density", [((304, 136), 0.1), ((64, 64), 1.0), ((600, 2048), 0.7), ((8, 1032), 0.5)])
+@pytest.mark.parametrize(
+    "shape,density", [((304, 136), 0.1), ((64, 64), 1.0), ((600, 2048), 0.7), ((8, 1032), 0.5), ((4096, 1040), 0.1)]
+)
 def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
     from minidl.cuda.device import current_device
 
@@ -153,21 +155,43 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, transposed
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
-def test_three_tf32_products_keep_their_bound(cuda_ops, rng, features_last):
-    """Heads and rests leave out 2^-20 of a product; each of three sums of eight cuts what it adds to off at 2^-23."""
+@pytest.mark.parametrize("split,left_out", [("tf32x3", 2.0**-20), ("bf16x3", 3.02 * 2.0**-16)])
+def test_split_products_keep_their_bound(cuda_ops, rng, split, left_out, features_last):
+    """Heads and rests leave out so much of a product; each of three sums of eight cuts what it adds to off at 2^-23."""
     from minidl.cuda.device import current_device
 
     a = Matrix(cuda_ops, rng, (256, 1030), 64, 0.5, values=draw)
-    if not a.product(300, np.dtype(float32), False, features_last, True).fits(current_device())["split"]:
+    if not a.product(300, np.dtype(float32), False, features_last, split).fits(current_device())["split"]:
         pytest.skip("needs a Hopper GPU")
     x = _operand(rng, a, 300, False, features_last, float32, draw)
     with route("split"):
-        y = a.matmul(cuda_ops.from_host(x), features_last=features_last, tf32x3=True)
+        y = a.matmul(cuda_ops.from_host(x), features_last=features_last, split=split)
     expected = reference.matmul(a.dense, x, features_last=features_last)
     magnitude = reference.matmul(np.abs(a.dense), np.abs(x), features_last=features_last)
-    bound = (2.0**-20 + 3 * 1030 / 8 * 2.0**-23) * magnitude
+    bound = (left_out + 3 * 1030 / 8 * 2.0**-23) * magnitude
     assert (np.abs(y - expected) <= bound).all()
     assert np.abs(y - expected).max() > 0, "float32 would not be tested"
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_split_products_multiply_rests(cuda_ops, rng, split, transposed, features_last):
+    """Numbers of 13 bits need a rest; where only one operand has them nothing is left out."""
+    from minidl.cuda.device import current_device
+
+    def wide(rng, shape, dtype):
+        return draw_integers(rng, shape, dtype, limit=4095)
+
+    where = {"transposed": transposed, "features_last": features_last}
+    for values, samples in itertools.product(((wide, draw_integers), (draw_integers, wide)), (130, 300)):
+        a = Matrix(cuda_ops, rng, (200, 330), 64, 0.3, values=values[0])
+        if not a.product(samples, np.dtype(float32), **where, split=split).fits(current_device())["split"]:
+            pytest.skip("needs a Hopper GPU")
+        x = _operand(rng, a, samples, transposed, features_last, float32, values[1])
+        with route("split"):
+            y = a.matmul(cuda_ops.from_host(x), split=split, **where)
+        np.testing.assert_array_equal(y, reference.matmul(a.dense, x, **where))
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -190,17 +214,56 @@ def test_sampled_products_of_16_bit_types_are_exact_on_whole_numbers(
     np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
 
 
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", [
+    ((300, 260), 64, 0.02, 133), ((257, 300), 256, 0.1, 1000), ((1, 72), 64, 0.2, 64), ((72, 1), 64, 0.2, 5000),
+    ((513, 1032), 128, 0.05, 700), ((64, 1032), 16, 0.2, 63),
+])  # fmt: skip
+def test_sampled_products_of_float32_are_exact_on_whole_numbers(
+    cuda_ops, rng, shape, side, density, samples, features_last
+):
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    _check_dots(cuda_ops, rng, a, samples, features_last)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+def test_sampled_products_of_float32_do_full_blocks_of_a_sparse_matrix(cuda_ops, rng, features_last):
+    """Blocks with more elements than a thread block holds at a time, beside empty ones."""
+    a = Matrix(cuda_ops, rng, (512, 384), 64, 0.0)
+    a.mask[64:160, 30:130] = a.mask[511, :] = True
+    indptr, indices = reference.from_mask(a.mask, 64)
+    a.pattern, a.values = (
+        (cuda_ops.from_host(indptr), cuda_ops.from_host(indices)),
+        cuda_ops.empty(indices.size, float32),
+    )
+    _check_dots(cuda_ops, rng, a, 1500, features_last)
+
+
+def _check_dots(cuda_ops, rng, a, samples, features_last):
+    from minidl.cuda.device import current_device
+
+    shape, side = a.place
+    if not csb_rows.applies(side, np.dtype(float32), current_device()):
+        pytest.skip("needs a Hopper GPU")
+    dy, x = (draw_integers(rng, (samples, f) if features_last else (f, samples), float32) for f in shape)
+    out = cuda_ops.from_host(np.ones(a.values.size, float32))
+    given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
+    csb_dots.sampled(*a.pattern, *given, *a.place, features_last, out, True)
+    expected = 1 + reference.sampled(a.mask, dy.astype(float), x.astype(float), side, features_last=features_last)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
+
+
 # -- which route ------------------------------------------------------------------------------------------------------
 
 
-def _product(dtype=float32, samples=4096, density=0.1, features_last=True, tf32x3=False, side=64, shape=(2048, 1024)):
+def _product(dtype=float32, samples=4096, density=0.1, features_last=True, split=None, side=64, shape=(2048, 1024)):
     nnz = round(density * shape[0] * shape[1])
-    return Product(shape, side, nnz, np.dtype(dtype), samples, False, features_last, tf32x3)
+    return Product(shape, side, nnz, np.dtype(dtype), samples, False, features_last, split)
 
 
 def test_a_route_is_chosen_for_every_product_and_can_do_it():
     for device, dtype, samples, density, last, split, side in itertools.product(
-        (H200, A100), (float32, bfloat16), (1, 64, 65, 4096), (0.01, 0.5), (False, True), (False, True), (8, 64, 256)
+        (H200, A100), (float32, bfloat16), (1, 64, 65, 4096), (0.01, 0.5), (False, True), (None, *SPLITS), (8, 64, 256)
     ):
         product = _product(dtype, samples, density, last, split, side)
         assert product.fits(device)[choose_route(product, device)], product
@@ -209,15 +272,26 @@ def test_a_route_is_chosen_for_every_product_and_can_do_it():
 def test_float32_is_multiplied_strictly_unless_allowed_otherwise():
     for density in (0.01, 0.2, 0.9):
         assert choose_route(_product(density=density), H200) == "rows"
-    assert choose_route(_product(density=0.2, tf32x3=True), H200) == "split"
-    assert choose_route(_product(density=0.02, tf32x3=True), H200) == "rows"
-    assert choose_route(_product(density=0.2, tf32x3=True), A100) == "generic"
+    assert choose_route(_product(density=0.2, split="tf32x3"), H200) == "split"
+    assert choose_route(_product(density=0.02, split="tf32x3"), H200) == "rows"
+    assert choose_route(_product(density=0.2, split="tf32x3"), A100) == "generic"
 
 
-def test_three_tf32_products_of_16_bit_arrays_are_refused():
-    with dry_run(), pytest.raises(ValueError, match="csb_matmul: tf32x3"):
+def test_layers_split_products_as_their_precision_permits():
+    """By none that is less exact than the precision itself."""
+    for name, allowed in (("fp32", None), ("tf32", "bf16x3"), ("tf32x3", "tf32x3")):
+        assert layers.SPLITS[precision(name).tf32] == allowed
+        assert allowed is None or choose_route(_product(density=0.2, split=allowed), H200) == "split"
+    assert choose_route(_product(density=0.05, split="bf16x3"), H200) == "split"
+    assert choose_route(_product(density=0.02, split="bf16x3"), H200) == "rows"
+
+
+def test_split_products_of_16_bit_arrays_are_refused():
+    with dry_run(), pytest.raises(ValueError, match="csb_matmul: split must be None unless"):
         pattern = ops.empty(2, np.int32), ops.empty(9, np.uint16)
-        ops.csb_matmul(*pattern, ops.empty(9, bfloat16), ops.empty((8, 8), bfloat16), (8, 8), 64, tf32x3=True)
+        ops.csb_matmul(*pattern, ops.empty(9, bfloat16), ops.empty((8, 8), bfloat16), (8, 8), 64, split="tf32x3")
+    with dry_run(), pytest.raises(ValueError, match="csb_matmul: split must be None or tf32x3 or bf16x3, got 'bf16'"):
+        ops.csb_matmul(*pattern, ops.empty(9, float32), ops.empty((8, 8), float32), (8, 8), 64, split="bf16")
 
 
 def test_a_route_that_cannot_be_taken_is_refused():
@@ -247,6 +321,17 @@ def test_tiles_fill_the_device_in_few_rounds():
     assert csb_rows.choose_tile(256, 2304, 12544, 0.02, False, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(2048, 2048, 4096, 0.05, True, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
+
+
+def test_regions_of_sampled_products_fit_the_device_and_what_they_hold():
+    for shape, density in itertools.product(
+        ((1, 1), (64, 64), (64, 2304), (2048, 64), (4096, 4096)), (0.0, 0.02, 0.25)
+    ):
+        tile = csb_dots.choose_tile(shape, round(density * shape[0] * shape[1]))
+        assert tile.shared_bytes <= H200.shared_per_block
+        assert tile.rows * tile.columns * density <= csb_dots.CAPACITY
+    assert csb_dots.choose_tile((2048, 2048), 83886) == (256, 128)
+    assert csb_dots.choose_tile((64, 64), 82) == (64, 64)
 
 
 def test_chunks_of_sampled_products_are_never_empty():

@@ -158,8 +158,9 @@ def call_softmax() -> None:
 def call_upsample2d() -> None:
     for dtype, mode in itertools.product(STORAGE, ("nearest", "bilinear")):
         for x in _activations(dtype):
-            y = ops.upsample2d(x, (2 * x.shape[1], x.shape[2] + 1), mode)
-            assert ops.upsample2d_backward(y, x.shape, mode).shape == x.shape
+            for size in ((2 * x.shape[1], x.shape[2] + 1), (6 * x.shape[1], 6 * x.shape[2])):
+                y = ops.upsample2d(x, size, mode)
+                assert ops.upsample2d_backward(y, x.shape, mode).shape == x.shape
 
 
 # (N, H, W, C), K, kernel, stride, padding, dilation, groups
@@ -268,6 +269,13 @@ def call_pool2d() -> None:
             ops.max_pool2d_backward(y, index, x.shape, dilation=(1, 1), **window)
             y = ops.avg_pool2d(x, ceil_mode=True, count_include_pad=False, **window)
             ops.avg_pool2d_backward(y, x.shape, ceil_mode=True, count_include_pad=False, **window)
+        for x, (kernel, stride, padding) in itertools.product(arrays[::4], windows[:3]):
+            window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": (1, 1)}
+            gamma, moments = ops.empty(x.shape[-1], np.float32), ops.empty((2, x.shape[-1]), np.float32)
+            y, index, _ = ops.batch_norm_max_pool2d(x, moments, gamma, gamma, ceil_mode=True, **window)
+            sums = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
+            for given in (sums, (None, None)):
+                ops.batch_norm_max_pool2d_backward(y, index, x, moments, gamma, *given, **window)
         for x, size in itertools.product(_activations(dtype), [(1, 1), (3, 2), (7, 5)]):
             assert ops.adaptive_avg_pool2d_backward(ops.adaptive_avg_pool2d(x, size), x.shape).shape == x.shape
 
@@ -314,9 +322,10 @@ def _sparse_products() -> None:
         wide = ops.empty((x.shape[0], x.shape[1] + 3), dtype)[:, 1 : 1 + x.shape[1]]
         ops.csb_matmul(*pattern, values, wide, *where, features_last=last)
         if dtype == float32:
-            ops.csb_matmul(*pattern, values, wide, *where, features_last=last, tf32x3=True)
+            for split in ("tf32x3", "bf16x3"):
+                ops.csb_matmul(*pattern, values, wide, *where, features_last=last, split=split)
             few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
-            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, tf32x3=True)
+            ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, split="tf32x3")
 
 
 def call_csb_conv2d() -> None:
@@ -361,15 +370,13 @@ def call_loss() -> None:
 def call_smoothed_loss() -> None:
     scale, kinds = ops.empty(1, np.float32), [(dtype, np.int32) for dtype in STORAGE]
     kinds += [(bfloat16, np.int64), (bfloat16, np.uint8)]
-    for (dtype, label), shape in itertools.product(kinds, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
-        logits, labels, weights = (
-            ops.empty(shape, dtype),
-            ops.empty(shape[:-1], label),
-            ops.empty(shape[-1], np.float32),
-        )
+    shapes = [(512, 1000), (6, 3), (2, 9, 9, 21), (5, 62), (5, 63), (4, 32000), (0, 10)]
+    for (dtype, label), shape in itertools.product(kinds, shapes):
+        logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
         options = {"smoothing": 0.1, "ignore_index": 255}
-        totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, **options)
-        ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, scale, **options)
+        for weights in (None, ops.empty(shape[-1], np.float32)):
+            totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, **options)
+            ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, scale, **options)
         sums = ops.dice_sums(logits, labels, ignore_index=255)
         ops.dice_backward(logits, labels, sums, scale, smooth=1.0, ignore_index=255)
         if shape[-1] <= 1000:
@@ -378,7 +385,7 @@ def call_smoothed_loss() -> None:
 
 def call_soft_loss() -> None:
     scale = ops.empty(1, np.float32)
-    for dtype, shape in itertools.product(STORAGE, [(512, 1000), (6, 3), (2, 9, 9, 21), (4, 32000), (0, 10)]):
+    for dtype, shape in itertools.product(STORAGE, [(512, 1000), (6, 3), (9, 64), (5, 256), (5, 512), (4, 32000)]):
         logits, targets, weights = (
             ops.empty(shape, dtype),
             ops.empty(shape, np.float32),
@@ -404,6 +411,9 @@ def call_optim() -> None:
         ):
             if buffer is not None or not nesterov:
                 ops.sgd_update(master, grad, buffer, working, segment_of, segments, control, nesterov=nesterov)
+            if buffer is not None and not nesterov:
+                ops.sgd_update(master, None, buffer, working, segment_of, segments, control, nesterov=False)
+        ops.sgd_begin(master, momentum, segment_of, segments, control)
         ops.find_nonfinite(grad, control)
     ops.update_loss_scale(control)
 

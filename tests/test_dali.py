@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from minidl import data
+from minidl.backend import get_ops
 from minidl.data import ColorJitter, Compose, Loader, MixUp, RandomHorizontalFlip, RandomResizedCrop
+from tests.conftest import CUDA
 
 SIZE, COUNT = 32, 13
 
@@ -34,22 +36,23 @@ AUGMENTS = {
 }
 
 
-def dali(folder, **options):
+def dali(folder, device="cpu", **options):
     pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI")
-    return data.DaliLoader(folder, 5, device="cpu", seed=2, mean=folder.mean, std=folder.std, **options)
+    return data.DaliLoader(folder, 5, device=device, seed=2, mean=folder.mean, std=folder.std, **options)
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("augment", AUGMENTS)
-def test_batches_are_those_of_a_loader(folder, augment):
+def test_batches_are_those_of_a_loader(folder, augment, device):
     options = {"augment": AUGMENTS[augment], "workers": 2}
     expected = Loader(folder, 5, seed=2, mean=folder.mean, std=folder.std, **options)
-    found = dali(folder, **options)
+    found, to_host = dali(folder, device, **options), get_ops(device).to_host
     for _ in range(2):
         for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one.labels, other.labels)
+            np.testing.assert_array_equal(to_host(one.labels), other.labels)
             assert one.images.shape == other.images.shape and one.images.dtype == other.images.dtype
             assert (one.first_sample, one.global_size) == (other.first_sample, other.global_size)
-            difference = np.abs(one.images - other.images) * np.array(folder.std) * 255  # in grey levels
+            difference = np.abs(to_host(one.images) - other.images) * np.array(folder.std) * 255  # in grey levels
             assert difference.mean() < 1 and difference.max() < 12
 
 

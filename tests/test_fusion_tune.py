@@ -168,8 +168,9 @@ def test_the_model_rules_out_what_only_moves_more_bytes():
     for group in groups(graph, 256, BF16, H200):
         assert group.timed and not [ways for ways in group.timed if "none" in ways or "statistics" in ways]
     for group in groups(graph, 256, FP32, H200):  # no kernel does anything on the way
-        assert group.timed == (("elementwise",) * len(group.sites),)
-        assert all(set(same) <= {"none", "elementwise"} for same in group.same.values())
+        pooled = any(site.pooled for site in group.sites)
+        assert group.timed == (("elementwise" + pooled * "+pooled",) * len(group.sites),)
+        assert all(set(same) <= {"none", "elementwise", "elementwise+pooled"} for same in group.same.values())
 
 
 def test_equal_pieces_are_timed_once():
@@ -228,7 +229,8 @@ def test_the_heuristic_needs_no_clock_and_no_batch():
         for site in sites:
             times = {w: cost.predict(graph, site, w, 64, BF16, H200).ms for w in candidates(site)}
             assert times[plan.sites[site.name]] == min(times.values())
-        assert set(cost.heuristic(graph, sites, FP32, H200).sites.values()) == {"elementwise"}
+        ways = cost.heuristic(graph, sites, FP32, H200).sites
+        assert ways == {s.name: "elementwise+pooled" if s.pooled else "elementwise" for s in sites}
 
 
 # -- the plan that is kept ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.cuda.launch import dry_run
-from minidl.params import _ring_places
+from minidl.segments import ring_places
 from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
 from minidl.step import EagerStep
 from tests.conftest import CUDA
@@ -64,6 +64,46 @@ def test_a_ring_gives_the_same_bits(name, precision, group_bytes, device):
         assert trained(slots) == kept
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("group_bytes", [0, 30_000, 1 << 20])
+def test_a_huge_dense_layer_is_updated_in_tiles_with_the_same_bits(group_bytes, precision, device, monkeypatch):
+    """Of sizes that leave padding, a last tile of fewer rows, and tiles alone in their message or not."""
+    monkeypatch.setattr("minidl.layers.linear.TILE_BYTES", 4 * 300 * 128)
+
+    def network() -> m.Graph:
+        graph = m.Graph()
+        y = m.Flatten()(m.ReLU()(m.Conv2d(3, 8, 3, padding=1, name="conv")(graph.input((32, 32, 3)))))
+        y = m.ReLU(name="r1")(m.Linear(8 * 32 * 32, 300, name="fc1")(y))  # tiles of 128, 128 and 44 rows
+        y = m.ReLU(name="r2")(m.Linear(300, 333, name="fc2")(y))
+        return graph.output(m.Linear(333, 10, name="fc3", bias=False)(y))
+
+    def trained(slots: int | None) -> list[bytes]:
+        model = m.Model(network(), device=device, precision=precision, seed=5, group_bytes=group_bytes)
+        optimizer = m.SGD(model, 0.05, 0.9, 1e-4)
+        if slots is not None:
+            optimizer.update_in_backward(slots)
+            assert set(model.arena.tiled) == {"fc1", "fc2"}
+            assert model.arena.grad.size < 0.5 * model.arena.trainable_size
+        return _train(model, optimizer, "lenet")
+
+    kept = trained(None)
+    for slots in (1, 2, 5):
+        assert trained(slots) == kept
+
+
+def test_what_is_sent_or_looked_at_is_held_whole(monkeypatch):
+    monkeypatch.setattr("minidl.layers.linear.TILE_BYTES", 4 * 300 * 128)
+    model = m.Model(models.mlp(10, (32, 32, 3), (512,)))
+    optimizer = m.SGD(model, 0.05, 0.9)
+    optimizer.update_in_backward()
+    assert model.arena.tiled
+    part = model.arena.grad.size
+    model.arena.watch(lambda layer: None)
+    assert not model.arena.tiled and model.arena.grad.size > part
+    _train(model, optimizer, "lenet")
+
+
 def test_pruning_and_a_ring_give_the_same_bits():
     def trained(ring: bool) -> list[bytes]:
         model = _model("resnet20", "fp32", "cpu", group_bytes=30_000)
@@ -78,7 +118,7 @@ def test_pruning_and_a_ring_give_the_same_bits():
 def test_neighbours_never_share_a_place(rng):
     for _ in range(50):
         sizes, slots = rng.integers(1, 100, int(rng.integers(1, 30))).tolist(), int(rng.integers(1, 6))
-        places = _ring_places(sizes, slots)
+        places = ring_places(sizes, slots)
         for i in range(len(sizes)):
             for j in range(max(i - slots + 1, 0), i):
                 assert places[i] + sizes[i] <= places[j] or places[j] + sizes[j] <= places[i]
@@ -86,9 +126,9 @@ def test_neighbours_never_share_a_place(rng):
 
 def test_gradients_of_large_networks_take_a_few_per_cent():
     """On one rank; and a ring is never larger than what it replaces."""
-    for name, least in (("resnet50", 0.85), ("resnet152", 0.9), ("vgg16", 0.2)):
+    for name, least in (("resnet50", 0.85), ("resnet152", 0.9), ("vgg16", 0.85)):
         with dry_run():
-            graph = models.build(name, (64, 64, 3), 1000)
+            graph = models.build(name, (224, 224, 3), 1000)
             for layer in graph.layers:
                 layer.specs = [
                     dataclasses.replace(spec, init=lambda rng, shape: np.zeros(shape)) for spec in layer.specs

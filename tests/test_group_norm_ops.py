@@ -15,9 +15,22 @@ EPS = 1e-5
 # (N, H, W, C), groups
 CASES = [
     ((1, 1, 1, 2), 1), ((3, 5, 7, 6), 3), ((2, 9, 11, 32), 8), ((4, 3, 2, 30), 30), ((2, 33, 41, 24), 2),
-    ((70, 4, 4, 64), 32), ((5, 12), 4), ((0, 4, 4, 8), 2),
+    ((70, 4, 4, 64), 32), ((5, 12), 4), ((2, 9, 7, 600), 1), ((0, 4, 4, 8), 2),
 ]  # fmt: skip
-ROWS = [(1, 2), (7, 5), (33, 96), (2, 3, 5, 24), (3, 1000), (5, 10000), (1500, 7), (0, 8)]
+ROWS = [
+    (1, 2),
+    (7, 5),
+    (33, 96),
+    (2, 3, 5, 24),
+    (3, 1000),
+    (5, 10000),
+    (1500, 7),
+    (9, 512),
+    (7, 768),
+    (6, 2048),
+    (5, 3001),
+    (0, 8),
+]
 
 
 def parameters(rng, channels):
@@ -121,6 +134,25 @@ def test_a_misaligned_array_has_the_same_bits(ops, rng, dtype):
         found.append([ops.to_host(a) for a in (moments, sums, y, rows, dx, gate, ops.softmax(array))])
     for dense, pitched in zip(*found, strict=True):
         np.testing.assert_array_equal(dense, pitched)
+
+
+@pytest.mark.parametrize("shape", [(20000, 256), (20000, 512), (150_000, 24), (5000, 1000), (9000, 1024)])
+def test_a_row_has_its_bits_whatever_stands_beside_it(cuda_ops, rng, dtype, shape):
+    """Threads take several rows at once where there are many, and one elsewhere."""
+    x, dy = (cuda_ops.from_host(draw(rng, shape, dtype)) for _ in range(2))
+    gamma, beta = (cuda_ops.from_host(values) for values in parameters(rng, shape[1]))
+
+    def results(x, dy):
+        y, moments = cuda_ops.layer_norm(x, gamma, beta, eps=EPS)
+        p = cuda_ops.softmax(x)
+        dx = cuda_ops.layer_norm_backward_data(dy, x, moments, gamma), cuda_ops.softmax_backward(dy, p)
+        return [cuda_ops.to_host(a) for a in (y, moments[0], moments[1], p, *dx)]
+
+    whole = results(x, dy)
+    for begin in range(0, shape[0], shape[0] // 3):
+        end = min(begin + 333, shape[0])
+        for many, few in zip(whole, results(x[begin:end], dy[begin:end]), strict=True):
+            np.testing.assert_array_equal(many[begin:end], few)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,7 +17,13 @@ from minidl.step import EagerStep
 from minidl.train import Trainer
 
 ELSEWHERE = {"compiled"}  # needs a GPU: tests/test_compile.py
-ALONE = [{"ring", "norms"}, {"sharded", "adaptive"}, {"sharded", "norms"}, {"rows", "filters"}]
+ALONE = [
+    {"ring", "norms"},
+    {"in_momentum", "norms"},
+    {"sharded", "adaptive"},
+    {"sharded", "norms"},
+    {"rows", "filters"},
+]
 
 
 class Twins:
@@ -79,6 +85,8 @@ def trained(parts: set[str], folder: Path) -> None:
         optimizer = m.AdamW(model, 0.1, **options)
     else:
         optimizer = (ShardedSGD if "sharded" in parts else m.SGD)(model, 0.1, 0.9, **options)
+    if "in_momentum" in parts:
+        optimizer.gradients_in_momentum()
     if "ring" in parts:
         optimizer.update_in_backward()
     loss, accumulate = m.SoftmaxCrossEntropy(comm=comm), 2 if "accumulated" in parts else 1

@@ -13,7 +13,18 @@ from tests.reference.differences import gradient
 from tests.tolerance import assert_close, draw
 
 IGNORE = 255
-SHAPES = [(1, 1), (7, 10), (2, 5, 3, 4), (33, 1000), (1, 41, 37, 21), (3, 9000), (0, 10), (0, 4, 4, 3)]
+SHAPES = [
+    (1, 1),
+    (7, 10),
+    (2, 5, 3, 4),
+    (33, 1000),
+    (9, 512),
+    (5, 2500),
+    (1, 41, 37, 21),
+    (3, 9000),
+    (0, 10),
+    (0, 4, 4, 3),
+]
 
 
 def labelled(rng, shape, dtype, label_type=np.int64):
@@ -135,6 +146,52 @@ def test_shards_of_a_weighted_loss_give_the_gradient_of_the_whole(ops, rng):
     joint = ops.from_host(joint)
     dx = [ops.to_host(ops.smoothed_cross_entropy_backward(*part, joint, weights, **options)) for part in parts]
     np.testing.assert_allclose(np.concatenate(dx), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [1, 3, 21, 62])
+def test_many_rows_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes, weighted):
+    """Blocks take several groups of rows where there are many."""
+    ops, rows = cuda_ops, 280_001
+    logits, labels = ops.from_host(draw(rng, (rows, classes), dtype)), rng.integers(0, classes, rows)
+    labels[::5], labels[3] = IGNORE, classes
+    labels = ops.from_host(labels)
+    weights = ops.from_host(rng.uniform(0.2, 2, classes).astype(np.float32)) if weighted else None
+    options = {"smoothing": 0.1, "ignore_index": IGNORE}
+    totals, lse = ops.smoothed_cross_entropy(logits, labels, weights, top=2, **options)
+    plain, plain_lse = ops.softmax_cross_entropy(logits, labels, ignore_index=IGNORE)
+    dx = ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, **options)
+    sums, plain_sums = np.zeros(6), np.zeros(4)
+    for begin in range(0, rows, 70_000):
+        few = slice(begin, min(begin + 70_000, rows))
+        part, norm = ops.smoothed_cross_entropy(logits[few], labels[few], weights, top=2, **options)
+        plain_part, plain_norm = ops.softmax_cross_entropy(logits[few], labels[few], ignore_index=IGNORE)
+        found = ops.smoothed_cross_entropy_backward(logits[few], labels[few], norm, totals, weights, **options)
+        sums += ops.to_host(part)
+        plain_sums += ops.to_host(plain_part)
+        for whole, piece in ((lse, norm), (plain_lse, plain_norm), (dx, found)):
+            np.testing.assert_array_equal(ops.to_host(whole[few]), ops.to_host(piece))
+    np.testing.assert_allclose(ops.to_host(totals), sums, rtol=1e-12)
+    np.testing.assert_allclose(ops.to_host(plain), plain_sums, rtol=1e-12)
+
+
+@pytest.mark.parametrize("classes", [3, 21, 62])
+def test_many_pixels_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes):
+    ops, rows = cuda_ops, 280_001
+    p, labels = ops.softmax(ops.from_host(draw(rng, (rows, classes), dtype))), rng.integers(0, classes, rows)
+    labels[::5], labels[3] = IGNORE, classes
+    labels, scale = ops.from_host(labels), ops.from_host(np.float32([3e5]))
+    sums, found = (
+        ops.dice_sums(p, labels, ignore_index=IGNORE),
+        ops.to_host(ops.confusion_counts(p, labels, ignore_index=IGNORE)),
+    )
+    dx, counts = ops.dice_backward(p, labels, sums, scale, smooth=1.0, ignore_index=IGNORE), np.zeros(classes**2 + 1)
+    for begin in range(0, rows, 70_000):
+        few = slice(begin, min(begin + 70_000, rows))
+        part = ops.dice_backward(p[few], labels[few], sums, scale, smooth=1.0, ignore_index=IGNORE)
+        np.testing.assert_array_equal(ops.to_host(dx[few]), ops.to_host(part))
+        counts += ops.to_host(ops.confusion_counts(p[few], labels[few], ignore_index=IGNORE))
+    np.testing.assert_array_equal(found, counts)
 
 
 LOSSES = [("mse", 1.0, 0.0), ("bce_with_logits", 1.0, 0.0), ("bce_with_logits", 3.0, 0.0), ("focal", 0.25, 2.0),

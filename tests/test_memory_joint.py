@@ -160,7 +160,8 @@ def test_the_best_plan_is_no_slower_than_any_it_tried():
         plan, run = best(p, limit, times, link)
         _, moved = best(p, limit, times, link, rebuild=False)
         check(trace, plan)
-        assert run.bound_ms <= run.total_ms <= moved.total_ms
+        # The bound adds up the same times in another order.
+        assert run.bound_ms * (1 - 2.0**-48) <= run.total_ms <= moved.total_ms
 
 
 # -- other policies ---------------------------------------------------------------------------------------------------

@@ -44,6 +44,42 @@ def test_sgd_equals_the_reference(ops, rng, size, working_type, kind):
         np.testing.assert_array_equal(ops.to_host(working), ops.to_host(w).astype(working_type))
 
 
+@pytest.mark.parametrize("working_type", [None, float32, bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_gradient_added_to_the_momentum_gives_the_bits_of_one_apart(ops, rng, size, working_type):
+    master, grad, momentum, segment_of = arenas(rng, size)
+    rest = [ops.from_host(a) for a in (segment_of, SEGMENTS, make_control())]
+    found = []
+    for added in (False, True):
+        w, b = ops.from_host(master), ops.from_host(momentum)
+        working = None if working_type is None else ops.zeros(size, working_type)
+        if added:
+            ops.sgd_begin(w, b, *rest)
+            np.testing.assert_array_equal(ops.to_host(w), master)
+            b = ops.from_host(ops.to_host(b) + grad)
+        ops.sgd_update(w, None if added else ops.from_host(grad), b, working, *rest, nesterov=False)
+        found.append([ops.to_host(a).tobytes() for a in (w, b, working) if a is not None])
+    assert found[0] == found[1]
+
+
+def test_begun_momentum_equals_the_reference(ops, rng):
+    master, _, momentum, segment_of = arenas(rng, 64 * 37)
+    b = ops.from_host(momentum)
+    ops.sgd_begin(ops.from_host(master), b, *(ops.from_host(a) for a in (segment_of, SEGMENTS, make_control())))
+    _, expected = reference.sgd_update(master, 0 * master, momentum, segment_of, SEGMENTS, make_control(), False)
+    assert_close(ops.to_host(b), expected, float32)
+
+
+@pytest.mark.parametrize("kind", ["plain", "nesterov"])
+def test_no_gradient_needs_plain_momentum(ops, rng, kind):
+    master, _, momentum, segment_of = (ops.from_host(a) for a in arenas(rng, 64))
+    with pytest.raises(ValueError, match="grad must be an array without momentum or with nesterov, got None"):
+        ops.sgd_update(
+            master, None, None if kind == "plain" else momentum, None, segment_of, ops.from_host(SEGMENTS),
+            ops.from_host(make_control()), nesterov=kind == "nesterov",
+        )  # fmt: skip
+
+
 def test_several_steps_equal_the_reference(ops, rng):
     master, _, _, segment_of = arenas(rng, 256)
     momentum, control = np.zeros(256, np.float32), make_control()

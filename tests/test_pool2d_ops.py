@@ -185,3 +185,50 @@ def test_reference_gradients_equal_central_differences(rng):
         dy = rng.standard_normal(reference.mean_pool2d(x, kind()).shape)
         dx = reference.mean_pool2d_backward(dy, shape, kind())
         assert_gradient(dx, lambda v, kind=kind: reference.mean_pool2d(v, kind()), x, dy)
+
+
+def normalized(ops, rng, shape, dtype, scale=1.0):
+    """x, moments, gamma, beta of a batch norm, of few different values so that windows have several maxima."""
+    x = rng.integers(-9, 9, shape).astype(dtype)
+    moments = np.stack([rng.standard_normal(shape[-1]), rng.uniform(0.3, 2, shape[-1])])
+    gamma, beta = rng.standard_normal((2, shape[-1]))
+    return [ops.from_host(x), *(ops.from_host(a.astype(np.float32)) for a in (moments, scale * gamma, beta))]
+
+
+@windows
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pooling_a_batch_norm_on_the_way_is_pooling_its_output(ops, rng, dtype, shape, w):
+    affine = normalized(ops, rng, shape, dtype)
+    found = ops.batch_norm_max_pool2d(*affine, **w)
+    z = ops.batch_norm_apply(*affine, relu=True)
+    y, index, largest = (ops.to_host(array) for array in found)
+    for one, other in zip((y, index), ops.max_pool2d(z, **w), strict=True):
+        assert one.tobytes() == ops.to_host(other).tobytes()
+    if y.size:
+        again = ops.batch_norm_apply(ops.from_host(largest), *affine[1:], relu=True)
+        assert ops.to_host(again).tobytes() == y.tobytes()
+
+
+@windows
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", [True, False])
+def test_the_gradient_below_a_pooled_batch_norm_is_that_of_two_passes(ops, rng, dtype, shape, w, batch):
+    x, moments, gamma, _ = normalized(ops, rng, shape, dtype)
+    _, index = ops.max_pool2d(x, **w)
+    dy = ops.from_host(draw(rng, index.shape, dtype))
+    sums, count = ops.from_host(rng.standard_normal((2, shape[-1]))), ops.from_host(np.array([97.0]))
+    given = (sums, count) if batch else (None, None)
+    options = backward_options(w)
+    found = ops.batch_norm_max_pool2d_backward(dy, index, x, moments, gamma, *given, **options)
+    full = ops.max_pool2d_backward(dy, index, x.shape, **options)
+    expected = ops.batch_norm_backward_apply(full, x, moments, gamma, *given)
+    assert found.dtype == dtype and ops.to_host(found).tobytes() == ops.to_host(expected).tobytes()
+
+
+def test_a_nan_under_a_pooled_batch_norm_is_seen(ops, rng):
+    affine = normalized(ops, rng, (2, 6, 6, 8), float32)
+    host = ops.to_host(affine[0])
+    host[1, 2, 3, 5] = np.nan
+    y, index, _ = ops.batch_norm_max_pool2d(ops.from_host(host), *affine[1:], **WINDOWS["3x3-overlapping"])
+    wrong = np.isnan(ops.to_host(y))
+    assert wrong[1, ..., 5].any() and wrong.sum() == wrong[1, ..., 5].sum() and ops.to_host(index).max() < 9

@@ -33,7 +33,7 @@ from minidl.profile.scaling import (
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ALONE = RESULTS / "h200-x1" / "bench_model_bf16.json.gz"
 SEVERAL = [RESULTS / f"h200-x{n}" / "bench_model_bf16.json.gz" for n in (2, 4)]
-RESNET50 = RESULTS / "h200" / "bench_model_bf16_resnet50.json.gz"
+RESNET50 = RESULTS / "h200-x1" / "bench_model_bf16_resnet50.json.gz"
 SCALING, ALL_REDUCES = (RESULTS / "h200-x2" / f"bench_{name}.json" for name in ("scaling", "all_reduce"))
 
 

@@ -12,8 +12,8 @@ from tests.tolerance import assert_close, draw, draw_integers
 # (N, H, W, C), (P, Q)
 SIZES = [
     ((1, 1, 1, 1), (1, 1)), ((2, 3, 5, 3), (6, 10)), ((2, 4, 3, 16), (12, 3)), ((1, 7, 5, 8), (11, 13)),
-    ((2, 9, 8, 5), (4, 3)), ((1, 5, 6, 2), (1, 1)), ((1, 1, 1, 4), (5, 7)), ((0, 2, 2, 8), (4, 4)),
-    ((1, 33, 29, 24), (66, 58)),
+    ((2, 9, 8, 5), (4, 3)), ((1, 5, 6, 2), (1, 1)), ((1, 1, 1, 4), (5, 7)), ((1, 3, 2, 8), (6, 20)),
+    ((0, 2, 2, 8), (4, 4)), ((1, 33, 29, 24), (66, 58)),
 ]  # fmt: skip
 MODES = [("nearest", False), ("bilinear", False), ("bilinear", True)]
 
@@ -45,6 +45,22 @@ def test_doubling_whole_numbers_is_exact(ops, rng, dtype):
     x = draw_integers(rng, (2, 9, 11, 6), dtype)
     y = ops.to_host(ops.upsample2d(ops.from_host(x), (18, 22), "bilinear"))
     np.testing.assert_array_equal(y.astype(np.float64), reference.upsample2d(x, (18, 22), "bilinear"))
+
+
+@pytest.mark.parametrize("mode, corners", MODES)
+@pytest.mark.parametrize("size, out", [((41, 30), (83, 60)), ((83, 60), (41, 30)), ((50, 40), (200, 160))])
+def test_many_images_have_the_bits_of_each(cuda_ops, rng, dtype, size, out, mode, corners):
+    """Threads walk down strips of rows where there is enough to do, and over single rows elsewhere."""
+    x, dy = (cuda_ops.from_host(draw(rng, (48, *shape, 24), dtype)) for shape in (size, out))
+
+    def results(x, dy):
+        y = cuda_ops.upsample2d(x, out, mode, corners)
+        return cuda_ops.to_host(y), cuda_ops.to_host(cuda_ops.upsample2d_backward(dy, x.shape, mode, corners))
+
+    whole = results(x, dy)
+    for i in (0, 17, 47):
+        for many, one in zip(whole, results(x[i : i + 1], dy[i : i + 1]), strict=True):
+            np.testing.assert_array_equal(many[i : i + 1], one)
 
 
 @pytest.mark.parametrize("mode, corners", MODES)

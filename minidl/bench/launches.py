@@ -87,7 +87,8 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
         if not modes or not site.readers:
             continue
         above = site.taker if "gradients" in modes else site.name
-        for name in (site.name, *site.readers):
+        pools = [graph.nodes[i].name for i in readers[graph[site.pooled].index]] if "pooled" in modes else []
+        for name in (site.name, *site.readers, *pools):
             if kernels.get((name, "forward")) == []:
                 found.setdefault((name, "forward"), _next_reader(graph, readers, name, kernels))
             for pass_name in ("backward_data", "backward_weight"):

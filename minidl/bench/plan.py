@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,15 @@ from minidl import checks, models
 from minidl.bench.setup import Setup
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
-from minidl.memory import Plan, Problem, Timeline, best, check, problem, record
+from minidl.fusion.cost import Machine, planned_ms
+from minidl.memory import Infeasible, Plan, Problem, Timeline, best, check, problem, record
 from minidl.memory.limit import parse_limit
+from minidl.memory.limited import FUSIONS
 from minidl.memory.plan import human
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
+from minidl.memory.trace import Trace
+from minidl.memory.visits import candidates, visiting
 from minidl.precision import precision
 from minidl.profile.results import load
 from minidl.profile.tables import show
@@ -33,18 +38,22 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
     p.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp16"])
-    p.add_argument(
-        "--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {', '.join((*PLANS, 'auto'))}, a file"
-    )
+    ways = f"{', '.join((*PLANS, 'auto'))}, a file; fastest: within the limit, of {', '.join(FUSIONS)}"
+    p.add_argument("--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {ways}")
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
+    p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
     p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
     p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
     p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that a pass reaches, without --times")
     p.add_argument("--link", type=float, metavar="GB/S", help="rate of the link to the host, each way")
     p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may travel as well")
+    p.add_argument(
+        "--host-momentum", action="store_true",
+        help="with --gradients ring: that of large layers is on the host between updates",
+    )  # fmt: skip
     p.add_argument("--no-rebuild", action="store_true", help="move tensors only, rebuild none")
     p.add_argument("--layers", action="store_true", help="one row for each layer, however many")
     p.add_argument("--alternatives", action="store_true", help="largest batch under the limit; gradient accumulation")
@@ -61,6 +70,7 @@ class _Case:
     times_ms: list[float]
     link: Link
     how: str  # where the times come from
+    fused_ms: float  # of the passes of batch norms under their plan, by the model of fusion
 
 
 def run(a: argparse.Namespace) -> int:
@@ -70,6 +80,8 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
+    if a.fusion == "fastest":
+        a.fusion = _fusion(a)
     case = _case(a, a.batch)
     limit = parse_limit(a.limit, case.problem.peak)
     case, plan, run_ = _planned(a, case, limit)
@@ -87,12 +99,35 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
+def _fusion(a: argparse.Namespace) -> str:
+    """The fusion with which a step within the limit is predicted fastest; a part is one of what the first needs."""
+    limit, found, needed = None, {}, {}
+    for how in FUSIONS:
+        tried = argparse.Namespace(**vars(a) | {"fusion": how})
+        case = _case(tried, a.batch)
+        limit = parse_limit(a.limit, case.problem.peak) if limit is None else limit
+        try:
+            found[how] = _planned(tried, case, limit)[2].total_ms + case.fused_ms
+        except Infeasible as error:
+            needed[how] = error.needed or 0
+    a.limit = limit
+    if not found:
+        return min(needed, key=needed.__getitem__)  # whose error names the smallest limit of all
+    fastest = min(found, key=found.__getitem__)
+    told = ", ".join(f"{how} {ms - found[fastest]:+.1f} ms" for how, ms in found.items())
+    if found[fastest] < max(found.values()):
+        print(f"fusion {fastest}: predicted {told}")
+    return fastest
+
+
 def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
     setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
     graph = setup.graph()
-    fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
+    fused = fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
+    machine = Machine.of(BUILT_IN[a.device])
+    fused_ms = planned_ms(graph, fused, batch, precision(a.precision), machine)
     trace = record(
-        graph, batch, precision=a.precision, momentum=a.momentum, device=BUILT_IN[a.device],
+        graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, device=BUILT_IN[a.device],
         model=a.model, image_size=setup.image, classes=setup.num_classes,
     )  # fmt: skip
     content = load(a.times) if a.times else {}
@@ -103,7 +138,19 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
     else:
         times = modelled(trace, ceilings, a.share)
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
-    return _Case(problem(trace, window, state=a.state), times, link, how)
+    if a.host_momentum:
+        trace = _visited(trace, times, link)
+    return _Case(problem(trace, window, state=a.state), times, link, how, fused_ms)
+
+
+def _visited(trace: Trace, times: list[float], link: Link) -> Trace:
+    """The step with the momentum of large layers on the host but around their updates."""
+    numbers = candidates(trace)
+    if not numbers:
+        expected = "large layers, updated within the backward pass"
+        remedy = "pass --gradients ring, or leave --host-momentum out"
+        raise checks.bad_value("plan", "--host-momentum", expected, "none", remedy)
+    return visiting(trace, numbers, times, link)
 
 
 def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
@@ -119,7 +166,7 @@ def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Pla
         p = problem(case.problem.trace, window, state=a.state)
         if limit >= p.floor or window == _WINDOWS[-1]:
             plan, run_ = best(p, limit, case.times_ms, case.link, rebuild=not a.no_rebuild)
-            return _Case(p, case.times_ms, case.link, case.how), plan, run_
+            return dataclasses.replace(case, problem=p), plan, run_
     raise AssertionError("the last window is always tried")
 
 
@@ -129,7 +176,8 @@ def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Pla
 def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Timeline) -> None:
     p = case.problem
     usage = check(p.trace, plan)
-    _require_host(a, usage.host_peak)
+    on_host = usage.host_peak + sum(p.trace.tensors[i].bytes for i in p.trace.visitors)
+    _require_host(a, on_host)
     title = f"{a.model}, batch {a.batch}, {a.precision}: {human(limit)} of the {human(p.peak)} that a step needs"
     columns = ["layers" if not a.layers else "layer", "kept", "moved", "rebuilt", "of them"]
     show(title, columns, _rows(p, plan, by_layer=a.layers))
@@ -140,7 +188,7 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
         ("memory", f"{human(usage.peak)} at most, {human(state)} of it parameters, gradients and momentum"),
         ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1], state=a.state))),
         ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
-        ("host memory", human(usage.host_peak)),
+        ("host memory", human(on_host)),
         ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
         ("of which", f"rebuilding {run_.rebuild_ms:.1f} ms, waiting for transfers {max(run_.exposed_ms, 0):.1f} ms"),
         ("least for this plan", f"{run_.bound_ms:.1f} ms: max(forward, out) + max(backward, in)"),

@@ -38,9 +38,11 @@ from minidl.cpu.batch_norm import (
     batch_norm_backward_apply,
     batch_norm_backward_stats,
     batch_norm_backward_sums,
+    batch_norm_concat,
     batch_norm_eval_moments,
     batch_norm_finalize,
     batch_norm_join_backward_stats,
+    batch_norm_merge,
     batch_norm_relu_backward_apply,
     batch_norm_relu_backward_stats,
     batch_norm_stats,
@@ -66,7 +68,7 @@ from minidl.cpu.image import normalise
 from minidl.cpu.join import add, concat, gate_gradient, mul
 from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
-from minidl.cpu.optim import find_nonfinite, sgd_update, update_loss_scale
+from minidl.cpu.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
 from minidl.cpu.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cpu.pool2d import (
@@ -74,6 +76,8 @@ from minidl.cpu.pool2d import (
     adaptive_avg_pool2d_backward,
     avg_pool2d,
     avg_pool2d_backward,
+    batch_norm_max_pool2d,
+    batch_norm_max_pool2d_backward,
     max_pool2d,
     max_pool2d_backward,
 )
@@ -117,6 +121,8 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
+    "batch_norm_concat",
+    "batch_norm_merge",
     "group_norm_stats",
     "group_norm_apply",
     "group_norm_backward_stats",
@@ -138,6 +144,8 @@ __all__ = [
     "concat",
     "max_pool2d",
     "max_pool2d_backward",
+    "batch_norm_max_pool2d",
+    "batch_norm_max_pool2d_backward",
     "avg_pool2d",
     "avg_pool2d_backward",
     "adaptive_avg_pool2d",
@@ -163,6 +171,7 @@ __all__ = [
     "csb_conv2d",
     "csb_conv2d_backward_data",
     "csb_conv2d_backward_weight",
+    "sgd_begin",
     "sgd_update",
     "adam_advance",
     "adamw_update",

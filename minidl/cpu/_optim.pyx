@@ -9,6 +9,9 @@ cdef extern from "_optim.h" nogil:
     void minidl_sgd(
         float *master, const float *grad, float *buffer, float *working, const int32_t *segment_of,
         const float *segments, Py_ssize_t chunks, float lr, float momentum, float inverse_scale, int nesterov)
+    void minidl_sgd_begin(
+        const float *master, float *buffer, const int32_t *segment_of, const float *segments, Py_ssize_t chunks,
+        float momentum)
     int minidl_any_nonfinite(const float *x, Py_ssize_t n)
 
 cdef Py_ssize_t SPAN = 16384  # elements per task
@@ -18,14 +21,27 @@ def sgd(
     float[::1] master, const float[::1] grad, float[::1] momentum, float[::1] working, const int32_t[::1] segment_of,
     const float[:, ::1] segments, const float[::1] control, bint nesterov,
 ):
-    """One step; momentum and working may be None. control is [lr, momentum, loss_scale, ...]."""
+    """One step; grad, momentum and working may be None. control is [lr, momentum, loss_scale, ...]."""
     cdef Py_ssize_t n = master.shape[0], tasks = (n + SPAN - 1) // SPAN, i
-    cdef bint has_momentum = momentum is not None, has_working = working is not None
+    cdef bint has_grad = grad is not None, has_momentum = momentum is not None, has_working = working is not None
     for i in prange(tasks, nogil=True, schedule="static", use_threads_if=tasks > 1):
         minidl_sgd(
-            &master[i * SPAN], &grad[i * SPAN], &momentum[i * SPAN] if has_momentum else NULL,
+            &master[i * SPAN], &grad[i * SPAN] if has_grad else NULL, &momentum[i * SPAN] if has_momentum else NULL,
             &working[i * SPAN] if has_working else NULL, &segment_of[i * SPAN // CHUNK], &segments[0, 0],
             min(SPAN, n - i * SPAN) // CHUNK, control[0], control[1], <float>1.0 / control[2], nesterov
+        )
+
+
+def sgd_begin(
+    const float[::1] master, float[::1] momentum, const int32_t[::1] segment_of, const float[:, ::1] segments,
+    const float[::1] control,
+):
+    """momentum = momentum factor * momentum + weight decay * master."""
+    cdef Py_ssize_t n = master.shape[0], tasks = (n + SPAN - 1) // SPAN, i
+    for i in prange(tasks, nogil=True, schedule="static", use_threads_if=tasks > 1):
+        minidl_sgd_begin(
+            &master[i * SPAN], &momentum[i * SPAN], &segment_of[i * SPAN // CHUNK], &segments[0, 0],
+            min(SPAN, n - i * SPAN) // CHUNK, control[1]
         )
 
 

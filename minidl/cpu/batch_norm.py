@@ -7,6 +7,8 @@ large the mean is beside the deviation, and triples of ranks merge like those of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from minidl.cpu import _batch_norm
@@ -19,9 +21,11 @@ __all__ = [
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
+    "batch_norm_concat",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
+    "batch_norm_merge",
     "batch_norm_relu_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_stats",
@@ -66,6 +70,17 @@ def batch_norm_finalize(
     count = empty(1, np.float64)
     _batch_norm.finalize(np.ascontiguousarray(stats), eps, running_mean, running_var, momentum, moments, count)
     return moments, count
+
+
+def batch_norm_merge(stats: Array) -> Array:
+    """Statistics of ``conv2d_stats`` as `batch_norm_stats` has them, which they are here."""
+    return stats
+
+
+def batch_norm_concat(parts: Sequence[Array]) -> Array:
+    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64."""
+    sides = [part[1:].reshape(2, -1) for part in parts]
+    return np.concatenate([parts[0][:1], np.concatenate(sides, axis=1).reshape(-1)])
 
 
 def batch_norm_eval_moments(running_mean: Array, running_var: Array, eps: float) -> Array:
@@ -149,7 +164,8 @@ def batch_norm_backward_sums(
     sums = parts
     for out, value in ((dbeta, sums[0]), (dgamma, sums[1])):
         if out is not None:
-            np.add(value, out if accumulate else 0.0, out=out, casting="same_kind")
+            # Rounded first: a gradient that is added has the bits of one that stands alone.
+            np.add(value.astype(float32), out if accumulate else float32.type(0), out=out)
     return sums
 
 

@@ -105,9 +105,9 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False,
+    norm: Norm | None = None, tf32: bool = False, finish: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """`conv2d`, and ``batch_norm_stats`` of its result."""
+    """`conv2d`, and ``batch_norm_stats`` of its result, always finished."""
     y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, norm=norm, tf32=tf32)
     return y, batch_norm_stats(y)
 
@@ -212,7 +212,7 @@ def channel_sum(dy: Array, *, out: Array, accumulate: bool = False) -> None:
     partial = zeros((blocks, dy.shape[1]), np.float64)
     if dy.size:
         _conv2d.channel_sum(dy, partial, _SUM_ROWS, threads_for(_conv2d.max_threads(), blocks, LANES * dy.size))
-    total = np.add.reduce(partial, axis=0)
+    total = np.add.reduce(partial, axis=0).astype(float32)
     out[...] = out + total if accumulate else total
 
 

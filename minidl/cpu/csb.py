@@ -38,7 +38,7 @@ def csb_matmul(
     features_last: bool = False,
     bias: Array | None = None,
     relu: bool = False,
-    tf32x3: bool = False,
+    split: str | None = None,
 ) -> Array:
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
@@ -46,13 +46,13 @@ def csb_matmul(
         values: (nnz,) in a storage dtype.
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
-        tf32x3: has no meaning on a CPU and must be False.
+        split: has no meaning on a CPU and must be None.
 
     Returns:
         (output features, samples), or (samples, output features), dense, in the dtype of x. The bits do not depend on
         ``features_last``, on the number of samples or of threads.
     """
-    refuse_tf32x3("csb_matmul", tf32x3)
+    refuse_split("csb_matmul", split)
     wide = rows_float32(x)
     samples, features = wide.shape if features_last else wide.shape[::-1]
     inner, outer = shape if transposed else shape[::-1]
@@ -127,10 +127,10 @@ def _coordinates(indptr: Array, indices: Array, shape: Pair, side: int) -> tuple
     return block // max(across, 1) * side + (indices >> 8), block % max(across, 1) * side + (indices & 255)
 
 
-def refuse_tf32x3(who: str, tf32x3: bool) -> None:
-    """Raise unless it is False."""
-    if tf32x3:
-        raise checks.bad_value(who, "tf32x3", "False on the CPU", tf32x3, "TF32 exists on the GPU only")
+def refuse_split(who: str, split: str | None) -> None:
+    """Raise unless it is None."""
+    if split is not None:
+        raise checks.bad_value(who, "split", "None on the CPU", split, "tensor cores exist on the GPU only")
 
 
 def packed_room(features: int, samples: int, lanes: int, threads: int) -> Array:

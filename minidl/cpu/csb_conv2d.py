@@ -13,7 +13,7 @@ import numpy as np
 
 from minidl.cpu import _csb
 from minidl.cpu.array import Array, empty, flat_float32, rows_float32, stored, zeros
-from minidl.cpu.csb import packed_room, refuse_tf32x3, threads_for
+from minidl.cpu.csb import packed_room, refuse_split, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, conv_output_size, round_up, tap_axes
 
@@ -35,7 +35,7 @@ def csb_conv2d(
     padding: Pair,
     dilation: Pair,
     bias: Array | None = None,
-    tf32x3: bool = False,
+    split: str | None = None,
 ) -> Array:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
@@ -45,12 +45,12 @@ def csb_conv2d(
         shape: (K, R * S * room), see above.
         kernel, stride, padding, dilation: (height, width) pairs; the padding holds zeros.
         bias: (K,) float32.
-        tf32x3: as in `csb_matmul`.
+        split: as in `csb_matmul`.
 
     Returns:
         (N, P, Q, K) dense, in the dtype of x. Sums in float32, in the order of (r, s, c), rounded once.
     """
-    refuse_tf32x3("csb_conv2d", tf32x3)
+    refuse_split("csb_conv2d", split)
     out = [conv_output_size(*axis) for axis in zip(x.shape[1:3], kernel, stride, padding, dilation, strict=True)]
     axes = tap_axes(x.shape[1:3], out, kernel, stride, padding, dilation)
     return _apply(indptr, indices, values, x, shape, side, axes, shape[0], False, bias)
@@ -69,13 +69,13 @@ def csb_conv2d_backward_data(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    tf32x3: bool = False,
+    split: str | None = None,
 ) -> Array:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`.
 
     Sums run over (r, s, k) in this order.
     """
-    refuse_tf32x3("csb_conv2d_backward_data", tf32x3)
+    refuse_split("csb_conv2d_backward_data", split)
     axes = tap_axes(dy.shape[1:3], x_shape[1:3], kernel, stride, padding, dilation, backward=True)
     return _apply(indptr, indices, values, dy, shape, side, axes, x_shape[3], True, None)
 

@@ -78,7 +78,7 @@ def group_norm_backward_stats(
     second = second * rstd
     for out, found in ((dbeta, first), (dgamma, second)):
         if out is not None:
-            total = found.sum(axis=0)
+            total = found.sum(axis=0).astype(float32)
             out[...] = out + total if accumulate else total
     weighted = np.stack([first, second]) * (1.0 if gamma is None else gamma)
     size = max(pixels * (channels // groups), 1)

@@ -44,7 +44,7 @@ def layer_norm_backward_weight(
     sums = empty((ceil_div(v.shape[0], _CHUNK), 2, v.shape[1]), float32)
     if v.size:
         _norm.row_product_sums(g, v, moments, _CHUNK, sums)
-    total = sums.sum(axis=0, dtype=np.float64)
+    total = sums.sum(axis=0, dtype=np.float64).astype(float32)
     for out, found in ((dbeta, total[0]), (dgamma, total[1])):
         if out is not None:
             out[...] = out + found if accumulate else found

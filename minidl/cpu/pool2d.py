@@ -8,6 +8,7 @@ import numpy as np
 
 from minidl.cpu import _pool2d
 from minidl.cpu.array import Array, contiguous, empty, rows_float32, stored, zeros
+from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_apply
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, pool_output_size
 
@@ -16,6 +17,8 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "avg_pool2d",
     "avg_pool2d_backward",
+    "batch_norm_max_pool2d",
+    "batch_norm_max_pool2d_backward",
     "max_pool2d",
     "max_pool2d_backward",
 ]
@@ -57,6 +60,41 @@ def max_pool2d_backward(
     axes = zip((height, width), dy.shape[1:3], kernel, stride, padding, dilation, strict=True)
     _pool2d.max_pool_backward(_dense_rows(dy), _bytes(contiguous(index)), *axes, dx)
     return stored(dx, x_shape, dy.dtype)
+
+
+def batch_norm_max_pool2d(
+    x: Array, moments: Array, gamma: Array, beta: Array, *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    ceil_mode: bool,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """`max_pool2d` of ``relu(batch_norm_apply(x, moments, gamma, beta))``; and ``x`` at each maximum.
+
+    Returns:
+        y, index: as of `max_pool2d`; largest (N, P, Q, C) in the dtype of ``x``.
+    """
+    window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    y, index = max_pool2d(batch_norm_apply(x, moments, gamma, beta, relu=True), **window)
+    n, p, q, c = np.indices(y.shape, sparse=True)
+    tap = index.astype(np.intp)
+    h, w = (
+        at * stride[i] - padding[i] + tap_at * dilation[i]
+        for i, (at, tap_at) in enumerate(zip((p, q), np.divmod(tap, kernel[1]), strict=True))
+    )
+    return y, index, np.ascontiguousarray(x[n, h, w, c])
+
+
+def batch_norm_max_pool2d_backward(
+    dy: Array, index: Array, x: Array, moments: Array, gamma: Array, sums: Array | None, count: Array | None, *,
+    kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+) -> Array:  # fmt: skip
+    """``batch_norm_backward_apply`` of `max_pool2d_backward` of ``dy``.
+
+    Args:
+        dy: gradient of `batch_norm_max_pool2d`'s output where that is positive, else 0.
+        index: as that gave it.
+        x, moments, gamma, sums, count: as of ``batch_norm_backward_apply``.
+    """
+    window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    return batch_norm_backward_apply(max_pool2d_backward(dy, index, x.shape, **window), x, moments, gamma, sums, count)
 
 
 def avg_pool2d(

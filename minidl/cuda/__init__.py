@@ -38,9 +38,11 @@ from minidl.cuda.batch_norm import (
     batch_norm_backward_apply,
     batch_norm_backward_stats,
     batch_norm_backward_sums,
+    batch_norm_concat,
     batch_norm_eval_moments,
     batch_norm_finalize,
     batch_norm_join_backward_stats,
+    batch_norm_merge,
     batch_norm_relu_backward_apply,
     batch_norm_relu_backward_stats,
     batch_norm_stats,
@@ -67,7 +69,7 @@ from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat, gate_gradient, mul
 from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cuda.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
-from minidl.cuda.optim import find_nonfinite, sgd_update, update_loss_scale
+from minidl.cuda.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
 from minidl.cuda.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cuda.pool2d import (
@@ -75,6 +77,8 @@ from minidl.cuda.pool2d import (
     adaptive_avg_pool2d_backward,
     avg_pool2d,
     avg_pool2d_backward,
+    batch_norm_max_pool2d,
+    batch_norm_max_pool2d_backward,
     max_pool2d,
     max_pool2d_backward,
 )
@@ -118,6 +122,8 @@ __all__ = [
     "batch_norm_relu_backward_apply",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
+    "batch_norm_concat",
+    "batch_norm_merge",
     "group_norm_stats",
     "group_norm_apply",
     "group_norm_backward_stats",
@@ -139,6 +145,8 @@ __all__ = [
     "concat",
     "max_pool2d",
     "max_pool2d_backward",
+    "batch_norm_max_pool2d",
+    "batch_norm_max_pool2d_backward",
     "avg_pool2d",
     "avg_pool2d_backward",
     "adaptive_avg_pool2d",
@@ -164,6 +172,7 @@ __all__ = [
     "csb_conv2d",
     "csb_conv2d_backward_data",
     "csb_conv2d_backward_weight",
+    "sgd_begin",
     "sgd_update",
     "adam_advance",
     "adamw_update",

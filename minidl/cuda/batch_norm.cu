@@ -23,6 +23,7 @@
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
 
 #include "common.cuh"
+#include "batch_norm_moments.cuh"
 #include "relu_mask.cuh"
 
 // A cut of the rows into chunks (planned by batch_norm.py).
@@ -231,8 +232,9 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
     v[1] *= moments[channels + channel];
     sums[channel] = v[0];
     sums[channels + channel] = v[1];
-    if (dbeta) dbeta[channel] = float(v[0] + (accumulate ? double(dbeta[channel]) : 0.0));
-    if (dgamma) dgamma[channel] = float(v[1] + (accumulate ? double(dgamma[channel]) : 0.0));
+    // Rounded first: a gradient that is added has the bits of one that stands alone.
+    if (dbeta) dbeta[channel] = (accumulate ? dbeta[channel] : 0.0f) + float(v[0]);
+    if (dgamma) dgamma[channel] = (accumulate ? dgamma[channel] : 0.0f) + float(v[1]);
 }
 
 // One thread per channel: merges the R rows of stats in order, writes moments, count and, in place, running statistics.
@@ -252,14 +254,24 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
         m2 += from[1 + channels + channel] + d * d * (count * (more / both));
         count = both;
     }
-    const double variance = count > 0.0 ? m2 / count : 0.0;
-    moments[channel] = float(mean);
-    moments[channels + channel] = float(1.0 / sqrt(variance + eps));
+    finalize(count, mean, m2, moments, {running_mean, running_var, momentum}, eps, channel, channels);
     if (channel == 0) *total = count;
-    if (count == 0.0) return;
-    const double unbiased = count > 1.0 ? m2 / (count - 1.0) : variance;
-    if (running_mean) running_mean[channel] = float((1.0 - momentum) * running_mean[channel] + momentum * mean);
-    if (running_var) running_var[channel] = float((1.0 - momentum) * running_var[channel] + momentum * unbiased);
+}
+
+// Statistics of some channels beside those of others over the same rows: stats of the channels together. One thread for
+// each element.
+extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
+                                                    double* __restrict__ stats, int first_channels, int channels) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i > 2 * channels) return;
+    const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
+    if (i == 0) {
+        stats[i] = first[i];
+    } else if (channel < first_channels) {
+        stats[i] = first[1 + moment * first_channels + channel];
+    } else {
+        stats[i] = second[1 + moment * others + channel - first_channels];
+    }
 }
 
 extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks, shapes
 from minidl.cuda.array import as_rows, empty
+from minidl.cuda.conv2d_statistics import Sums
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
 
@@ -17,9 +19,11 @@ __all__ = [
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
+    "batch_norm_concat",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
+    "batch_norm_merge",
     "batch_norm_relu_backward_apply",
     "batch_norm_relu_backward_stats",
     "batch_norm_stats",
@@ -113,6 +117,8 @@ def batch_norm_finalize(
 ) -> tuple[Any, Any]:
     """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
 
+    Statistics that ``conv2d_stats`` left unfinished are taken, too.
+
     Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
     unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
 
@@ -120,6 +126,9 @@ def batch_norm_finalize(
         moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
         count: (1,) float64.
     """
+    if isinstance(stats, Sums):
+        _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
+        return stats.finalize(eps, running_mean, running_var, momentum)
     assert stats.dtype == np.float64 and stats.flags.c_contiguous, checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
     parts = 1 if stats.ndim == 1 else stats.shape[0]
@@ -132,6 +141,26 @@ def batch_norm_finalize(
         np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments, count
+
+
+def batch_norm_merge(stats: Any) -> Any:
+    """Statistics that ``conv2d_stats`` left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
+    return stats.statistics() if isinstance(stats, Sums) else stats
+
+
+def batch_norm_concat(parts: Sequence[Any]) -> Any:
+    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64."""
+    stats, *others = map(batch_norm_merge, parts)
+    for part in others:
+        assert part.dtype == stats.dtype == np.float64, (part.dtype, stats.dtype)
+        first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
+        both = empty(1 + 2 * channels, np.float64)
+        launch(
+            "batch_norm", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
+            stats, part, both, np.int32(first), np.int32(channels), defines={"MERGE": FEW_LANES},
+        )  # fmt: skip
+        stats = both
+    return stats
 
 
 def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> Any:

@@ -91,14 +91,18 @@ def conv2d_stats(
     groups: int,
     norm: Norm | None = None,
     tf32: int = False,
+    finish: bool = True,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
 
-    The order of their sums is a function of the sizes and of the kernel's tile.
+    The order of their sums is a function of the sizes and of the kernel's tile. Without ``finish`` they may be left as
+    they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, True)
-    return y, batch_norm_stats(y) if stats is None else stats
+    if stats is None:
+        return y, batch_norm_stats(y)
+    return y, stats.statistics() if finish else stats
 
 
 def _forward(
@@ -248,7 +252,7 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice, wide = _choose(who, question), _widened(conv, code)
-    able = choice.family == "hopper" and wide is conv and not conv.depthwise
+    able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
     if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
@@ -308,7 +312,8 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     wide = conv if backward else _widened(conv, code)
     if which == "backward_weight":
         grouped = conv2d_grouped.applies_to_weight(conv, code)
-        hopper, pays = conv2d_weight_hopper.applies(wide, code, device), conv2d_weight_hopper.pays(wide)
+        hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
+        pays = conv2d_weight_hopper.pays(wide, tf32)
     else:
         grouped = conv2d_grouped.applies(conv, code, backward)
         hopper = units and conv2d_hopper.applies(wide, code, backward, device)
@@ -321,7 +326,7 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:
     """Every kernel that a tuner may try, the one that is chosen without tuning first; one alone leaves no choice."""
-    which, conv, code, _ = question
+    which, conv, code, tf32 = question
     backward = which == "backward_data"
     if conv.depthwise and (which == "backward_weight" or depthwise.fits(conv, backward)):
         return [Choice("generic")]
@@ -335,7 +340,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
         elif which == "backward_weight":
-            found += conv2d_weight_hopper.options(wide)
+            found += conv2d_weight_hopper.options(wide, tf32)
         else:
             found += conv2d_hopper_tiles.options(wide, backward, device, code)
     return found
@@ -379,6 +384,6 @@ def _weight(
     elif choice.family == "grouped":
         conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "hopper":
-        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm)
+        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm, tf32)
     else:
         conv2d_generic.backward_weight(conv, code, tf32, dy, x, out, accumulate, choice.tile)

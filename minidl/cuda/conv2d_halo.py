@@ -96,7 +96,7 @@ def plan_halo(
     conv: Convolution,
     code: int,
     backward: bool,
-    pitches: Pair,
+    pitches: tuple[int, ...],
     added: bool,
     device: DeviceRecord,
     tile: HaloTile,
@@ -150,7 +150,7 @@ def plan_halo(
         (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
         (image(columns, h.count, w.count, columns, slab), 2),
         (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
-        *((image(columns, h.count, w.count, columns, window), 4 + i) for i in range(masked)),
+        *((image(columns, h.count, w.count, pitches[2 + i], window), 4 + i) for i in range(masked)),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}

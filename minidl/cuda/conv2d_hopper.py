@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import contiguous, copy_into, empty
+from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.conv2d_family import Choice
 from minidl.cuda.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
 from minidl.cuda.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.conv2d_statistics import moments_of, sums_of
+from minidl.cuda.conv2d_statistics import added_up, sums_of
 from minidl.cuda.conv2d_walk import (
     STAGE_ROW,
     Planned,
@@ -36,7 +36,7 @@ from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows
 from minidl.precision import bfloat16, float32
-from minidl.shapes import Pair, ceil_div, round_up
+from minidl.shapes import ceil_div, round_up
 
 __all__ = [
     "Below",
@@ -140,7 +140,7 @@ def plan(
     conv: Convolution,
     code: int,
     backward: bool,
-    pitches: Pair,
+    pitches: tuple[int, ...],
     added: bool,
     device: DeviceRecord,
     chosen: tuple[HopperTile | HaloTile, int] | None = None,
@@ -151,7 +151,8 @@ def plan(
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
     Args:
-        pitches: elements per pixel of the source and of the array to be added, of `aligned` arrays.
+        pitches: elements per pixel of the source, of the array to be added, and of those that a masked gradient reads,
+            of `aligned` arrays.
         added: whether there is one.
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
@@ -163,7 +164,7 @@ def plan(
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
-        pitches = pitches[0], columns_of(conv, backward)
+        pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
@@ -241,7 +242,7 @@ def forward_fused(
     """Forward pass into ``output`` together with what lies around it.
 
     Args:
-        statistics: return those of the output, as of ``batch_norm_stats``; where `takes_statistics`.
+        statistics: return those of the output, as `Sums`; where `takes_statistics`.
         below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
     """
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
@@ -250,7 +251,7 @@ def forward_fused(
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, normalized=normalized)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)
-    return moments_of(partial, math.prod(conv.y_shape[:3])) if statistics else None
+    return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
 def masked_gradient(
@@ -261,8 +262,8 @@ def masked_gradient(
     None, and nothing is done, where it takes more than one launch.
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
-    arrays = [aligned(contiguous(array)) for array in (below.x, below.y) if array is not None]
-    pitches = rows(dy)[2], 0 if add is None else rows(add)[2]
+    arrays = [aligned(as_rows(array)) for array in (below.x, below.y) if array is not None]
+    pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
     if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
         return None
     chosen = taken(choice, conv, True, current_device(), code)
@@ -349,7 +350,7 @@ def _views(
     code: int,
     backward: bool,
     walks: list[tuple[Walk, Walk]],
-    pitches: Pair,
+    pitches: tuple[int, ...],
     tile: HopperTile,
     masked: int = 0,
 ) -> Views:
@@ -384,5 +385,5 @@ def _views(
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
-        *((output(*pair, columns), 4 + i) for i in range(masked) for pair in walks),
+        *((output(*pair, pitches[2 + i]), 4 + i) for i in range(masked) for pair in walks),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from minidl.cuda.array import empty
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
-__all__ = ["moments_of", "sums_of"]
+__all__ = ["Sums", "added_up", "sums_of"]
 
 COLUMNS, LANES, MOST_LANES = 32, 8, 32  # threads of a block
 FEW = 1024  # patches that one pass adds up
@@ -33,16 +34,37 @@ def sums_of(partial: Any, dtype: Any = np.float32) -> Any:
     return out
 
 
-def moments_of(partial: Any, count: int) -> Any:
-    """What ``batch_norm_stats`` returns for ``count`` rows, from their sums and sums of squares (patches, 2, C)."""
-    sums = sums_of(partial, np.float64)
-    chunks, _, channels = sums.shape
-    stats = empty(1 + 2 * channels, np.float64)
-    launch(
-        "conv2d_statistics", "conv2d_moments_kernel", ceil_div(channels, COLUMNS), (COLUMNS, MOST_LANES),
-        sums, stats, np.int32(chunks), np.int32(channels), np.int32(count), defines={"SUM": _name(sums.dtype)},
-    )  # fmt: skip
-    return stats
+@dataclass(frozen=True)
+class Sums:
+    """Statistics that are not finished: sums and sums of squares (R, 2, C), float32 or float64, of ``count`` rows."""
+
+    parts: Any
+    count: int
+
+    def statistics(self) -> Any:
+        """What ``batch_norm_stats`` returns."""
+        chunks, _, channels = self.parts.shape
+        stats = empty(1 + 2 * channels, np.float64)
+        self._launch("conv2d_moments_kernel", stats, np.int32(chunks), np.int32(channels), np.int32(self.count))
+        return stats
+
+    def finalize(self, eps: float, running_mean: Any, running_var: Any, momentum: float) -> tuple[Any, Any]:
+        """What ``batch_norm_finalize`` returns."""
+        chunks, _, channels = self.parts.shape
+        moments, count = empty((2, channels), np.float32), empty(1, np.float64)
+        sizes = np.int32(chunks), np.int32(channels), np.int32(self.count)
+        args = moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum), *sizes
+        self._launch("conv2d_finalize_kernel", *args)
+        return moments, count
+
+    def _launch(self, kernel: str, *args: Any) -> None:
+        grid, defines = ceil_div(self.parts.shape[2], COLUMNS), {"SUM": _name(self.parts.dtype)}
+        launch("conv2d_statistics", kernel, grid, (COLUMNS, MOST_LANES), self.parts, *args, defines=defines)
+
+
+def added_up(partial: Any, count: int) -> Sums:
+    """Statistics of ``count`` rows from sums and sums of squares of patches, (patches, 2, C) float32."""
+    return Sums(sums_of(partial, np.float64), count)
 
 
 def _name(dtype: Any) -> str:

@@ -1,5 +1,5 @@
 // Weight gradient of a 3x3 convolution without stride on Hopper (sm_90a): conv2d_weight_hopper.cu with each pixel of x
-// copied once for all nine taps instead of once per tap. 16-bit types, one group.
+// copied once for all nine taps instead of once per tap. 16-bit types.
 //
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p - ph + r*dh, q - pw + s*dw, c]
 //
@@ -17,20 +17,20 @@
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
-//   output  (partials, K, 3, 3, C) dense; with one partial the gradient itself, set or added to           float32
+//   output  (partials, K, 3, 3, C / groups) dense; with one partial the gradient itself, set or added to  float32
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
 // VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk of a partial, 64 channels, 64 filters and partial, the first fastest, so that blocks which
-// share pixels run together.
+// Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
+// which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
 // Dynamic shared memory: STAGES stages of dy, a ring of `held` stages of x and a repetition of its first, so that 16
 // points and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
-// FLOP: 2 * K * 9 * C * points; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once per 64
-// filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
+// FLOP: 2 * K * 9 * C * points / groups; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once
+// per 64 filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
@@ -45,7 +45,7 @@ struct Maps {
 
 struct Problem {
     int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
-    int rows, channels;
+    int groups, rows, channels;  // of a group
     int images, height, width;  // of x
     int grid_h, grid_w;
     int padding_h, padding_w;
@@ -58,7 +58,8 @@ struct Problem {
 
 // The tile of a block, and its share of the sum.
 struct Work {
-    int row, channel;
+    int group;
+    int row, channel;  // the first of it
     int first, last;  // steps
     int part;         // the partial sum that its cluster leaves
 
@@ -67,7 +68,9 @@ struct Work {
         channel = index % p.tiles_n * 64;
         index /= p.tiles_n;
         row = index % p.tiles_m * 64;
-        part = index / p.tiles_m;
+        index /= p.tiles_m;
+        group = index % p.groups;
+        part = index / p.groups;
         const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
         first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
         last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
@@ -109,14 +112,16 @@ struct Place {
 // Two lanes: the first copies dy, the second x, `ahead` stages further.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
     const bool of_x = threadIdx.x % 32 == 1;
+    // What is read of the next group is not written.
+    const int channel = work.group * p.channels + work.channel, row = work.group * p.rows + work.row;
     Place place(p, work.first * POINTS);
     Ring<STAGES> ring;
     int slot = 0, announced = 0;
     const auto copy_x = [&](u32 barrier) {
         const int h = place.y - p.padding_h, w = place.x - p.padding_w;
         announced += slot == 0 ? 2 * STAGE_BYTES : STAGE_BYTES;
-        load_pixels(at.x + slot * STAGE_BYTES, maps.x, barrier, work.channel, w, h, place.image, 0, 0);
-        if (slot == 0) load_pixels(at.x + p.held * STAGE_BYTES, maps.x, barrier, work.channel, w, h, place.image, 0, 0);
+        load_pixels(at.x + slot * STAGE_BYTES, maps.x, barrier, channel, w, h, place.image, 0, 0);
+        if (slot == 0) load_pixels(at.x + p.held * STAGE_BYTES, maps.x, barrier, channel, w, h, place.image, 0, 0);
         if (++slot == p.held) slot = 0;
         place.advance(p);
     };
@@ -132,7 +137,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         } else {
             barrier_expect(barrier, STAGE_BYTES);
             const u32 to = at.dy + ring.index * STAGE_BYTES;
-            load_pixels(to, maps.dy, barrier, work.row, place.x, place.y, place.image, 0, 0);
+            load_pixels(to, maps.dy, barrier, row, place.x, place.y, place.image, 0, 0);
             place.advance(p);
         }
         ring.advance();
@@ -228,11 +233,11 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     }
     __syncthreads();
 
-    const Work work(p);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         give_registers<NORMALIZED ? 104 : 32>();
+        const Work work(p);
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
@@ -241,10 +246,11 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     } else {
         take_registers<NORMALIZED ? 136 : 160>();
         const int filter_row = warp / 4;
+        const Work work(p);
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
         const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
-        output += i64(work.part) * p.rows * columns + filter_row * 3 * p.channels;
+        output += (i64(work.part) * p.groups + work.group) * p.rows * columns + filter_row * 3 * p.channels;
         finish<128 * WARPGROUPS>(sum, base, [&](int, int j, float4 quad) {
             const int channel = work.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
             put_quad(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);

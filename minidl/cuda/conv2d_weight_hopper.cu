@@ -1,47 +1,52 @@
 // Weight gradient of a convolution on Hopper (sm_90a): the implicit matrix product of conv2d_weight.cu with operands
-// copied by the engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, one group.
+// copied by the engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma), those of float32 by warps in TF32
+// (mma.sync, conv2d_weight_tf32.cuh).
 //
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c]
 //
-// Rows are the filters k. Columns are blocks of 64: a tap (r, s) and 64 channels of it, the channels counted first; the
-// last block of a tap may have fewer. The sum runs over the output pixels in chunks, each summed in order by one block;
-// the blocks of a cluster add theirs up into one float32 partial, and sum_partials_kernel (channel_sum.cu) adds the
-// partials, both in order. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
+// Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as
+// many channels of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output
+// pixels in chunks, each summed in order by one block; the blocks of a cluster add theirs up into one float32 partial,
+// and sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone, so the
+// bits depend neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN
+// reaches all taps of its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
-//   dy      (K, pixels), tiled: 64 filters x 64 pixels
-//   x       (C, W, H, N), im2col: 64 pixels x 64 channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (partials, K, R, S, C) dense; with one partial the gradient itself, set or added to           float32
-// A stage is blocks of 64 rows, then of 64 columns, each 64 pixels of 128 bytes: both operands are MN-major, and pixels
-// behind the last one are zeros.
+//   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
+//   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
+//   output  (partials, K, R, S, C / groups) dense; with one partial the gradient itself, set or added to  float32
+// A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
+// pixels behind the last one are zeros.
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, and stages are normalised where they lie, by three
 // warps that are otherwise idle.
 //
-// Macros: DTYPE (1, 2), FLAT, NORMALIZED; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it;
-// STAGES of 64 pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that add up their chunks before they
-// write a partial; VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk of a partial, column tile, row tile and partial, the first fastest, so that blocks which
-// share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane
-// one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N,
-// and 1024.
-// FLOP: 2 * K * R*S*C * pixels. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share, and
-// 4 * partials * |dw| twice.
-#include "conv2d_weight_hopper.cuh"
+// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
+// WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
+// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
+// Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks
+// which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
+// lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
+// TILE_M * TILE_N, and 1024.
+// FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
+// and 4 * partials * |dw| twice.
+#include "conv2d_weight_spans.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
+#if DTYPE == 0
+#include "conv2d_weight_tf32.cuh"
+#endif
 
-constexpr int PIXELS = 64;  // of a stage
+constexpr int SPAN = 128 / sizeof(T);  // filters, channels and pixels of a block
 constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS_M, COLUMNS = TILE_N / WARPGROUPS_N;  // of a warpgroup
-constexpr int BLOCKS = ROWS / 64;                                            // products along the rows
-constexpr int ROW_BLOCKS = TILE_M / 64, COLUMN_BLOCKS = TILE_N / 64;
-constexpr int BLOCK_BYTES = PIXELS * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
+constexpr int ROW_BLOCKS = TILE_M / SPAN, COLUMN_BLOCKS = TILE_N / SPAN;
+constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
 static_assert(ROW_BLOCKS + COLUMN_BLOCKS <= 32, "a lane per block");
 static_assert(!NORMALIZED || (SHIFT && WARPGROUPS == 2), "warps to spare, and registers for them");
 
@@ -51,7 +56,7 @@ struct Maps {
 
 struct Problem {
     int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
-    int rows, channels, columns;
+    int groups, rows, channels, columns;  // of a group
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
     int pixels;  // of dy
@@ -60,14 +65,15 @@ struct Problem {
     int stride_h, stride_w;
     int padding_h, padding_w;
     int dilation_h, dilation_w;
-    int further_n, further_h, further_w;  // PIXELS pixels, as images, rows and pixels
+    int further_n, further_h, further_w;  // SPAN pixels, as images, rows and pixels
     int tiles_m, tiles_n;
     int accumulate;
 };
 
 // The tile of a block, and its share of the sum.
 struct Work {
-    int row, block;   // the first
+    int group;
+    int row, block;   // the first of it
     int first, last;  // steps
     int part;         // the partial sum that its cluster leaves
 
@@ -76,7 +82,9 @@ struct Work {
         block = index % p.tiles_n * COLUMN_BLOCKS;
         index /= p.tiles_n;
         row = index % p.tiles_m * TILE_M;
-        part = index / p.tiles_m;
+        index /= p.tiles_m;
+        group = index % p.groups;
+        part = index / p.groups;
         const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
         first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
         last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
@@ -92,9 +100,16 @@ struct Columns {
         const bool inside = block < p.blocks;
         tap_h = inside ? tap / p.kernel_w : 0;
         tap_w = inside ? tap - tap_h * p.kernel_w : 0;
-        channel = (inside ? block - tap * p.spans : p.spans) * 64;
+        channel = (inside ? block - tap * p.spans : p.spans) * SPAN;
     }
 };
+
+// Where the gradient has a block of columns from `channel` on; nothing of one behind the last.
+DEVICE Target find_columns(const Problem& p, int block, int channel) {
+    const int tap = block / p.spans;
+    channel += (block - tap * p.spans) * SPAN;
+    return {tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
+}
 
 // Shared memory: stages, barriers.
 struct Layout {
@@ -107,7 +122,7 @@ struct Layout {
     __device__ __forceinline__ u32 ready(int i) const { return NORMALIZED ? filled(2 * STAGES + i) : filled(i); }
 };
 
-// Output pixels, PIXELS at a time.
+// Output pixels, SPAN at a time.
 struct Pixels {
     int image, y, x;
 
@@ -132,9 +147,11 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const Columns columns(p, work.block + lane - ROW_BLOCKS);
-    const int channel = of_dy ? work.row + lane * 64 : columns.channel;
+    // What is read of the next group is not written.
+    const int channel =
+        of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
     const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
-    Pixels pixels(p, work.first * PIXELS);
+    Pixels pixels(p, work.first * SPAN);
     Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
@@ -142,10 +159,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
         if (of_dy) {
-            load_box(to, maps.dy, barrier, channel, step * PIXELS);
+            load_box(to, maps.dy, barrier, channel, step * SPAN);
         } else if (busy) {
             if constexpr (FLAT)
-                load_box(to, maps.x, barrier, channel, step * PIXELS);
+                load_box(to, maps.x, barrier, channel, step * SPAN);
             else
                 load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
                             pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
@@ -177,7 +194,7 @@ DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& c
 // A warp: normalises every third stage of x, what lies in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
     const int lane = threadIdx.x % 32;
-    Pixels pixels[] = {{p, work.first * PIXELS + lane}, {p, work.first * PIXELS + 32 + lane}};
+    Pixels pixels[] = {{p, work.first * SPAN + lane}, {p, work.first * SPAN + 32 + lane}};
     const Columns begin(p, work.block);
     Chunk chunk;
     int loaded = -1, turn = warp;
@@ -196,8 +213,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
         for (int j = 0; j < COLUMN_BLOCKS; ++j) {
             if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
             const u32 block = at.stage(ring.index) + (ROW_BLOCKS + j) * BLOCK_BYTES;
-            const u64 bits = taps_inside(p, pixels, columns, step * PIXELS);
-            normalize_rows<1>(chunk, block, 0, PIXELS / UNIT, [bits](int unit) { return u32(bits >> unit * UNIT); });
+            const u64 bits = taps_inside(p, pixels, columns, step * SPAN);
+            normalize_rows<1>(chunk, block, 0, SPAN / UNIT, [bits](int unit) { return u32(bits >> unit * UNIT); });
             columns.channel += 64;
             if (columns.channel >= p.channels) {
                 columns.channel = 0;
@@ -211,20 +228,22 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
 }
 #endif
 
+#if DTYPE
+constexpr int BLOCKS = ROWS / 64;  // products along the rows
 using Sum = float[BLOCKS][COLUMNS / 2];
 
-// A warpgroup: sums up its part of the tile.
-DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int column_block) {
+// A warpgroup: sums up its part of the tile, from row and column on.
+DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
     const bool speaks = threadIdx.x % 32 == 0;
     Ring<STAGES> ring;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.ready(ring.index), ring.parity);
-        const u64 a = operand(at.stage(ring.index) + row_block * BLOCK_BYTES, BLOCK_BYTES);
-        const u64 b = operand(at.stage(ring.index) + (ROW_BLOCKS + column_block) * BLOCK_BYTES, BLOCK_BYTES);
+        const u64 a = operand(at.stage(ring.index) + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
+        const u64 b = operand(at.stage(ring.index) + (ROW_BLOCKS + column / 64) * BLOCK_BYTES, BLOCK_BYTES);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < PIXELS / 16; ++k)
+        for (int k = 0; k < SPAN / 16; ++k)
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
                 multiply<true, true>(sum[i], a + operand_step(i * BLOCK_BYTES + k * 2048), b + operand_step(k * 2048),
@@ -239,6 +258,85 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row_block, int
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
+
+template <bool ADD>
+DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
+                    int column) {
+    const int first = work.row + row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    finish_spans<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
+        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
+    });
+}
+
+#else
+
+// The warps of a warpgroup share its part of the tile, each with M blocks of rows and N of columns.
+constexpr int WARPS_DOWN = ROWS >= 4 * COLUMNS ? 4 : COLUMNS >= 4 * ROWS ? 1 : 2;
+constexpr int M = ROWS / WARPS_DOWN / SPAN, N = COLUMNS / (4 / WARPS_DOWN) / SPAN;
+static_assert(M > 0 && N > 0 && M * N <= 4, "parts that registers can hold");
+using Sum = float[2 * M][16 * N];
+
+// A warp's part of the warpgroup's, from row and column on.
+DEVICE void find_part(int& row, int& column) {
+    const int warp = threadIdx.x / 32 % 4;
+    row += warp % WARPS_DOWN * M * SPAN, column += warp / WARPS_DOWN * N * SPAN;
+}
+
+// A warp: sums up its part of the tile. Operands are read a product ahead, across stages too.
+DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
+    find_part(row, column);
+    const bool speaks = threadIdx.x % 32 == 0;
+    const Places places(at.base + row / SPAN * BLOCK_BYTES, at.base + (ROW_BLOCKS + column / SPAN) * BLOCK_BYTES);
+    Fragments<M, N> fragments[2];
+    const auto read = [&](int stage, int k) {
+        load_fragments(fragments[k % 2], places, stage * STAGE_BYTES + k * 1024, BLOCK_BYTES);
+    };
+    clear(sum);
+    Ring<STAGES> ring;
+    barrier_wait(at.filled(0), 0);
+    read(0, 0);
+    for (int step = 0; step < steps; ++step) {
+        const u32 emptied = at.emptied(ring.index);
+#if TF32 == 3
+        Sum total;
+        clear(total);
+#else
+        Sum& total = sum;
+#endif
+#pragma unroll
+        for (int k = 0; k < SPAN / 8; ++k) {
+            if (k + 1 < SPAN / 8) {
+                read(ring.index, k + 1);
+            } else {
+                ring.advance();
+                if (step + 1 < steps) {
+                    barrier_wait(at.filled(ring.index), ring.parity);
+                    read(ring.index, 0);
+                }
+            }
+            multiply_eight(total, fragments[k % 2]);
+        }
+        __syncwarp();
+        if (speaks) barrier_arrive(emptied);
+#if TF32 == 3
+#pragma unroll
+        for (int i = 0; i < 2 * M; ++i)
+#pragma unroll
+            for (int j = 0; j < 16 * N; ++j) sum[i][j] += total[i][j];
+#endif
+    }
+}
+
+template <bool ADD>
+DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
+                    int column) {
+    find_part(row, column);
+    const int first = work.row + row + threadIdx.x % 32 / 4 * 2;
+    finish_spans<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
+        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
+    });
+}
+#endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
@@ -255,11 +353,11 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     }
     __syncthreads();
 
-    const Work work(p);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
+        const Work work(p);
         if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
@@ -267,16 +365,12 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
-        const int row_block = warp / 4 % WARPGROUPS_M * BLOCKS, column_block = warp / 4 / WARPGROUPS_M * (COLUMNS / 64);
+        const Work work(p);
+        const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
         Sum sum;
-        accumulate(sum, at, work.last - work.first, row_block, column_block);
-        output += i64(work.part) * p.rows * p.columns;
-        const int row = work.row + row_block * 64 + warp % 4 * 16 + threadIdx.x % 32 / 4;
-        finish<128 * WARPGROUPS>(sum, at.base, [&](int i, int j, float4 quad) {
-            const Columns columns(p, work.block + column_block + j / 8);
-            float* const tap = output + (columns.tap_h * p.kernel_w + columns.tap_w) * p.channels;
-            const int channel = columns.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
-            put_quad(tap, quad, row + i * 64, p.rows, p.columns, channel, p.channels, p.accumulate);
-        });
+        accumulate(sum, at, work.last - work.first, row, column);
+        output += (i64(work.part) * p.groups + work.group) * p.rows * p.columns;
+        p.accumulate ? put_sum<true>(output, sum, at, p, work, row, column)
+                     : put_sum<false>(output, sum, at, p, work, row, column);
     }
 }

@@ -1,4 +1,4 @@
-"""Weight gradient of a convolution on Hopper's matrix units, for 16-bit types; the kernel is conv2d_weight_hopper.cu.
+"""Weight gradient of a convolution on Hopper's matrix units, for 16-bit types and in TF32, by conv2d_weight_hopper.cu.
 
 Everything here is worked out from sizes and the device record; `plan` says in one place when the kernel applies.
 """
@@ -20,6 +20,7 @@ from minidl.cuda.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.conv2d_weight_tiles import (
     HALO,
     ITEMSIZE,
+    ROW_BYTES,
     SPAN,
     TILES,
     Division,
@@ -30,10 +31,12 @@ from minidl.cuda.conv2d_weight_tiles import (
     halo_views,
     normalizes,
     options,
+    span_of,
     taken,
+    tiles_of,
 )
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import address, rows
 from minidl.precision import float32
@@ -54,6 +57,7 @@ __all__ = [
     "options",
     "pays",
     "plan",
+    "tiles_of",
 ]
 
 ARCH = (9, 0)
@@ -61,7 +65,7 @@ ARCH = (9, 0)
 # The structure Problem of conv2d_weight_hopper.cu.
 _PROBLEM = struct(
     "",
-    "steps chunks rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
+    "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
     "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
@@ -88,12 +92,17 @@ def backward_weight(
     accumulate: bool,
     choice: Choice | None = None,
     norm: Sequence[Any] | None = None,
+    tf32: int = 0,
 ) -> None:
-    """Weight gradient into ``out``; ``norm``: moments, gamma and beta where ``x`` is a batch norm's input."""
+    """Weight gradient into ``out``; ``norm``: moments, gamma and beta where ``x`` is a batch norm's input.
+
+    ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
+    """
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
     vec_y = gcd(address(out) // out.itemsize, 2)
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
-    planned = plan(conv, code, pitches, vec_y, accumulate, taken(choice, conv, normalized), normalized)
+    forced = taken(choice, conv, normalized, tf32)
+    planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
     partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
@@ -105,27 +114,31 @@ def backward_weight(
 
 
 @functools.lru_cache(maxsize=4096)
-def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
-    """Whether the kernel can do this: on compute capability 9.0, one group of 16-bit arrays whose channels and filters
-    are multiples of eight, as far as the copy engine can walk them densely (`View.legal`, offsets of taps below 255).
+def applies(conv: Convolution, code: int, device: DeviceRecord, tf32: int = 0) -> bool:
+    """Whether the kernel can do this: on compute capability 9.0, channels and filters of a group in multiples of eight,
+    of four in TF32 (``tf32``: 1 or 3), as far as the copy engine can walk the arrays densely (`View.legal`, offsets of
+    taps below 255).
     """
-    if device.arch != ARCH or code not in (1, 2) or conv.groups != 1:
+    if device.arch != ARCH or not (code or tf32):
         return False
-    if conv.channels % 8 or conv.out_channels % 8 or max(conv.pixels, conv.images * conv.height * conv.width) >= 2**30:
+    unit = conv.groups * (8 if code else 4)
+    if conv.channels % unit or conv.out_channels % unit:
+        return False
+    if max(conv.pixels, conv.images * conv.height * conv.width) >= 2**30:
         return False
     if any((taps - 1) * step > 254 for taps, step in zip(conv.kernel, conv.dilation, strict=True)):
         return False
-    return _views(conv, code, (conv.channels, conv.out_channels)).legal
+    return _views(conv, code, (conv.channels, conv.out_channels), tf32).legal
 
 
-def pays(conv: Convolution) -> bool:
+def pays(conv: Convolution, tf32: int = 0) -> bool:
     """Whether it should beat the generic kernel, which packs the taps of few channels side by side.
 
-    Here each tap fills whole blocks of 64 channels: that is made up for by speed up to some 2.5 times the columns, by
-    the rates measured at 64 channels and more.
+    Here each tap fills whole blocks of 64 channels, of 32 in TF32: that is made up for by speed up to some 2.5 or 1.6
+    times the columns, by the rates measured at 64 channels and more.
     """
-    taps = conv.kernel[0] * conv.kernel[1]
-    return taps * ceil_div(conv.channels, SPAN) <= 2.5 * ceil_div(taps * conv.channels, SPAN)
+    taps, span, channels = conv.kernel[0] * conv.kernel[1], span_of(tf32), conv.channels // conv.groups
+    return taps * ceil_div(channels, span) <= (1.6 if tf32 else 2.5) * ceil_div(taps * channels, span)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,6 +150,7 @@ def plan(
     accumulate: bool,
     forced: tuple[WeightTile | HaloTile, Division] | None = None,
     normalized: bool = False,
+    tf32: int = 0,
 ) -> Planned:
     """The launch, where the kernel `applies`, over arrays whose rows start at multiples of 16 bytes.
 
@@ -146,25 +160,28 @@ def plan(
         accumulate: whether a single partial sum is added to the gradient.
         forced: tile and division, instead of those chosen.
         normalized: whether x is the input of a batch norm with a ReLU over it.
+        tf32: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
     """
-    tile, division = forced or choose(conv, normalized)
+    tile, division = forced or choose(conv, normalized, tf32)
     if isinstance(tile, HaloTile):
         return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, division, normalized)
-    views = _views(conv, code, pitches)
+    views = _views(conv, code, pitches, tf32)
     assert views.legal, (conv, pitches)
-    taps, spans = conv.kernel[0] * conv.kernel[1], ceil_div(conv.channels, SPAN)
-    steps = ceil_div(conv.pixels, SPAN)
+    span = span_of(tf32)
+    rows, channels = conv.out_channels // conv.groups, conv.channels // conv.groups
+    taps, spans, steps = conv.kernel[0] * conv.kernel[1], ceil_div(channels, span), ceil_div(conv.pixels, span)
     division = division.of(steps)
-    tiles_m, tiles_n = ceil_div(conv.out_channels, tile.rows), ceil_div(taps * spans, tile.columns // SPAN)
-    lines, further_w = divmod(SPAN, conv.out_width)
+    tiles_m, tiles_n = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
+    lines, further_w = divmod(span, conv.out_width)
     further_n, further_h = divmod(lines, conv.out_height)
     problem = argument(
         _PROBLEM,
         conv,
         steps=steps,
         chunks=division.chunks,
-        rows=conv.out_channels,
-        columns=taps * conv.channels,
+        rows=rows,
+        channels=channels,
+        columns=taps * channels,
         spans=spans,
         blocks=taps * spans,
         further_n=further_n,
@@ -175,11 +192,11 @@ def plan(
         accumulate=accumulate and division.parts == 1,
     )
     defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if division.parts == 1 else 2} | tile.defines
-    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)}
+    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | ({"TF32": int(tf32)} if tf32 else {})
     stem = "conv2d_weight_hopper"
     return Planned(
         stem,
-        tiles_m * tiles_n * division.chunks,
+        tiles_m * tiles_n * conv.groups * division.chunks,
         tile.threads,
         views,
         problem,
@@ -191,8 +208,8 @@ def plan(
 
 _HALO_PROBLEM = struct(
     "",
-    "steps chunks rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held further_n "
-    "further_h further_w tiles_m tiles_n accumulate",
+    "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
+    "further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
 
@@ -214,13 +231,15 @@ def _plan_halo(
     division = division.of(steps)
     lines, further_w = divmod(SPAN, width)
     further_n, further_h = divmod(lines, height)
-    tiles_m, tiles_n = ceil_div(conv.out_channels, SPAN), ceil_div(conv.channels, SPAN)
+    rows, channels = conv.out_channels // conv.groups, conv.channels // conv.groups
+    tiles_m, tiles_n = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
     problem = argument(
         _HALO_PROBLEM,
         conv,
         steps=steps,
         chunks=division.chunks,
-        rows=conv.out_channels,
+        rows=rows,
+        channels=channels,
         grid_h=height,
         grid_w=width,
         tap_h=grid.tap[0],
@@ -237,7 +256,7 @@ def _plan_halo(
     defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if division.parts == 1 else 2}
     defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)}
     shared = grid.shared_bytes(tile.stages)
-    blocks = tiles_m * tiles_n * division.chunks
+    blocks = tiles_m * tiles_n * conv.groups * division.chunks
     return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, division.parts)
 
 
@@ -246,19 +265,29 @@ def _flat(conv: Convolution) -> bool:
     return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
 
 
-def _views(conv: Convolution, code: int, pitches: tuple[int, int]) -> Views:
+def _views(conv: Convolution, code: int, pitches: tuple[int, int], tf32: int = 0) -> Views:
+    """Of dy and x. One product: the engine rounds; of three, the kernel needs what rounding leaves."""
+    code = TF32 if tf32 == 1 else code
     return Views((_gradient(conv, code, pitches[1]), 0), (_source(conv, code, pitches[0]), 1))
 
 
+def _box(code: int) -> tuple[int, int]:
+    """(bytes of a value, channels or filters, and pixels, of a block of a stage)"""
+    itemsize = ITEMSIZE if code in (1, 2) else 4
+    return itemsize, ROW_BYTES // itemsize
+
+
 def _gradient(conv: Convolution, code: int, pitch: int) -> View:
-    return View(code, (conv.out_channels, conv.pixels), (pitch * ITEMSIZE,), (SPAN, SPAN))
+    itemsize, span = _box(code)
+    return View(code, (conv.out_channels, conv.pixels), (pitch * itemsize,), (span, span))
 
 
 def _source(conv: Convolution, code: int, pitch: int) -> View:
     """x as the engine walks it: in steps of the stride from the padding on, as many pixels as dy has."""
-    pixel = pitch * ITEMSIZE
+    itemsize, span = _box(code)
+    pixel = pitch * itemsize
     if _flat(conv):
-        return View(code, (conv.channels, conv.pixels), (pixel,), (SPAN, SPAN))
+        return View(code, (conv.channels, conv.pixels), (pixel,), (span, span))
     first = tuple(-padding for padding in reversed(conv.padding))
     counts, steps = (conv.out_width, conv.out_height), tuple(reversed(conv.stride))
     sizes = (conv.width, conv.height)
@@ -266,4 +295,4 @@ def _source(conv: Convolution, code: int, pitch: int) -> View:
         at + (count - 1) * step - (size - 1) for at, count, step, size in zip(first, counts, steps, sizes, strict=True)
     )
     pitches = (pixel, conv.width * pixel, conv.height * conv.width * pixel)
-    return View(code, (conv.channels, *sizes, conv.images), pitches, (SPAN, SPAN), (first, last), steps)
+    return View(code, (conv.channels, *sizes, conv.images), pitches, (span, span), (first, last), steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 from minidl.cuda.conv2d_family import Choice
@@ -19,6 +20,8 @@ __all__ = [
     "HALO",
     "ITEMSIZE",
     "SPAN",
+    "TF32_TILES",
+    "THREE_TILES",
     "TILES",
     "WORKERS",
     "Division",
@@ -30,10 +33,13 @@ __all__ = [
     "halo_views",
     "normalizes",
     "options",
+    "span_of",
     "taken",
+    "tiles_of",
 ]
 
-SPAN = 64  # channels, filters, and pixels of a block of a stage
+SPAN = 64  # channels, filters, and pixels of a block of a stage; of float32 half as many
+ROW_BYTES = 128  # of a block
 ITEMSIZE = 2
 SHARED_BYTES = 227 * 1024  # that a block may have
 WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
@@ -43,7 +49,8 @@ class WeightTile(NamedTuple):
     """Rows x columns of the gradient that a block computes.
 
     Attributes:
-        rows, columns: the macros TILE_M and TILE_N, multiples of 64.
+        rows, columns: the macros TILE_M and TILE_N, multiples of 64; each warp of those of float32 has 64 x 64 of them,
+            or half or a quarter as many.
         warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
         stages, resident: the macros STAGES and RESIDENT.
     """
@@ -66,7 +73,7 @@ class WeightTile(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Stages, later reused for the sums."""
-        stages = self.stages * ITEMSIZE * SPAN * (self.rows + self.columns)
+        stages = self.stages * ROW_BYTES * (self.rows + self.columns)
         return max(stages, 4 * self.rows * self.columns) + 1024
 
     @property
@@ -89,6 +96,33 @@ TILES = (
     WeightTile(64, 128, (1, 2), 4, 2),
     WeightTile(64, 64, (1, 1), 6, 2),
 )
+TF32_TILES = (
+    WeightTile(256, 128, (2, 1), 4, 1),
+    WeightTile(128, 256, (2, 1), 4, 1),
+    WeightTile(128, 128, (2, 1), 6, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(128, 64, (1, 1), 4, 2),
+    WeightTile(64, 128, (1, 1), 4, 2),
+    WeightTile(64, 64, (1, 1), 4, 3),
+)
+THREE_TILES = (
+    WeightTile(128, 128, (2, 1), 6, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(128, 64, (2, 1), 6, 1),
+    WeightTile(64, 64, (1, 1), 6, 2),
+)
+
+
+def span_of(tf32: int) -> int:
+    """Channels, filters and pixels of a block. ``tf32``: products that stand for one of float32; 0: 16-bit types."""
+    return SPAN // 2 if tf32 else SPAN
+
+
+def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
+    """The tiles for 16-bit types (0), TF32 (1), or three such products for each of float32 (3)."""
+    return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
 
 
 class HaloTile(NamedTuple):
@@ -178,6 +212,7 @@ class _Candidate(NamedTuple):
     Attributes:
         steps: stages that make up the sum.
         tiles: of the gradient.
+        itemsize: bytes of a value of x.
         copied: bytes of a stage.
         step: microseconds that a multiprocessor is busy with a stage of a tile.
     """
@@ -186,6 +221,7 @@ class _Candidate(NamedTuple):
     division: Division
     steps: int
     tiles: int
+    itemsize: int
     copied: int
     step: float
 
@@ -194,6 +230,9 @@ class _Candidate(NamedTuple):
 # Microseconds, and what goes through in one.
 _PRODUCTS = 2.96e6  # multiply-adds of a multiprocessor
 _HALO_PRODUCTS = 4.24e6
+# In TF32, and in three such products for each, by rows x columns of a warp.
+_TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
+_THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _COPIED = 1.15e5  # bytes that a multiprocessor copies into stages
 _FETCHED = 9.0e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
@@ -202,7 +241,7 @@ _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were 
 _MEMORY, _MISSED = 4.26e6, 0.009  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
 _EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer does not hide
 _ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
-_START, _WRITTEN = 0.9, 3.8e3  # of a block: until its pipeline is filled; values of the gradient that it writes
+_START, _WRITTEN = 0.9, 8.0e3  # of a block: until its pipeline is filled; values of the gradient that it writes
 _MERGED = 3.5  # sums of two blocks of the halo kernel
 # Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
 # kernel; bytes of a pass of its own.
@@ -211,37 +250,43 @@ LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as 
 _SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
+ROUNDS = 8  # partial sums of a division that is fine
 
 
-def choose(conv: Convolution, normalized: bool = False) -> tuple[WeightTile | HaloTile, Division]:
+def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    best = min(_candidates(conv, normalized), key=lambda candidate: _microseconds(conv, candidate))
+    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
 
 
 @functools.lru_cache(maxsize=1024)
 def normalizes(conv: Convolution) -> bool:
-    """Whether normalising x on the way should take less time than a pass that reads and writes it before."""
+    """Whether normalising x on the way should take less time than a pass that reads and writes it before; not in
+    groups.
+    """
+    if conv.groups > 1:
+        return False
     apart, together = (min(_microseconds(conv, one) for one in _candidates(conv, n)) for n in (False, True))
     x = ITEMSIZE * conv.images * conv.height * conv.width * conv.channels
     return together < apart + _SECOND + 2 * x / _PASSED
 
 
-def options(conv: Convolution) -> list[Choice]:
+def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
     """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
-    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv)))
+    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
     found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
     return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
 
 
 @functools.lru_cache(maxsize=1024)
 def taken(
-    choice: Choice | None, conv: Convolution, normalized: bool = False
+    choice: Choice | None, conv: Convolution, normalized: bool = False, tf32: int = 0
 ) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
         return None
-    tiles = {tile.name: tile for tile in (*TILES, *([HALO] if halo(conv) else [])) if not normalized or _spare(tile)}
+    every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
+    tiles = {tile.name: tile for tile in every if not normalized or _spare(tile)}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
@@ -250,59 +295,77 @@ def _spare(tile: WeightTile | HaloTile) -> bool:
     return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
 
 
-def _candidates(conv: Convolution, normalized: bool = False) -> Iterator[_Candidate]:
+def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
     """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
     or not at all.
     """
-    spans = ceil_div(conv.channels, SPAN)
-    blocks, steps = conv.kernel[0] * conv.kernel[1] * spans, ceil_div(conv.pixels, SPAN)
-    least = round_up(conv.out_channels, SPAN) * blocks * SPAN  # by the smallest tile
-    lines, odd = reads(conv.channels, ITEMSIZE)
+    span = span_of(tf32)
+    itemsize = ROW_BYTES // span
+    rows, channels, steps = conv.out_channels // conv.groups, conv.channels // conv.groups, ceil_div(conv.pixels, span)
+    blocks = conv.kernel[0] * conv.kernel[1] * ceil_div(channels, span)
+    least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
+    lines, odd = reads(conv.channels, itemsize)
     slower = 1 + _CROSSING * lines + _ODD * odd
-    for tile in TILES:
-        tiles = ceil_div(conv.out_channels, tile.rows), ceil_div(blocks, tile.columns // SPAN)
-        area = tile.rows * tile.columns
+    for tile in tiles_of(tf32):
+        tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
+        area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
         if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
             continue
         if normalized and not _spare(tile):
             continue
-        for division in _divisions(tiles[0] * tiles[1], steps, tile.resident):
+        for division in _divisions(count, steps, tile.resident, tf32 > 0):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                copied, copy = _copy(tiles, division, tile.resident, tile.rows, tile.columns)
+                copied, copy = _copy(tiles, conv.groups, division, tile, span)
+                product = span * area / _rate(tile, tf32)
                 normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
-                step = max(SPAN * area / _PRODUCTS, copy * slower, normalizing)
-                yield _Candidate(tile, division, steps, tiles[0] * tiles[1], copied, step)
-    grid = halo(conv)
+                step = max(product, copy * slower, normalizing)
+                yield _Candidate(tile, division, steps, count, itemsize, copied, step)
+    grid = None if tf32 else halo(conv)
     if grid is not None:
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
-        tiles = ceil_div(conv.out_channels, SPAN), spans
-        for division in _divisions(tiles[0] * tiles[1], steps, 1):
-            copied, copy = _copy(tiles, division, 1, SPAN, SPAN)
+        tiles = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
+        count = conv.groups * tiles[0] * tiles[1]
+        for division in _divisions(count, steps, 1, False):
+            copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN)
             step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
-            yield _Candidate(HALO, division, steps, tiles[0] * tiles[1], copied, step)
+            yield _Candidate(HALO, division, steps, count, itemsize, copied, step)
 
 
-def _copy(tiles: Pair, division: Division, resident: int, rows: int, columns: int) -> tuple[int, float]:
-    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor."""
-    # The hardware fills one group after the other with blocks, but deals out clusters among the groups.
-    members, count = range(resident * _MEMBERS), tiles[0] * tiles[1]
+def _rate(tile: WeightTile, tf32: int) -> float:
+    """Multiply-adds of a multiprocessor in a microsecond."""
+    if not tf32:
+        return _PRODUCTS
+    rates = _TF32_PRODUCTS if tf32 == 1 else _THREE_PRODUCTS
+    return rates[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
+
+
+def _copy(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int) -> tuple[int, float]:
+    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor.
+
+    ``tiles``: of a group of channels, along rows and columns.
+    """
+    # The hardware fills one group of multiprocessors after the other with blocks, but deals out clusters among them.
+    members, count = range(tile.resident * _MEMBERS), groups * tiles[0] * tiles[1]
     if division.cluster > 1:
-        members = [turn * WORKERS // 2 + index for turn in range(resident) for index in _DEALT]
-    fetched, width = set(), columns // SPAN
-    for part, tile in (divmod(index, count) for index in members if index < count * division.parts):
-        m, n = divmod(tile, tiles[1])
-        fetched |= {(part, "dy", block) for block in range(m * rows // SPAN, (m + 1) * rows // SPAN)}
+        members = [turn * WORKERS // 2 + index for turn in range(tile.resident) for index in _DEALT]
+    fetched, height, width = set(), tile.rows // span, tile.columns // span
+    for part, index in (divmod(index, count) for index in members if index < count * division.parts):
+        m, n = divmod(index, tiles[1])  # m: rows of tiles of all groups
+        fetched |= {(part, "dy", block) for block in range(m * height, (m + 1) * height)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
-        fetched |= {(part, "x", block) for block in range(n * width, (n + 1) * width)}
-    line = ITEMSIZE * SPAN
-    copied = line * (rows + columns)
-    return copied, max(copied / _COPIED, line * SPAN * len(fetched) * division.cluster / _FETCHED / resident)
+        fetched |= {(part, "x", m // tiles[0], block) for block in range(n * width, (n + 1) * width)}
+    copied = ROW_BYTES * (tile.rows + tile.columns)
+    fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
+    return copied, max(copied / _COPIED, fetches / _FETCHED)
 
 
-def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
+def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Division]:
+    """``finely``: also so that what does not fill all multiprocessors once may fill them some times, nearly: for steps
+    that take long. In 16 bits partial sums would cost more.
+    """
     full = resident * WORKERS // tiles
-    counts = {1, full, 2 * full}
+    counts = {1, full, 2 * full} | (set(range(2, ROUNDS + 1)) if finely and full < 2 else set())
     while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
         full //= 2
         counts.add(full)
@@ -312,16 +375,16 @@ def _divisions(tiles: int, steps: int, resident: int) -> list[Division]:
 
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     """Roughly the time that it takes."""
-    tile, division, steps, tiles, copied, step = candidate
+    tile, division, steps, tiles, itemsize, copied, step = candidate
     resident = tile.resident if isinstance(tile, WeightTile) else 1
     share = ceil_div(tiles * division.chunks, WORKERS)
     rounds = share + (_ALONE - 1 if share % resident else 0)
-    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels
+    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
     merged = _MERGED if division.cluster > 1 and isinstance(tile, HaloTile) else 0
     around = _START + gradient / tiles / _WRITTEN + merged
     busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
-    memory = ITEMSIZE * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
+    memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
     waited = memory / _MEMORY + _START
     time = max(busy, waited) + _EXPOSED * min(busy, waited)
     if division.parts > 1:

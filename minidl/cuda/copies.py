@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from minidl import checks
 from minidl.cuda.device import import_cupy
 
@@ -84,6 +86,11 @@ class CopyEngine:
         """Start a copy back, on the stream ``in``."""
         runtime, stream = self._cupy.cuda.runtime, self._streams["in"].ptr
         runtime.memcpyAsync(self._arena.ptr + offset, self.host_address + host, count, _TO_DEVICE, stream)
+
+    def host(self, offset: int, count: int) -> np.ndarray:
+        """So many float32 of the host's memory; waits until all streams are idle."""
+        self.drain()
+        return np.frombuffer(self._cupy.cuda.PinnedMemoryPointer(self._host, offset), np.float32, count)
 
     def record(self, stream: str, event: int) -> None:
         """Event number ``event`` is over when what was issued to ``stream`` so far is."""

@@ -1,7 +1,7 @@
 """Products with a matrix in Compressed Sparse Blocks, on one of several routes (csb_routes.py).
 
 The arrays of a pattern are those of `minidl.cpu.csb`. Float32 products multiply stored elements only, in the order of
-the summed index, on every device. 16-bit types and ``tf32x3`` may run over dense tiles, zeros and all: there an
+the summed index, on every device. 16-bit types and ``split`` ones may run over dense tiles, zeros and all: there an
 infinity or NaN in the dense operand can reach every output of its sample.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda import csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
+from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
 from minidl.cuda.activation import relu as apply_relu
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.channel_sum import check_sum, sum_partials
@@ -53,7 +53,7 @@ def csb_matmul(
     features_last: bool = False,
     bias: Any | None = None,
     relu: bool = False,
-    tf32x3: bool = False,
+    split: str | None = None,
 ) -> Any:
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
@@ -61,18 +61,17 @@ def csb_matmul(
         values: (nnz,) in a storage dtype.
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
-        tf32x3: allow float32 products as three TF32 products, where they are faster.
+        split: "tf32x3" or "bf16x3" allows float32 products as three TF32 or bfloat16 products, where they are faster.
 
     Returns:
         (output features, samples), or (samples, output features), dense, in the dtype of x. The bits of float32 depend
         neither on ``features_last`` nor on the number of samples; those of other routes on the sizes, never on the run.
 
     Raises:
-        ValueError: another number of features; ``tf32x3`` of 16-bit arrays.
+        ValueError: another number of features; ``split`` of 16-bit arrays.
     """
     code = storage_code("csb_matmul", "values", values, x)
-    if tf32x3 and code:
-        raise checks.bad_value("csb_matmul", "tf32x3", "False unless the arrays are float32", tf32x3)
+    check_split("csb_matmul", split, code)
     x = as_rows(x)
     count, length, _ = rows(x)
     samples, depth = (count, length) if features_last else (length, count)
@@ -82,13 +81,13 @@ def csb_matmul(
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
     if y.size == 0:
         return y
-    product = Product(shape, side, indices.size, x.dtype, samples, transposed, features_last, tf32x3)
+    product = Product(shape, side, indices.size, x.dtype, samples, transposed, features_last, split)
     arrays = indptr, indices, values, x
     name = choose_route(product, current_device()) if depth else "generic"
     if name == "rows":
         csb_rows.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
     elif name == "split":
-        csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
+        csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
         csb_skinny.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
@@ -185,6 +184,9 @@ def csb_sampled(
     if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
+    if csb_dots.applies(side, x.dtype, shape, out.size, features_last, current_device()):
+        csb_dots.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
+        return
     tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
     chunk = pixel_chunk(samples, tiles[0] * tiles[1])
     chunks = ceil_div(samples, chunk)
@@ -229,6 +231,13 @@ def _move(name: str, indptr: Any, indices: Any, source: Any, target: Any, shape:
     grid = indptr.size - 1 if indices.size else 0
     defines = {"DTYPE": code, "SIDE": side}
     launch("csb", f"{name}_kernel", grid, 256, indptr, indices, source, target, *sizes, defines=defines)
+
+
+def check_split(who: str, split: str | None, code: int) -> None:
+    """Raise unless products of this storage type may be split so."""
+    if split is not None and (code or split not in csb_tensor.SPLITS):
+        expected = "None unless the arrays are float32" if code else f"None or {' or '.join(csb_tensor.SPLITS)}"
+        raise checks.bad_value(who, "split", expected, split)
 
 
 def storage_code(who: str, name: str, first: Any, x: Any) -> int:

@@ -26,6 +26,7 @@ from minidl.cuda.csb import (
     STAGES,
     THREADS,
     WARPS,
+    check_split,
     csb_expand,
     storage_code,
     vectors_of,
@@ -58,16 +59,16 @@ def csb_conv2d(
     padding: Pair,
     dilation: Pair,
     bias: Any | None = None,
-    tf32x3: bool = False,
+    split: str | None = None,
 ) -> Any:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
-    As `minidl.cpu.csb_conv2d`; ``tf32x3`` permits what `minidl.cuda.csb_matmul` says and has no effect yet.
+    As `minidl.cpu.csb_conv2d`; ``split`` permits what `minidl.cuda.csb_matmul` says and has no effect yet.
 
     Raises:
-        ValueError: ``tf32x3`` of 16-bit arrays.
+        ValueError: ``split`` of 16-bit arrays.
     """
-    code = _checked("csb_conv2d", values, x, tf32x3)
+    code = _checked("csb_conv2d", values, x, split)
     out = tuple(conv_output_size(*axis) for axis in zip(x.shape[1:3], kernel, stride, padding, dilation, strict=True))
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in (x.shape[0], *out, shape[0]):
@@ -91,10 +92,10 @@ def csb_conv2d_backward_data(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    tf32x3: bool = False,
+    split: str | None = None,
 ) -> Any:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`."""
-    code = _checked("csb_conv2d_backward_data", values, dy, tf32x3)
+    code = _checked("csb_conv2d_backward_data", values, dy, split)
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in x_shape:
         return empty(x_shape, dy.dtype)
@@ -161,11 +162,10 @@ def csb_conv2d_backward_weight(
         sum_partials(partials, chunks, out, accumulate)
 
 
-def _checked(who: str, values: Any, x: Any, tf32x3: bool) -> int:
+def _checked(who: str, values: Any, x: Any, split: str | None) -> int:
     """The code of the storage type."""
     code = storage_code(who, "values", values, x)
-    if tf32x3 and code:
-        raise checks.bad_value(who, "tf32x3", "False unless the arrays are float32", tf32x3)
+    check_split(who, split, code)
     return code
 
 

@@ -20,18 +20,19 @@ Parts = dict[str, Callable[[], Any]]
 
 def parts_of(
     indptr: Any, indices: Any, values: Any, x: Any, shape: Pair, side: int, transposed: bool, features_last: bool,
-    route: str,
+    route: str, split: str | None,
 ) -> tuple[Parts, dict[str, float]]:  # fmt: skip
     """(calls that do a part of the product and nothing else, how uneven its work is), both by name.
 
     Args:
         route: one of `minidl.cuda.csb_routes.ROUTES`; those that find elements while they multiply have no parts.
+        split: as `minidl.cuda.csb.csb_matmul`.
     """
     arrays = indptr, indices, values
     if route == "rows":
         return _rows(arrays, as_rows(x), shape, side, transposed, features_last)
     if route == "split":
-        return {"index decode": lambda: csb_tensor.spread(*arrays, shape, side, transposed)}, {}
+        return {"index decode": lambda: csb_tensor.spread(*arrays, shape, side, transposed, split)}, {}
     if route == "dense":
         return {"index decode": lambda: csb_expand(*arrays, shape, side)}, {}
     return {}, {}

@@ -20,8 +20,8 @@ __all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_route
 
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
-# Density and samples from which three TF32 products of the expanded matrix beat float32 ones of its elements.
-SPLIT_FROM, SPLIT_SAMPLES = 0.07, 128
+# Density and samples from which three narrower products of the expanded matrix beat float32 ones of its elements.
+SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.07, "bf16x3": 0.03}, 128
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
 
@@ -36,7 +36,7 @@ class Product(NamedTuple):
     samples: int
     transposed: bool
     features_last: bool
-    tf32x3: bool
+    split: str | None
 
     @property
     def features(self) -> int:
@@ -55,11 +55,11 @@ class Product(NamedTuple):
     def fits(self, device: DeviceRecord) -> dict[str, bool]:
         """Whether each route can do it, the fastest first.
 
-        ``tf32x3`` is a permission: it opens the split products to matrices that are not too sparse for them.
+        ``split`` is a permission: it opens the split products to matrices that are not too sparse for them.
         """
         where = self.side, self.dtype, device
         return {
-            "split": self.tf32x3 and csb_tensor.applies(*where),
+            "split": self.split is not None and csb_tensor.applies(*where),
             "rows": csb_rows.applies(*where),
             "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
             "dense": self.features_last and self.dtype.itemsize == 2,
@@ -76,8 +76,8 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     fits = product.fits(device)
     name = _forced.get()
     if name is None:
-        unwanted = product.density < SPLIT_FROM or product.samples < SPLIT_SAMPLES
-        return next(r for r, fit in fits.items() if fit and not (r == "split" and unwanted))
+        worth = product.density >= SPLIT_FROM.get(product.split, 0) and product.samples >= SPLIT_SAMPLES
+        return next(r for r, fit in fits.items() if fit and (r != "split" or worth))
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name
@@ -108,7 +108,7 @@ def route(name: str) -> Iterator[None]:
     """Inside, products run on these kernels.
 
     Args:
-        name: "rows" (float32 on CUDA cores, sm_90), "split" (float32 as three TF32 products, sm_90), "skinny" (few
+        name: "rows" (float32 on CUDA cores, sm_90), "split" (float32 as three narrower products, sm_90), "skinny" (few
             samples in 16-bit types), "dense" (16-bit types: expanded, then a dense convolution) or "generic". A product
             that the route cannot do raises ValueError.
     """

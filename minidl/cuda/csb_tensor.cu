@@ -1,24 +1,28 @@
-// The float32 product of a sparse matrix and a dense one on tensor cores of sm_90, by three TF32 products (3xTF32): y =
-// A x, + bias, ReLU. The matrix comes expanded into dense tiles (csb_spread.cu), each element split into a TF32 head
-// and a rest; x is split on its way to the unit. head * head + head * rest + rest * head are summed in float32.
+// The float32 product of a sparse matrix and a dense one on tensor cores of sm_90, by three products of narrower numbers
+// (3xTF32, bf16x3): y = A x, + bias, ReLU. The matrix comes expanded into dense tiles (csb_spread.cu), each element
+// split into a head of the narrower type and a rest; x is split on its way to the unit. head * head + head * rest +
+// rest * head are summed in float32.
 //
 // Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample, and infinities become
-// NaN. Error: what is left out is at most 2^-20 of a product; the unit cuts each of the 3 * depth / 8 sums that it adds
-// up at 2^-23 of the total: a bound of its own, stated in docs/sparse.md and tested.
+// NaN. Error: what is left out is at most 2^-20 (bf16: 3 * 2^-16 and a little) of a product; the unit cuts each of the
+// 3 * depth / 8 sums that it adds up at 2^-23 of the total: a bound of its own, stated in docs/sparse.md and tested.
 //
 // In shared memory the summed features of a tile are permuted, so that a lane's fragments of x are whole float4: the
-// one that instruction s (0..3) takes at position p (0..7) is number 16 (s / 2) + 4 (p % 4) + 2 (s % 2) + p / 4 of the
-// tile.
+// one that TF32 instruction s (0..3) takes at position p (0..7) is number 16 (s / 2) + 4 (p % 4) + 2 (s % 2) + p / 4 of
+// the tile; bf16 instruction s (0, 1) takes at position p (0..15) number 16 s + 4 (p % 8 / 2) + 2 (p / 8) + p % 2.
 //
-//   tiles     (tiles of output features, tiles of summed ones, heads and rests, 128, 32)        float32 bits
+//   tiles     csb_spread.cu
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature      float32
 //   y         dense in the same orientation;  bias (features) or null                           float32
 //
 // A block owns 128 output features x 256 samples. One warpgroup fetches, two multiply 128 samples each.
-// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * (64 KiB + 16).
-// FLOP: 6 M K samples, dense. Bytes: 8 M K per sample tile and x per tile of output features from L2, y.
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * (64 KiB (bf16: 48) +
+// 16).
+// FLOP: 6 M K samples, dense. Bytes: 8 (bf16: 4) M K per sample tile and x per tile of output features from L2, y. In
+// bf16 that, 31 bytes a cycle and multiprocessor at the full rate, is more than L2 gives.
 //
-// Macros: STAGES, FEATURES_LAST, VEC_X (floats per copy), VEC_Y (floats per store: 2, features first 4, or 1).
+// Macros: DTYPE (0: TF32, 1: bf16), STAGES, FEATURES_LAST, VEC_X (floats per copy), VEC_Y (floats per store: 2, features
+// first 4, or 1).
 #include "csb_tensor.cuh"
 
 struct Problem {
@@ -31,7 +35,9 @@ struct Problem {
 };
 
 constexpr int ROWS = 128, SAMPLES = 256, DEPTH = 32;
-constexpr int W_BYTES = 2 * ROWS * DEPTH * 4, STAGE = W_BYTES + SAMPLES * DEPTH * 4;
+constexpr int INSTRUCTIONS = DTYPE ? 1 : 2;      // for 16 summed features
+constexpr int HALF_BYTES = DTYPE ? 32 : 64;      // of a row of a tile, 16 summed features
+constexpr int W_BYTES = (DTYPE ? 1 : 2) * ROWS * DEPTH * 4, RESTS = DTYPE ? 2 * HALF_BYTES : W_BYTES / 2, STAGE = W_BYTES + SAMPLES * DEPTH * 4;
 constexpr int FETCHERS = 128, THREADS = 3 * FETCHERS;
 
 // Where the float4 that begins at a sample and a summed feature of the stage lies: rows of 128 bytes, chunks swizzled
@@ -63,37 +69,60 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
     }
 }
 
-// Fragments of x for instructions 2 * half and the next: heads and rests, [instruction][64 samples][word].
-DEVICE void fragments(u32 (&head)[2][2][4], u32 (&rest)[2][2][4], const unsigned char* x, int half) {
+typedef u32 Fragments[INSTRUCTIONS][2][4];  // [instruction][64 samples][word]
+
+// What the unit gets of four summed features of four samples.
+DEVICE void split(Fragments& head, Fragments& rest, const float (&x)[4][4]) {
+#if DTYPE
+#pragma unroll
+    for (int k = 0; k < 4; k += 2)
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const u32 both = Rounding<bf16>::round_pair(x[k][m], x[k + 1][m]);
+            head[0][m / 2][m % 2 + k] = both;
+            rest[0][m / 2][m % 2 + k] = Rounding<bf16>::round_pair(x[k][m] - __uint_as_float(both << 16),
+                                                             x[k + 1][m] - __uint_as_float(both & 0xffff0000));
+        }
+#else
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            u32& h = head[k / 2][m / 2][m % 2 + k % 2 * 2];
+            h = __float_as_uint(x[k][m]) + 0x1000 & 0xffffe000;  // rounded to TF32, cheaper than by cvt
+            rest[k / 2][m / 2][m % 2 + k % 2 * 2] = __float_as_uint(x[k][m] - __uint_as_float(h));  // cut by the unit
+        }
+#endif
+}
+
+// Fragments of x for 16 summed features.
+DEVICE void fragments(Fragments& head, Fragments& rest, const unsigned char* x, int half) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, g = lane / 4, t = lane % 4;
     const int feature = 16 * half + 4 * t;
+    float values[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         // Features last: one sample, four features; first: one feature, four samples.
         const int sample = warp / 4 * 128 + warp % 4 * 16 + i / 2 * 64 + i % 2 * 8 + g;
         const int offset = FEATURES_LAST ? x_offset(sample, feature) : x_offset(32 * warp + 4 * g, feature + i);
         const float4 v = *reinterpret_cast<const float4*>(x + offset);
-        const float values[4] = {v.x, v.y, v.z, v.w};
+        const float four[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int k = FEATURES_LAST ? e : i, m = FEATURES_LAST ? i : e;
-            u32& h = head[k / 2][m / 2][m % 2 + k % 2 * 2];
-            h = __float_as_uint(values[e]) + 0x1000 & 0xffffe000;  // rounded to TF32, cheaper than by cvt
-            rest[k / 2][m / 2][m % 2 + k % 2 * 2] = __float_as_uint(values[e] - __uint_as_float(h));  // cut by the unit
-        }
+        for (int e = 0; e < 4; ++e) (FEATURES_LAST ? values[e][i] : values[i][e]) = four[e];
     }
+    split(head, rest, values);
 }
 
-DEVICE void multiply(float (&sum)[2][64], const u32 (&head)[2][2][4], const u32 (&rest)[2][2][4], u64 heads, u64 rests,
-                     bool first) {
+DEVICE void multiply(float (&sum)[2][64], const Fragments& head, const Fragments& rest, u64 heads, bool first) {
+    const u64 rests = heads + operand_step(RESTS);
     product_fence();
 #pragma unroll
-    for (int s = 0; s < 2; ++s)
+    for (int s = 0; s < INSTRUCTIONS; ++s)
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            multiply_tf32(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
-            multiply_tf32(sum[m], head[s][m], rests + operand_step(32) * s, 1);
-            multiply_tf32(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
+            multiply_words(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
+            multiply_words(sum[m], head[s][m], rests + operand_step(32) * s, 1);
+            multiply_words(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
         }
     commit_products();
 }
@@ -193,18 +222,18 @@ csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restri
         const int lane = threadIdx.x % 32;
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             float sum[2][64];
-            u32 head[2][2][2][4], rest[2][2][2][4];
+            Fragments head[2], rest[2];
             int before = -1;
             for (int step = 0; step < p.steps; ++step) {
                 barrier_wait(full + 8 * ring.index, ring.parity);
                 const unsigned char* const x_tile = stages + ring.index * STAGE + W_BYTES;
-                const u64 heads = operand(shared + ring.index * STAGE), rests = heads + operand_step(W_BYTES / 2);
+                const u64 heads = operand(shared + ring.index * STAGE);
                 fragments(head[0], rest[0], x_tile, 0);
-                multiply(sum, head[0], rest[0], heads, rests, step == 0);
+                multiply(sum, head[0], rest[0], heads, step == 0);
                 await_products<1>();
                 if (before >= 0 && lane == 0) barrier_arrive(empty + 8 * before);
                 fragments(head[1], rest[1], x_tile, 1);
-                multiply(sum, head[1], rest[1], heads + operand_step(64), rests + operand_step(64), false);
+                multiply(sum, head[1], rest[1], heads + operand_step(HALF_BYTES), false);
                 await_products<1>();
                 before = ring.index;
                 ring.advance();

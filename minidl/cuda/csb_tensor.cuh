@@ -34,11 +34,14 @@ DEVICE u32 round_to_tf32(float value) {
     return rounded;
 }
 
-// d = a b, added to d when `keep`: 64 x 8 times 8 x 128 in TF32. `a`: rows g and g + 8, positions t, then t + 4; `b`: a
-// K-major operand in shared memory.
+// d = a b, added to d when `keep`: 64 x 8 times 8 x 128 in TF32, or 64 x 16 times 16 x 128 in a 16-bit type. `a`: rows g
+// and g + 8, positions t, then t + 4 (pairs of them); `b`: a K-major operand in shared memory.
+#if DTYPE
+DEVICE void multiply_words(float (&d)[64], const u32 (&a)[4], u64 b, int keep) { multiply(d, a, b, keep); }
+#else
 #define TF32_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TF32_16(i) TF32_4(i), TF32_4(i + 4), TF32_4(i + 8), TF32_4(i + 12)
-DEVICE void multiply_tf32(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
+DEVICE void multiply_words(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
     asm volatile(
         "{\n .reg .pred keep;\n setp.ne.b32 keep, %69, 0;\n"
         " wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
@@ -50,3 +53,4 @@ DEVICE void multiply_tf32(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
 }
 #undef TF32_4
 #undef TF32_16
+#endif

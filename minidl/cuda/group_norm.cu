@@ -12,9 +12,11 @@
 //   Block: LANES x 256/LANES threads; a thread owns VEC neighbouring channels and each (256/LANES)-th pixel of a chunk.
 //   Grid: tiles of LANES*VEC channels, then chunks, then samples, in one dimension. A variance is never a difference of
 //   raw moments: each thread subtracts a pivot, the first value of its own; (count, mean, M2) are merged as by Chan,
-//   Golub and LeVeque (1983) in a tree over the depth of the block. Chunks and LANES depend on the sizes alone.
-// group_norm_moments, group_norm_group_sums   one block for each sample and group, in double.
-// group_norm_apply, group_norm_backward_apply   Share (common.cuh).
+//   Golub and LeVeque (1983), within a warp by shuffles, then warp by warp. Chunks and LANES depend on the sizes alone.
+// group_norm_moments, group_norm_group_sums   WIDTH threads (4 to 32, or the block of 128) for a group of a sample, in
+//   double.
+// group_norm_apply, group_norm_backward_apply   SampleShare: blocks keep to a sample, threads to their channels, so
+//   that what a group says is read once for many pixels.
 //
 // Cost, s = sizeof(T), per element: sample_sums s bytes for KIND 0, else 2s, 4 FLOP; apply 2s bytes 3 FLOP; backward_apply
 // 3s bytes 5 FLOP (+ s with add). Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48, 0.95, 0.95, 1.43 us.
@@ -29,11 +31,30 @@ struct Cut {
 
 constexpr int DEEP = 256 / LANES;  // pixels that a block reads at a time
 constexpr int WIDTH = LANES * VEC;
+constexpr int WARPS = 256 / 32;
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+// Sums, or moments of `count` values, of a channel.
+struct Gathered {
+    float one, two;
+
+    // Those of `theirs` values more, which may be none; there are never fewer of its own.
+    __device__ __forceinline__ void merge(float x, float y, float count, float theirs) {
+        if (KIND) {
+            one += x;
+            two += y;
+        } else {
+            const bool some = theirs > 0.0f;
+            const float delta = some ? x - one : 0.0f, share = some ? theirs / (count + theirs) : 0.0f;
+            one = fmaf(delta, share, one);
+            two += fmaf(delta * delta * count, share, y);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256, 4)
 sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __restrict__ moments,
             float* __restrict__ partials, Cut cut) {
-    __shared__ float scratch[2][DEEP][WIDTH];
+    __shared__ float scratch[WARPS][2][WIDTH], counts[WARPS];
     const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles;
     const int chunk = at % cut.chunks, sample = at / cut.chunks;
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES, slot = lane * VEC;
@@ -54,11 +75,14 @@ sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __res
     }
     for (int p = first + depth; inside && p < last; p += UNROLL * DEEP) {
         Raw<T, VEC> raw[UNROLL], more[KIND ? UNROLL : 1];
+        float mean[UNROLL], scale[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             if (p + u * DEEP >= last) break;
-            raw[u] = load_raw<VEC>(left + (p + u * DEEP) * cut.pitch[0]);
-            if (KIND) more[u] = load_raw<VEC>(right + (p + u * DEEP) * cut.pitch[1]);
+            raw[u] = load_once<VEC>(left + (p + u * DEEP) * cut.pitch[0]);
+            if (KIND) more[u] = load_once<VEC>(right + (p + u * DEEP) * cut.pitch[1]);
+            if (KIND == 2) mean[u] = moments[p + u * DEEP];
+            if (KIND == 2) scale[u] = moments[cut.pixels + p + u * DEEP];
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
@@ -66,8 +90,6 @@ sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __res
             float v[VEC], w[VEC];
             unpack(raw[u], v);
             if (KIND) unpack(more[u], w);
-            const float mean = KIND == 2 ? moments[p + u * DEEP] : 0.0f;
-            const float scale = KIND == 2 ? moments[cut.pixels + p + u * DEEP] : 0.0f;
 #pragma unroll
             for (int e = 0; e < VEC; ++e) {
                 if (KIND == 0) {
@@ -79,177 +101,237 @@ sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __res
                     one[e] = fmaf(v[e], w[e], one[e]);
                 } else {
                     one[e] += v[e];
-                    two[e] = fmaf(v[e], KIND == 1 ? w[e] - pivot[e] : (w[e] - mean) * scale, two[e]);
+                    two[e] = fmaf(v[e], KIND == 1 ? w[e] - pivot[e] : (w[e] - mean[u]) * scale[u], two[e]);
                 }
             }
         }
     }
-    float count = first + depth < last ? ceil_div(last - first - depth, DEEP) : 0.0f;
+    float count = float(max(ceil_div(last - first - depth + DEEP, DEEP) - 1, 0));  // of this thread's pixels
+    Gathered mine[VEC];
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
-        if (KIND == 1) two[e] *= rstd[e];
+        mine[e] = {one[e], KIND == 1 ? two[e] * rstd[e] : two[e]};
         if (KIND == 0 && count > 0.0f) {
             const float offset = one[e] / count;
-            two[e] = fmaxf(fmaf(-one[e], offset, two[e]), 0.0f);
-            one[e] = pivot[e] + offset;
+            mine[e] = {pivot[e] + offset, fmaxf(fmaf(-one[e], offset, two[e]), 0.0f)};
         }
-        scratch[0][depth][slot + e] = one[e];
-        scratch[1][depth][slot + e] = two[e];
     }
-    for (int half = DEEP / 2; half > 0; half /= 2) {
-        __syncthreads();
-        const int other = first + depth + half;
-        // How many pixels stand behind the partner: those of depths other, other + 2 half, ...
-        float theirs = 0.0f;
-        if (KIND == 0)
-            for (int d = other; d < min(first + DEEP, last); d += 2 * half) theirs += ceil_div(last - d, DEEP);
-        if (depth < half)
+    // Depths within a warp, then warps in their order.
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                const float x = scratch[0][depth + half][slot + e], y = scratch[1][depth + half][slot + e];
-                if (KIND) {
-                    one[e] += x;
-                    two[e] += y;
-                } else if (theirs > 0.0f) {
-                    const float delta = x - one[e], share = theirs / (count + theirs);
-                    one[e] = fmaf(delta, share, one[e]);
-                    two[e] += y + delta * delta * count * share;
-                }
-                scratch[0][depth][slot + e] = one[e];
-                scratch[1][depth][slot + e] = two[e];
-            }
+    for (int offset = LANES; offset < 32; offset *= 2) {
+        const float theirs = __shfl_xor_sync(0xffffffffu, count, offset);
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+            const float x = __shfl_xor_sync(0xffffffffu, mine[e].one, offset);
+            const float y = __shfl_xor_sync(0xffffffffu, mine[e].two, offset);
+            mine[e].merge(x, y, count, theirs);
+        }
         count += theirs;
     }
-    if (depth > 0 || !inside) return;
-    const i64 stride = i64(cut.samples) * cut.channels, to = chunk * stride + i64(sample) * cut.channels + channel;
+    if (threadIdx.x % 32 < LANES) {
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) {
-        partials[to + e] = one[e];
-        if (KIND != 3) partials[cut.chunks * stride + to + e] = two[e];
+        for (int e = 0; e < VEC; ++e) {
+            scratch[threadIdx.x / 32][0][slot + e] = mine[e].one;
+            scratch[threadIdx.x / 32][1][slot + e] = mine[e].two;
+        }
+        if (lane == 0) counts[threadIdx.x / 32] = count;
     }
+    __syncthreads();
+    const int c = tile * WIDTH + threadIdx.x;
+    if (threadIdx.x >= WIDTH || c >= cut.channels) return;
+    Gathered all = {scratch[0][0][threadIdx.x], scratch[0][1][threadIdx.x]};
+    float so_far = counts[0];
+#pragma unroll
+    for (int warp = 1; warp < WARPS; ++warp) {
+        all.merge(scratch[warp][0][threadIdx.x], scratch[warp][1][threadIdx.x], so_far, counts[warp]);
+        so_far += counts[warp];
+    }
+    const i64 stride = i64(cut.samples) * cut.channels, to = chunk * stride + i64(sample) * cut.channels + c;
+    partials[to] = all.one;
+    if (KIND != 3) partials[cut.chunks * stride + to] = all.two;
 }
 
 #elif defined(MERGE)
 
 #define THREADS 128
 
-// grid: samples * groups
+// Which group a thread works for, and its place among the WIDTH threads that do.
+struct Member {
+    int at, thread;
+    bool inside;
+
+    __device__ __forceinline__ explicit Member(int all) {
+        at = blockIdx.x * (THREADS / WIDTH) + threadIdx.x / WIDTH;
+        thread = threadIdx.x % WIDTH;
+        inside = at < all;
+    }
+    // The sum over these threads, in each of them. `scratch` is used once.
+    static __device__ __forceinline__ double sum(double x, double* scratch) {
+        if (WIDTH > 32) return block_sum<THREADS>(x, scratch);
+#pragma unroll
+        for (int offset = WIDTH / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+        return x;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-group_norm_moments(const float* __restrict__ partials, float* __restrict__ moments, int pixels, int chunk, int chunks,
-                   int channels, int group, float eps) {
+group_norm_moments(const float* __restrict__ partials, float* __restrict__ moments, int samples, int pixels, int chunk,
+                   int chunks, int channels, int group, float eps) {
     __shared__ double scratch[2][32];
-    const int groups = channels / group, g = blockIdx.x % groups, samples = gridDim.x / groups;
-    const i64 sample = blockIdx.x / groups, stride = i64(samples) * channels;
-    const float* mean = partials + sample * channels + g * group;
+    const int groups = channels / group, all = samples * groups;
+    const Member me(all);
+    const int sample = me.at / groups, terms = me.inside ? chunks * group : 0;
+    const i64 stride = i64(samples) * channels;
+    const float* mean = partials + i64(sample) * channels + (me.at - sample * groups) * group;
     const float* squares = mean + chunks * stride;
     double total = 0.0;
-    for (int i = threadIdx.x; i < chunks * group; i += THREADS) {
+    for (int i = me.thread; i < terms; i += WIDTH) {
         const int k = i / group;
         total += double(mean[k * stride + i % group]) * min(chunk, pixels - k * chunk);
     }
-    const double count = double(pixels) * group, centre = block_sum<THREADS>(total, scratch[0]) / count;
+    const double count = double(pixels) * group, centre = Member::sum(total, scratch[0]) / count;
     double spread = 0.0;
-    for (int i = threadIdx.x; i < chunks * group; i += THREADS) {
+    for (int i = me.thread; i < terms; i += WIDTH) {
         const int k = i / group;
         const double d = double(mean[k * stride + i % group]) - centre;
         spread += double(squares[k * stride + i % group]) + d * d * min(chunk, pixels - k * chunk);
     }
-    spread = block_sum<THREADS>(spread, scratch[1]) / count;
-    if (threadIdx.x > 0) return;
-    moments[blockIdx.x] = float(centre);
-    moments[gridDim.x + blockIdx.x] = float(1.0 / sqrt(spread + double(eps)));
+    spread = Member::sum(spread, scratch[1]) / count;
+    if (!me.inside || me.thread > 0) return;
+    moments[me.at] = float(centre);
+    moments[all + me.at] = float(1.0 / sqrt(spread + double(eps)));
 }
 
-// first, second: (samples, channels): sums of dy and of dy*xhat over a sample.
+// partials: of KIND 1, sums of dy and of dy*xhat.
 extern "C" __global__ void __launch_bounds__(THREADS)
-group_norm_group_sums(const float* __restrict__ first, const float* __restrict__ second,
-                      const float* __restrict__ gamma, float* __restrict__ sums, int pixels, int channels, int group) {
+group_norm_group_sums(const float* __restrict__ partials, const float* __restrict__ gamma, float* __restrict__ sums,
+                      int samples, int pixels, int chunks, int channels, int group) {
     __shared__ double scratch[2][32];
-    const int groups = channels / group, begin = blockIdx.x % groups * group;
-    const i64 sample = blockIdx.x / groups;
+    const int groups = channels / group, all = samples * groups;
+    const Member me(all);
+    const int sample = me.at / groups, begin = (me.at - sample * groups) * group;
+    const int terms = me.inside ? chunks * group : 0;
+    const i64 stride = i64(samples) * channels;
+    const float* first = partials + i64(sample) * channels + begin;
+    const float* second = first + chunks * stride;
     double one = 0.0, two = 0.0;
-    for (int i = threadIdx.x; i < group; i += THREADS) {
-        const double weight = gamma ? gamma[begin + i] : 1.0f;
-        one += weight * first[sample * channels + begin + i];
-        two += weight * second[sample * channels + begin + i];
+    for (int i = me.thread; i < terms; i += WIDTH) {
+        const int k = i / group, c = i - k * group;
+        const double weight = gamma ? gamma[begin + c] : 1.0f;
+        one += weight * first[k * stride + c];
+        two += weight * second[k * stride + c];
     }
-    one = block_sum<THREADS>(one, scratch[0]);
-    two = block_sum<THREADS>(two, scratch[1]);
-    if (threadIdx.x > 0) return;
+    one = Member::sum(one, scratch[0]);
+    two = Member::sum(two, scratch[1]);
+    if (!me.inside || me.thread > 0) return;
     const double count = double(pixels) * group;
-    sums[blockIdx.x] = float(one / count);
-    sums[gridDim.x + blockIdx.x] = float(two / count);
+    sums[me.at] = float(one / count);
+    sums[all + me.at] = float(two / count);
 }
 
 #else
 
-// The values of the groups of VEC channels from `channel` on; SINGLE: they are of one group.
-DEVICE void load_groups(const float* __restrict__ values, int channel, int group, float (&v)[VEC]) {
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) v[e] = e > 0 && SINGLE ? v[0] : values[(channel + e) / group];
-}
+// Walks over the groups of neighbouring channels with one division.
+struct GroupOf {
+    u32 index, place;
 
-DEVICE void load_or(const float* p, int channel, float otherwise, float (&v)[VEC]) {
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) v[e] = p ? p[channel + e] : otherwise;
-}
-
-extern "C" __global__ void __launch_bounds__(256, SINGLE ? 3 : 2)
-group_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
-                 const float* __restrict__ beta, T* __restrict__ y, int pixels, int group, int groups, i64 all,
-                 Walk walk) {
-    const Share at(walk, UNROLL);
-    float scale[VEC], shift[VEC];
-    if (at.rows > 0) {
-        load_or(gamma, at.channel, 1.0f, scale);
-        load_or(beta, at.channel, 0.0f, shift);
+    __device__ __forceinline__ GroupOf(u32 channel, u32 group) : index(channel / group), place(channel % group) {}
+    __device__ __forceinline__ void next(u32 group) {
+        const bool ends = !SINGLE && ++place == group;
+        if (ends) place = 0;
+        index += ends;
     }
+};
+
+DEVICE float value_or(const float* p, int channel, float otherwise) { return p ? p[channel] : otherwise; }
+
+// A thread's share of the pixels of one sample.
+struct SampleShare : Share {
+    int sample;
+
+    __device__ __forceinline__ SampleShare(const Walk& walk, int samples) : Share(walk, UNROLL) {
+        const int blocks = gridDim.x / samples;
+        sample = blockIdx.x / blocks;
+        row -= sample * blocks * UNROLL * blockDim.y;
+        stride = blocks * UNROLL * blockDim.y;
+    }
+    // Where this thread's channels of the sample begin in an array.
+    __device__ __forceinline__ i64 base(const Walk& walk, int pitch) const {
+        return i64(sample) * walk.rows * pitch + channel;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(256, VEC < 8 || SINGLE ? 4 : 3)
+group_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
+                 const float* __restrict__ beta, T* __restrict__ y, int samples, int group, int groups, Walk walk) {
+    const SampleShare at(walk, samples);
+    if (at.row >= at.rows) return;
+    float scale[VEC], shift[VEC], mean[VEC];
+    const i64 all = i64(samples) * groups;
+    moments += i64(at.sample) * groups;
+    GroupOf of(at.channel, group);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e, of.next(group)) {
+        mean[e] = moments[of.index];
+        scale[e] = moments[all + of.index] * value_or(gamma, at.channel + e, 1.0f);
+        shift[e] = value_or(beta, at.channel + e, 0.0f);
+    }
+    x += at.base(walk, walk.pitch[0]);
+    y += at.base(walk, walk.pitch[1]);
     Raw<T, VEC> raw[UNROLL];
     for_rows<UNROLL>(
-        at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel); },
+        at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0])); },
         [&](int u, int row) {
-            const float* of = moments + i64(row / pixels) * groups;
-            float v[VEC], mean[VEC], rstd[VEC];
-            load_groups(of, at.channel, group, mean);
-            load_groups(of + all, at.channel, group, rstd);
+            float v[VEC];
             unpack(raw[u], v);
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) v[e] = fmaf((v[e] - mean[e]) * rstd[e], scale[e], shift[e]);
-            store(y + row_offset(row, walk.pitch[1]) + at.channel, v);
+            for (int e = 0; e < VEC; ++e) v[e] = fmaf(v[e] - mean[e], scale[e], shift[e]);
+            store(y + row_offset(row, walk.pitch[1]), v);
         });
 }
 
-extern "C" __global__ void __launch_bounds__(256, SINGLE ? 3 : 2)
+// dx = rstd (dy gamma - sums[0] - xhat sums[1]) + add, as dy `slope` - (x - mean) `bend` - `shift` + add.
+extern "C" __global__ void __launch_bounds__(256, (VEC < 8 ? 4 : SINGLE ? 3 : 2) - (ADD && VEC < 8))
 group_norm_backward_apply(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                           const float* __restrict__ gamma, const float* __restrict__ sums,
-                          const T* __restrict__ add, T* __restrict__ dx, int pixels, int group, int groups, i64 all,
+                          const T* __restrict__ add, T* __restrict__ dx, int samples, int group, int groups,
                           Walk walk) {
-    const Share at(walk, UNROLL);
-    float scale[VEC];
-    if (at.rows > 0) load_or(gamma, at.channel, 1.0f, scale);
-    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL];
+    const SampleShare at(walk, samples);
+    if (at.row >= at.rows) return;
+    float slope[VEC], bend[VEC], shift[VEC], mean[VEC];
+    const i64 all = i64(samples) * groups;
+    moments += i64(at.sample) * groups;
+    sums += i64(at.sample) * groups;
+    GroupOf of(at.channel, group);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e, of.next(group)) {
+        const float rstd = moments[all + of.index];
+        mean[e] = moments[of.index];
+        slope[e] = rstd * value_or(gamma, at.channel + e, 1.0f);
+        bend[e] = rstd * rstd * sums[all + of.index];
+        shift[e] = rstd * sums[of.index];
+    }
+    dy += at.base(walk, walk.pitch[0]);
+    x += at.base(walk, walk.pitch[1]);
+    dx += at.base(walk, walk.pitch[2]);
+    if (ADD) add += at.base(walk, walk.pitch[3]);
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_add[ADD ? UNROLL : 1];
     for_rows<UNROLL>(
         at,
         [&](int u, int row) {
-            raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]) + at.channel);
-            raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[1]) + at.channel);
+            raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]));
+            raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[1]));
+            if (ADD) raw_add[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]));
         },
         [&](int u, int row) {
-            const i64 sample = i64(row / pixels) * groups;
-            float g[VEC], v[VEC], mean[VEC], rstd[VEC], one[VEC], two[VEC], more[VEC] = {};
-            load_groups(moments + sample, at.channel, group, mean);
-            load_groups(moments + all + sample, at.channel, group, rstd);
-            load_groups(sums + sample, at.channel, group, one);
-            load_groups(sums + all + sample, at.channel, group, two);
+            float g[VEC], v[VEC], more[VEC] = {};
             unpack(raw_dy[u], g);
             unpack(raw_x[u], v);
-            if (ADD) load(add + row_offset(row, walk.pitch[3]) + at.channel, more);
+            if (ADD) unpack(raw_add[u], more);
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                const float xhat = (v[e] - mean[e]) * rstd[e];
-                g[e] = fmaf(fmaf(g[e], scale[e], -one[e]) - xhat * two[e], rstd[e], more[e]);
-            }
-            store(dx + row_offset(row, walk.pitch[2]) + at.channel, g);
+            for (int e = 0; e < VEC; ++e)
+                g[e] = fmaf(g[e], slope[e], -shift[e]) - (v[e] - mean[e]) * bend[e] + more[e];
+            store(dx + row_offset(row, walk.pitch[2]), g);
         });
 }
 

@@ -12,7 +12,7 @@ from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.conv2d_plan import BLOCKS_WANTED, lanes_along
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, walk_channels
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, walk_samples
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -29,8 +29,10 @@ __all__ = [
 ]
 
 BLOCK, MERGE_BLOCK = 256, 128
-UNROLL = 4  # pixels that a thread has in flight
+UNROLL = 4  # vectors that a thread has in flight
+GROUPS = 2, 4  # of pixels that a thread normalises, forward and backward: what it reads of the moments costs little
 MOMENTS, GROUP_SUMS, ROW_SUMS, PRODUCT = range(4)  # the macro KIND of group_norm.cu
+MOST_OF_A_WARP = 512  # terms of a group's moments that a warp merges
 MOST_PER_THREAD = 64  # terms that a thread adds in float32
 
 _CUT = np.dtype(
@@ -74,7 +76,7 @@ def sample_sums(kind: int, a: Any, b: Any | None, moments: Any | None, samples: 
     cut = np.array(
         [((pitch, other), pixels, chunk, chunks, channels, samples, tiles, channels // groups, groups)], _CUT
     )
-    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes, "UNROLL": UNROLL, "KIND": kind}
+    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes, "UNROLL": UNROLL // len(arrays), "KIND": kind}
     launch("group_norm", "sample_sums", tiles * chunks * samples, BLOCK, a, b, moments, partials, cut, defines=defines)
     return Partials(partials, chunks, chunk)
 
@@ -87,10 +89,18 @@ def group_norm_stats(x: Any, groups: int, *, eps: float) -> Any:
     if x.size:
         pixels = rows(x)[0] // n
         partials = sample_sums(MOMENTS, x, None, None, n)
-        sizes = ints(pixels, partials.chunk, partials.chunks, channels, channels // groups)
-        args = (partials.array, moments, *sizes, np.float32(eps))
-        launch("group_norm", "group_norm_moments", n * groups, MERGE_BLOCK, *args, defines={"MERGE": 1})
+        sizes = ints(n, pixels, partials.chunk, partials.chunks, channels, channels // groups)
+        _merge("group_norm_moments", partials, moments, partials.array, moments, *sizes, np.float32(eps))
     return moments
+
+
+def _merge(name: str, partials: Partials, out: Any, *args: Any) -> None:
+    """Launch a kernel that makes ``out`` (2, samples, groups) of partials: a few threads each, a block if many."""
+    count = out.size // 2
+    terms = partials.array.shape[1] * partials.array.shape[2] // count
+    width = max(4, min(32, 1 << (terms - 1).bit_length())) if terms <= MOST_OF_A_WARP else MERGE_BLOCK
+    grid = ceil_div(count, MERGE_BLOCK // width)
+    launch("group_norm", name, grid, MERGE_BLOCK, *args, defines={"MERGE": 1, "WIDTH": width})
 
 
 def _check_operands(dy: Any, x: Any, add: Any | None = None) -> None:
@@ -107,10 +117,9 @@ def group_norm_apply(x: Any, moments: Any, gamma: Any | None = None, beta: Any |
         return y
     n, groups = moments.shape[1:]
     group = x.shape[-1] // groups
-    plan = walk_channels(x, y, unroll=2)
+    plan = walk_samples(x, y, samples=n, unroll=UNROLL, groups=GROUPS[0])
     defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "SINGLE": int(group % plan.vec == 0), "ADD": 0}
-    sizes = (*ints(rows(x)[0] // n, group, groups), np.int64(n * groups))
-    args = (x, moments, gamma, beta, y, *sizes, plan.argument)
+    args = (x, moments, gamma, beta, y, *ints(n, group, groups), plan.argument)
     launch("group_norm", "group_norm_apply", plan.grid, plan.block, *args, defines=defines)
     return y
 
@@ -143,15 +152,12 @@ def group_norm_backward_stats(
                 sum_partials(None, 0, out, accumulate)
         return empty((2, n, groups), float32)
     partials = sample_sums(GROUP_SUMS, dy, x, moments, n, groups)
-    found = empty((2, n * channels), float32)
     for which, out in enumerate((dbeta, dgamma)):
-        partials.total(which, found[which])
         if out is not None:
-            sum_partials(found[which], n, out, accumulate)
+            partials.total(which, out, accumulate)
     sums = empty((2, n, groups), float32)
-    sizes = ints(rows(x)[0] // n, channels, channels // groups)
-    args = (found[0], found[1], gamma, sums, *sizes)
-    launch("group_norm", "group_norm_group_sums", n * groups, MERGE_BLOCK, *args, defines={"MERGE": 1})
+    sizes = ints(n, rows(x)[0] // n, partials.chunks, channels, channels // groups)
+    _merge("group_norm_group_sums", partials, sums, partials.array, gamma, sums, *sizes)
     return sums
 
 
@@ -168,12 +174,15 @@ def group_norm_backward_apply(
     add = None if add is None else as_rows(add)
     n, groups = moments.shape[1:]
     group = x.shape[-1] // groups
-    plan = walk_channels(dy, x, dx, *(() if add is None else (add,)), unroll=2 if x.itemsize == 2 else 1)
+    arrays = (dy, x, dx) if add is None else (dy, x, dx, add)
+    # Groups of few channels leave each its own moments: wide vectors of those would leave room for few threads.
+    wide = group % (ACCESS // x.itemsize) == 0
+    unroll, access = (UNROLL // 2, ACCESS) if wide else (UNROLL, ACCESS // 2)
+    plan = walk_samples(*arrays, samples=n, unroll=unroll, groups=GROUPS[1], access=access)
     defines = {
         "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "SINGLE": int(group % plan.vec == 0),
         "ADD": int(add is not None),
     }  # fmt: skip
-    sizes = (*ints(rows(x)[0] // n, group, groups), np.int64(n * groups))
-    args = (dy, x, moments, gamma, sums, add, dx, *sizes, plan.argument)
+    args = (dy, x, moments, gamma, sums, add, dx, *ints(n, group, groups), plan.argument)
     launch("group_norm", "group_norm_backward_apply", plan.grid, plan.block, *args, defines=defines)
     return dx

@@ -6,9 +6,9 @@
 //   FORWARD:  y = (x - mean) * rstd * gamma + beta. The variance is the mean of squared deviations from the mean.
 //   else:     dx = rstd * (g - mean of g - xhat * mean of g*xhat) + add, with g = dy * gamma
 //
-// Mapping: row.cuh. With -DONCE=1 no thread has more than one run of a row, which then stays in its registers. Cost per
-// element, s = sizeof(T): forward 2s bytes, 8 FLOP; backward 3s bytes, 10 FLOP (+ s with add); floor on an H200 at 4.2 TB/s
-// in bf16 per million elements: 0.95 and 1.43 us.
+// Mapping: row.cuh, PER rows for a thread. Cost per element, s = sizeof(T): forward 2s bytes, 8 FLOP; backward 3s
+// bytes, 10 FLOP (+ s with add); floor on an H200 at 4.2 TB/s in bf16 per million elements: 0.95 and 1.43 us. A row of
+// 64 channels is eight threads' work of some 110 instructions each: half of what fits into that time.
 #include "common.cuh"
 #include "row.cuh"
 
@@ -22,92 +22,116 @@ DEVICE void load_values(const float* __restrict__ values, int first, int channel
     }
 }
 
-// What lies behind the row becomes `value`, where a run may reach beyond it.
-DEVICE void fill_behind(int first, int channels, float value, float (&v)[RUN]) {
-#pragma unroll
-    for (int e = 0; e < RUN; ++e)
-        if (RUN > VEC && first + e >= channels) v[e] = value;
-}
-
 #if defined(FORWARD)
 
-extern "C" __global__ void __launch_bounds__(BLOCK, ONCE ? 6 : 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, PER > 2 ? 3 : 4)
 layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, const float* __restrict__ beta,
                   T* __restrict__ y, float* __restrict__ moments, i64 rows, int channels, i64 pitch, float eps) {
-    const RowShare at(rows);
-    const T* row = x + at.row * pitch;
-    const float pivot = rows > 0 ? to_float(row[0]) : 0.0f;
-    float v[RUN], total = 0.0f, square = 0.0f;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(row, i, channels, pivot, v);
+    const HeldRows at;
+    const float inverse = 1.0f / float(channels);
+    RowPart<> part[PER];
+    float mean[PER], rstd[PER];
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) total += v[e] - pivot;
-    }
-    const float mean = pivot + over_row(total) / float(channels);
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        if (ONCE) fill_behind(i, channels, mean, v);
-        else load_run(row, i, channels, mean, v);
-        float part = 0.0f;  // sums of runs, and then of these: long rows lose fewer digits
+    for (int j = 0; j < PER; ++j) part[j].fetch(x + (at.row(j) < rows ? at.row(j) : 0) * pitch, at.first, channels);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) part = fmaf(v[e] - mean, v[e] - mean, part);
-        square += part;
+    for (int j = 0; j < PER; ++j) {
+        const float pivot = part[j].head();
+        float v[RUN], total = 0.0f, square = 0.0f;
+        for_runs(at.first, channels, [&](int r, int i) {
+            part[j].run(r, i, channels, pivot, v);
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) total += v[e] - pivot;
+        });
+        mean[j] = fmaf(over_row(total), inverse, pivot);
+        for_runs(at.first, channels, [&](int r, int i) {
+            part[j].run(r, i, channels, mean[j], v);
+            float sum = 0.0f;  // sums of runs, and then of these: long rows lose fewer digits
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) sum = fmaf(v[e] - mean[j], v[e] - mean[j], sum);
+            square += sum;
+        });
+        rstd[j] = rsqrtf(fmaf(over_row(square), inverse, eps));
+        if (at.first == 0 && at.row(j) < rows) {
+            moments[at.row(j)] = mean[j];
+            moments[rows + at.row(j)] = rstd[j];
+        }
     }
-    const float rstd = 1.0f / sqrtf(over_row(square) / float(channels) + eps);
-    if (!at.inside) return;
-    if (at.first == 0) {
-        moments[at.row] = mean;
-        moments[rows + at.row] = rstd;
-    }
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
+    for_runs(at.first, channels, [&](int r, int i) {
         float scale[RUN], shift[RUN];
-        if (!ONCE) load_run(row, i, channels, mean, v);
         load_values(gamma, i, channels, 1.0f, scale);
         load_values(beta, i, channels, 0.0f, shift);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) v[e] = fmaf((v[e] - mean) * rstd, scale[e], shift[e]);
-        store_run(y + at.row * channels, i, channels, v);
-    }
+        for (int j = 0; j < PER; ++j) {
+            if (at.row(j) >= rows) break;
+            float v[RUN];
+            part[j].run(r, i, channels, mean[j], v);
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) v[e] = fmaf((v[e] - mean[j]) * rstd[j], scale[e], shift[e]);
+            store_run(y + at.row(j) * channels, i, channels, v);
+        }
+    });
 }
 
 #else
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, HELD > 1 ? 3 : 4)
 layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                            const float* __restrict__ gamma, const T* __restrict__ add, T* __restrict__ dx, i64 rows,
                            int channels, i64 dy_pitch, i64 x_pitch, i64 add_pitch) {
-    const RowShare at(rows);
-    const T *gradient = dy + at.row * dy_pitch, *row = x + at.row * x_pitch;
-    const float mean = moments[at.row], rstd = moments[rows + at.row];
-    float g[RUN], v[RUN], scale[RUN], first = 0.0f, second = 0.0f;
-    const auto read = [&](int i) {
-        load_run(gradient, i, channels, 0.0f, g);
-        load_run(row, i, channels, mean, v);
-        load_values(gamma, i, channels, 1.0f, scale);
+    const HeldRows at;
+    const float inverse = 1.0f / float(channels);
+    RowPart<> gradient[PER], part[PER];
+    float mean[PER], rstd[PER], first[PER] = {}, second[PER] = {};
+#pragma unroll
+    for (int j = 0; j < PER; ++j) {
+        const i64 row = at.row(j) < rows ? at.row(j) : 0;
+        gradient[j].fetch(dy + row * dy_pitch, at.first, channels);
+        part[j].fetch(x + row * x_pitch, at.first, channels);
+        mean[j] = moments[row];
+        rstd[j] = moments[rows + row];
+    }
+    // g = dy * gamma and xhat of run r of row j.
+    const auto read = [&](int j, int r, int i, const float (&scale)[RUN], float (&g)[RUN], float (&xhat)[RUN]) {
+        gradient[j].run(r, i, channels, 0.0f, g);
+        part[j].run(r, i, channels, mean[j], xhat);
 #pragma unroll
         for (int e = 0; e < RUN; ++e) {
             g[e] = __fmul_rn(g[e], scale[e]);  // never half of a fused sum: all variants round alike
-            v[e] = (v[e] - mean) * rstd;
+            xhat[e] = (xhat[e] - mean[j]) * rstd[j];
         }
     };
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        read(i);
+    for_runs(at.first, channels, [&](int r, int i) {
+        float g[RUN], xhat[RUN], scale[RUN];
+        load_values(gamma, i, channels, 1.0f, scale);
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) {
-            first += g[e];
-            second = fmaf(g[e], v[e], second);
+        for (int j = 0; j < PER; ++j) {
+            read(j, r, i, scale, g, xhat);
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) {
+                first[j] += g[e];
+                second[j] = fmaf(g[e], xhat[e], second[j]);
+            }
         }
-    }
-    first = over_row(first) / float(channels);
-    second = over_row(second) / float(channels);
-    if (!at.inside) return;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        if (!ONCE) read(i);
-        float more[RUN] = {};
-        if (ADD) load_run(add + at.row * add_pitch, i, channels, 0.0f, more);
+    });
 #pragma unroll
-        for (int e = 0; e < RUN; ++e) g[e] = fmaf(fmaf(-v[e], second, g[e] - first), rstd, more[e]);
-        store_run(dx + at.row * channels, i, channels, g);
+    for (int j = 0; j < PER; ++j) {
+        first[j] = over_row(first[j]) * inverse;
+        second[j] = over_row(second[j]) * inverse;
     }
+    for_runs(at.first, channels, [&](int r, int i) {
+        float g[RUN], xhat[RUN], scale[RUN];
+        load_values(gamma, i, channels, 1.0f, scale);
+#pragma unroll
+        for (int j = 0; j < PER; ++j) {
+            if (at.row(j) >= rows) break;
+            float more[RUN] = {};
+            read(j, r, i, scale, g, xhat);
+            if (ADD) load_run(add + at.row(j) * add_pitch, i, channels, 0.0f, more);
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) g[e] = fmaf(fmaf(-xhat[e], second[j], g[e] - first[j]), rstd[j], more[e]);
+            store_run(dx + at.row(j) * channels, i, channels, g);
+        }
+    });
 }
 
 #endif

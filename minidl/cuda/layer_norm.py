@@ -12,16 +12,14 @@ from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.group_norm import ROW_SUMS, sample_sums
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows
-from minidl.cuda.softmax import BLOCK, held, row_variant
+from minidl.cuda.softmax import BLOCK, held_variant
 from minidl.precision import float32
 
 __all__ = ["layer_norm", "layer_norm_backward_data", "layer_norm_backward_weight"]
 
 
-def _variant(who: str, channels: int, *arrays: Any) -> tuple[dict[str, int | str], int]:
-    """Macros and grid for rows, and values per channel, that are read in vectors."""
-    defines, grid = row_variant(who, *(a for a in arrays if a is not None))
-    return defines | {"ONCE": held(channels, arrays[0].itemsize)}, grid
+def _present(*arrays: Any) -> tuple[Any, ...]:
+    return tuple(a for a in arrays if a is not None)
 
 
 def layer_norm(x: Any, gamma: Any | None = None, beta: Any | None = None, *, eps: float) -> tuple[Any, Any]:
@@ -37,7 +35,7 @@ def layer_norm(x: Any, gamma: Any | None = None, beta: Any | None = None, *, eps
     count, channels, pitch = rows(x)
     y, moments = empty(x.shape, x.dtype), empty((2, count), float32)
     if x.size:
-        defines, grid = _variant("layer_norm", channels, x, y, gamma, beta)
+        defines, grid = held_variant("layer_norm", (x, y, *_present(gamma, beta)), 1)
         args = (x, gamma, beta, y, moments, np.int64(count), np.int32(channels), np.int64(pitch), np.float32(eps))
         launch("layer_norm", "layer_norm_kernel", grid, BLOCK, *args, defines=defines | {"FORWARD": 1})
     return y, moments
@@ -73,7 +71,7 @@ def layer_norm_backward_data(dy: Any, x: Any, moments: Any, gamma: Any | None = 
     dx = empty(x.shape, x.dtype)
     if x.size:
         (count, channels, dy_pitch), pitches = rows(operands[0]), [rows(a)[2] for a in operands[1:]]
-        defines, grid = _variant("layer_norm_backward_data", channels, *operands, dx, gamma)
+        defines, grid = held_variant("layer_norm_backward_data", (*operands, dx, *_present(gamma)), 2)
         more = operands[2] if add is not None else None
         sizes = np.int64(count), np.int32(channels), *map(np.int64, (dy_pitch, *pitches, 0)[:3])
         args = (operands[0], operands[1], moments, gamma, more, dx, *sizes)

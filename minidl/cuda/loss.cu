@@ -8,11 +8,9 @@
 // Sums of a row are float32 around its running maximum (Milakov & Gimelshein, "Online normalizer calculation for
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
-// -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes). The rows of a warp are one run of
-//              memory: it is copied through shared memory in 16-byte vectors, then each thread takes one or two rows.
-//              With STAGES = 2 the forward pass copies the next rows while it works on these. Warps do not wait for
-//              each other. With 21 classes of bfloat16 and 2 M rows that takes 37 us on an H200, of which the bytes
-//              alone would take 27 and the launch of the totals some 3; some 300 instructions per row.
+// -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh; the forward pass
+//              with STAGES tiles for a warp. Some 260 instructions per row of 21 classes of bfloat16: with 2 M rows two
+//              thirds of the time of the bytes.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
 //              (ALIGNED = 0), its first and last are read and written element by element.
@@ -20,20 +18,14 @@
 //
 // bytes per row: forward K * sizeof(T) + label + 4, backward 2 * K * sizeof(T) + label + 4; about 6 FLOP per logit.
 #include "common.cuh"
+#include "exponential.cuh"
 
 #ifdef CLASSES
-#define BLOCK 128
+#include "short_rows.cuh"
 #else
 #define BLOCK 256
 #endif
 #define NONE 0x7fffffff
-
-// e^x within 2 units in the last place; terms below 2^-126 are flushed, far under the rounding of any sum they join.
-DEVICE float exponential(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
-}
 
 struct Totals {
     double loss = 0.0;
@@ -68,55 +60,6 @@ DEVICE bool counts(i64 label, int classes, i64 ignore_index) {
 #ifdef CLASSES
 // ------------------------------------------------------------------------------------------------- a thread per row
 
-constexpr int WIDTH = 16 / int(sizeof(T));  // elements in a 16-byte vector
-// Rows of a thread: two where one of 16-bit values would begin or end within a word of shared memory.
-constexpr int RUN = sizeof(T) == 2 && CLASSES % 2 ? 2 : 1;
-constexpr int TILE = 32 * RUN;     // rows that a warp works on at a time, by itself
-constexpr int ROWS = BLOCK * RUN;  // and a block
-constexpr int READ = RUN * CLASSES % 4 == 0 ? 4 : RUN * CLASSES % 2 == 0 ? 2 : 1;
-static_assert(CLASSES <= 64, "a row is held in registers");
-
-// Starts the copy of `count` elements, at most a tile, from one 16-byte aligned place to another, by the whole warp: a
-// part of the group that is committed and awaited next.
-DEVICE void start_copy(T* to, const T* __restrict__ from, int count) {
-    const int lane = threadIdx.x % 32, vectors = count / WIDTH;
-    const u32 target = u32(__cvta_generic_to_shared(to + lane * WIDTH));
-    const T* source = from + lane * WIDTH;
-#pragma unroll
-    for (int u = 0; u < ceil_div(TILE * CLASSES, 32 * WIDTH); ++u)
-        if (u * 32 + lane < vectors)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + u * 32 * 16),
-                         "l"(source + u * 32 * WIDTH)
-                         : "memory");
-    const int i = vectors * WIDTH + lane;
-    if (i < count) to[i] = from[i];
-}
-
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits for all but the last GROUPS groups of the whole warp.
-template <int GROUPS>
-DEVICE void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-    __syncwarp();
-}
-
-// The rows of a thread as they lie in shared memory.
-struct Run {
-    Raw<T, READ> parts[RUN * CLASSES / READ];
-
-    __device__ __forceinline__ explicit Run(const T* from) {
-#pragma unroll
-        for (int i = 0; i < RUN * CLASSES / READ; ++i) parts[i] = load_raw<READ>(from + i * READ);
-    }
-    __device__ __forceinline__ float at(int row, int k) const {
-        const int i = row * CLASSES + k;
-        float v[READ];
-        unpack(parts[i / READ], v);
-        return v[i % READ];
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 8 : 3)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, float* __restrict__ lse,
                       double* __restrict__ partial, i64 rows, int passes, i64 ignore_index) {
@@ -148,23 +91,21 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
         float log_sums[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
-            float peak = run.at(r, 0), sum = 0.0f;
-#pragma unroll
-            for (int k = 1; k < CLASSES; ++k) peak = fmaxf(peak, run.at(r, k));
-            int largest = 0;
-#pragma unroll
-            for (int k = CLASSES - 1; k >= 0; --k)
-                if (run.at(r, k) == peak) largest = k;
+            const float peak = run.peak(r);
+            float sum = 0.0f;
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) sum += exponential(run.at(r, k) - peak);
             const float log_sum = logf(sum);
             log_sums[r] = peak + log_sum;
             const bool inside = u64(label[r]) < CLASSES, ignored = label[r] == ignore_index;
             const int target = inside ? int(label[r]) : 0;
-            const double term = double(log_sum) + double(peak - to_float(x[r * CLASSES + target]));
+            const T own = x[r * CLASSES + target];
+            const u32 wanted = in_every_lane(own);
+            const Marks equal = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); });
+            const double term = double(log_sum) + double(peak - to_float(own));
             mine.loss += inside && !ignored ? term : 0.0;
             mine.valid += inside && !ignored;
-            mine.correct += inside && !ignored && target == largest;
+            mine.correct += inside && !ignored && to_float(own) == peak && equal.before(target) == 0;
             mine.outside += !inside && !ignored;
         }
         if (row + RUN <= rows) {
@@ -214,13 +155,7 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
             store(x + i, part);
         }
     }
-    __syncwarp();
-    dlogits += begin * CLASSES;
-    const int vectors = count * CLASSES / WIDTH;
-#pragma unroll 4
-    for (int i = threadIdx.x % 32; i < vectors; i += 32) store_raw(dlogits + i * WIDTH, load_raw<WIDTH>(tile + i * WIDTH));
-    const int i = vectors * WIDTH + threadIdx.x % 32;
-    if (i < count * CLASSES) dlogits[i] = tile[i];
+    write_back(dlogits + begin * CLASSES, tile, count * CLASSES);
 }
 
 #elif defined(LANES)
@@ -402,27 +337,25 @@ count_labels(const LABEL* __restrict__ labels, double* __restrict__ partial, i64
 #else
 // ------------------------------------------------------------------------------------------------------------- totals
 
-#define THREADS 1024
+#define THREADS 128
 
-// One block adds the blocks' totals: thread t takes partials t, t + 1024, ..., then a tree.
+// One block adds the blocks' totals: thread t column t % 4 of partials t / 4, t / 4 + 32, ..., then a tree.
 extern "C" __global__ void __launch_bounds__(THREADS)
 softmax_cross_entropy_totals(const double* __restrict__ partial, double* __restrict__ totals, int blocks) {
-    __shared__ double scratch[4][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    double mine[4] = {};
-#pragma unroll 4
-    for (int i = threadIdx.x; i < blocks; i += THREADS)
+    __shared__ double scratch[4][THREADS / 32];
+    const int lane = threadIdx.x % 32, column = lane % 4;
+    double mine = 0.0;
+#pragma unroll 16
+    for (int i = threadIdx.x / 4; i < blocks; i += THREADS / 4) mine += partial[4 * i + column];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) mine[j] += partial[4 * i + j];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        mine[j] = warp_sum(mine[j]);
-        if (lane == 0) scratch[j][warp] = mine[j];
-    }
+    for (int offset = 16; offset >= 4; offset /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
+    if (lane < 4) scratch[column][threadIdx.x / 32] = mine;
     __syncthreads();
-    if (warp >= 4) return;
-    const double total = warp_sum(scratch[warp][lane]);
-    if (lane == 0) totals[warp] = total;
+    if (threadIdx.x >= 4) return;
+    double total = 0.0;
+#pragma unroll
+    for (int warp = 0; warp < THREADS / 32; ++warp) total += scratch[threadIdx.x][warp];
+    totals[threadIdx.x] = total;
 }
 
 #endif

@@ -13,16 +13,47 @@ from minidl.cuda.rows import ACCESS, address, dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["count_labels", "softmax_cross_entropy", "softmax_cross_entropy_backward"]
+__all__ = [
+    "LABELS",
+    "STAGED_BLOCK",
+    "count_labels",
+    "short_rows",
+    "softmax_cross_entropy",
+    "softmax_cross_entropy_backward",
+]
 
 BLOCK = 256
 STAGED_BLOCK = 128  # where a thread takes whole rows
 STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
 STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
-MOST_PARTIALS = 1024  # blocks whose totals one more block can add in a few microseconds
+MOST_PARTIALS = 512  # blocks whose totals one more block can add in a microsecond or two
 LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
+
+
+class ShortRows(NamedTuple):
+    """How threads take short, unaligned rows (short_rows.cuh): macros, rows of a block, shared memory in bytes."""
+
+    defines: dict[str, int | str]
+    block_rows: int
+    shared: int
+
+
+def short_rows(logits: Any, staged: bool) -> ShortRows | None:
+    """How a thread takes whole rows of ``logits``; None where they are long, aligned, or at a pitch.
+
+    Args:
+        staged: copy the next rows during the work on these, where shared memory has room for both.
+    """
+    _, classes, pitch = rows(logits)
+    size = logits.itemsize
+    if classes > STAGED_CLASSES or classes % (ACCESS // size) == 0 or pitch != classes or address(logits) % ACCESS:
+        return None
+    block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
+    tile = block_rows * classes * size
+    stages = 2 if 2 * tile <= STAGED_BYTES else 1
+    return ShortRows({"CLASSES": classes, "STAGES": stages}, block_rows, tile * (stages if staged else 1))
 
 
 class _Plan(NamedTuple):
@@ -55,13 +86,9 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
         "LABEL": _label(labels),
     }
     vec = ACCESS // size
-    aligned = address(logits) % ACCESS == 0
-    if classes <= STAGED_CLASSES and classes % vec and pitch == classes and aligned:
-        block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
-        tile = block_rows * classes * size
-        stages = 2 if 2 * tile <= STAGED_BYTES else 1
-        shared = tile * (stages if out is None else 1)
-        return _Plan(defines | {"CLASSES": classes, "STAGES": stages}, STAGED_BLOCK, block_rows, shared)
+    short = short_rows(logits, staged=out is None)
+    if short is not None:
+        return _Plan(defines | short.defines, STAGED_BLOCK, short.block_rows, short.shared)
     if out is not None:
         # One vector boundary has to serve the row that is read and the one that is written.
         while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:
@@ -89,12 +116,20 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
     labels = contiguous(labels)
     count = labels.size
     blocks = min(MOST_PARTIALS, ceil_div(count, BLOCK * LABELS_PER_THREAD))
-    totals, partial = empty(4, np.float64), empty((blocks, 4), np.float64)
+    partial = empty((blocks, 4), np.float64)
     launch(
         "loss", "count_labels", blocks, BLOCK, labels, partial, np.int64(count), np.int32(num_classes),
         np.int64(ignore_index), defines={"LABEL": _label(labels), "COUNT": 1},
     )  # fmt: skip
-    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
+    return _total(partial)
+
+
+def _total(partial: Any) -> Any:
+    """(4,) float64: the sum over ``partial`` (blocks, 4)."""
+    if len(partial) == 1:  # a small batch is spared the launch
+        return partial[0]
+    totals = empty(4, np.float64)
+    launch("loss", "softmax_cross_entropy_totals", 1, 128, partial, totals, np.int32(len(partial)))
     return totals
 
 
@@ -116,14 +151,13 @@ def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tup
     # A block's run of rows depends on their number only, never on the device.
     passes = max(1, ceil_div(count, plan.block_rows * MOST_PARTIALS))
     blocks = ceil_div(count, plan.block_rows * passes)
-    totals, lse = empty(4, np.float64), empty(labels.shape, float32)
+    lse = empty(labels.shape, float32)
     partial = empty((blocks, 4), np.float64)
     launch(
         "loss", "softmax_cross_entropy", blocks, plan.block, logits, labels, lse, partial, np.int64(count),
         *_layout(plan, logits), np.int32(passes), np.int64(ignore_index), defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
-    launch("loss", "softmax_cross_entropy_totals", 1, 1024, partial, totals, np.int32(blocks))
-    return totals, lse
+    return _total(partial), lse
 
 
 def softmax_cross_entropy_backward(

@@ -4,17 +4,21 @@
 // sgd_update       master, momentum: (n,) float32, updated in place; grad: (n,) float32; working: (n,) storage type,
 //                  receives the rounded master; segment_of: (n / 64,) int32; segments: (S, 4) float32 rows
 //                  [lr_scale, weight_decay, momentum_scale, 0]; control: float32[8], see the enum.
-//                      g = grad / loss_scale + weight_decay * w;  buf = momentum * buf + g
+//                      g = grad / loss_scale + weight_decay * w
+//                      buf = (momentum * buf + weight_decay * w) + grad / loss_scale
 //                      w -= lr * lr_scale * (NESTEROV ? g + momentum * buf : buf)    (without momentum: * g)
 //                  where momentum is the control's times the segment's. Sutskever et al., "On the importance of
 //                  initialization and momentum in deep learning" (ICML 2013), the learning rate outside the buffer.
 //                  One thread: UNROLL groups of four neighbours, all of whose loads are issued before the first use.
 //                  bytes per element: grad 4 + master 8 + momentum 8 + working 2 or 4 + segment number 1/16; 8 FLOP.
+//                  Without GRADIENT the last term of buf is there already and buf is only read: 4 + 8 + working.
+// sgd_begin        buf = momentum * buf + weight_decay * w, to which backward passes then add: the bits of sgd_update
+//                  with gradients apart. 12 bytes per element.
 // find_nonfinite   grad: (n,) float32; control[3] = 1 when any element is Inf or NaN. Every writer writes the same
 //                  value, so their order does not matter; clear_nonfinite zeroes the flag first. 4 bytes per element.
 // update_loss_scale   one thread: dynamic loss scaling, Micikevicius et al., "Mixed precision training" (ICLR 2018).
 //
-// -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte aligned.
+// -DGRADIENT, -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte aligned.
 #include "common.cuh"
 
 #define BLOCK 256
@@ -22,16 +26,25 @@
 
 enum { LEARNING_RATE, MOMENTUM_FACTOR, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED_STEPS, GROWTH_INTERVAL };
 
+// The buffer before the gradient comes: rounded alike wherever it is computed.
+DEVICE float decayed(float w, float buf, float decay, float momentum) {
+    return __fmaf_rn(momentum, buf, __fmul_rn(decay, w));
+}
+
 #ifdef MOMENTUM
 #define UNROLL 2
 
 DEVICE void step(float& w, float& buf, float g, float lr, float decay, float momentum, float unscale) {
+#if MOMENTUM && GRADIENT
+    buf = __fmaf_rn(g, unscale, decayed(w, buf, decay, momentum));
+#endif
+#if !MOMENTUM || NESTEROV
     g = g * unscale + decay * w;
+#endif
 #if MOMENTUM
-    buf = momentum * buf + g;
     g = NESTEROV ? g + momentum * buf : buf;
 #endif
-    w -= lr * g;
+    w = __fmaf_rn(-lr, g, w);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
@@ -47,7 +60,7 @@ sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __
         if (i >= n) continue;
         segment[u] = segments[segment_of[i / CHUNK]];
         w[u] = *reinterpret_cast<const float4*>(master + i);
-        g[u] = *reinterpret_cast<const float4*>(grad + i);
+        if (GRADIENT) g[u] = *reinterpret_cast<const float4*>(grad + i);
         if (MOMENTUM) buf[u] = *reinterpret_cast<const float4*>(momentum_buffer + i);
     }
     const float lr = control[LEARNING_RATE];
@@ -63,7 +76,7 @@ sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __
         step(w[u].z, buf[u].z, g[u].z, rate, decay, factor, unscale);
         step(w[u].w, buf[u].w, g[u].w, rate, decay, factor, unscale);
         *reinterpret_cast<float4*>(master + i) = w[u];
-        if (MOMENTUM) *reinterpret_cast<float4*>(momentum_buffer + i) = buf[u];
+        if (MOMENTUM && GRADIENT) *reinterpret_cast<float4*>(momentum_buffer + i) = buf[u];
         if (WORKING) {
             const float rounded[4] = {w[u].x, w[u].y, w[u].z, w[u].w};
             store(working + i, rounded);
@@ -74,6 +87,33 @@ sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __
 #else
 
 #define UNROLL 4
+
+extern "C" __global__ void __launch_bounds__(BLOCK)
+sgd_begin(const float* __restrict__ master, float* __restrict__ momentum_buffer, const int* __restrict__ segment_of,
+          const float4* __restrict__ segments, const float* __restrict__ control, i64 n) {
+    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
+    float4 w[UNROLL], buf[UNROLL], segment[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const i64 i = first + u * (BLOCK * 4);
+        if (i >= n) continue;
+        segment[u] = segments[segment_of[i / CHUNK]];
+        w[u] = *reinterpret_cast<const float4*>(master + i);
+        buf[u] = *reinterpret_cast<const float4*>(momentum_buffer + i);
+    }
+    const float momentum = control[MOMENTUM_FACTOR];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+        const i64 i = first + u * (BLOCK * 4);
+        if (i >= n) continue;
+        const float decay = segment[u].y, factor = momentum * segment[u].z;
+        buf[u].x = decayed(w[u].x, buf[u].x, decay, factor);
+        buf[u].y = decayed(w[u].y, buf[u].y, decay, factor);
+        buf[u].z = decayed(w[u].z, buf[u].z, decay, factor);
+        buf[u].w = decayed(w[u].w, buf[u].w, decay, factor);
+        *reinterpret_cast<float4*>(momentum_buffer + i) = buf[u];
+    }
+}
 
 extern "C" __global__ void clear_nonfinite(float* control) {
     control[NONFINITE] = 0.0f;

@@ -12,11 +12,12 @@ from minidl.cuda.rows import DTYPE, address
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["CHUNK", "check_arena", "find_nonfinite", "sgd_update", "update_loss_scale"]
+__all__ = ["CHUNK", "check_arena", "find_nonfinite", "sgd_begin", "sgd_update", "update_loss_scale"]
 
 BLOCK = 256
 CHUNK = 64  # elements that share a segment
-PER_BLOCK = {"sgd_update": BLOCK * 4 * 2, "find_nonfinite": BLOCK * 4 * 4}  # elements, as unrolled in optim.cu
+# Elements, as unrolled in optim.cu.
+PER_BLOCK = {"sgd_update": BLOCK * 4 * 2, "sgd_begin": BLOCK * 4 * 4, "find_nonfinite": BLOCK * 4 * 4}
 
 
 def check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -> None:
@@ -29,7 +30,7 @@ def check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -
 
 def sgd_update(
     master: Any,
-    grad: Any,
+    grad: Any | None,
     momentum: Any | None,
     working: Any | None,
     segment_of: Any,
@@ -42,7 +43,8 @@ def sgd_update(
 
     Args:
         master: (n,) float32 weights, n a multiple of 64; updated.
-        grad: (n,) float32, still multiplied by the loss scale.
+        grad: (n,) float32, still multiplied by the loss scale. None: `sgd_begin` came before, the momentum holds the
+            gradient already, and is only read.
         momentum: (n,) float32 buffer, updated, or None.
         working: (n,) storage dtype, gets the rounded weights, or None.
         segment_of: (n / 64,) int32, the segment of each chunk of 64 elements.
@@ -54,11 +56,11 @@ def sgd_update(
     if n % CHUNK:
         raise checks.bad_shape("sgd_update", "master", f"(n,), n a multiple of {CHUNK}", master.shape)
     check_arena("sgd_update", "master", master, n)
-    check_arena("sgd_update", "grad", grad, n)
-    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
-    assert segment_of.flags.c_contiguous and control.flags.c_contiguous
-    assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
-    assert control.dtype == float32 and control.shape == (8,), control.shape
+    if grad is not None:
+        check_arena("sgd_update", "grad", grad, n)
+    elif momentum is None or nesterov:
+        raise checks.bad_value("sgd_update", "grad", "an array without momentum or with nesterov", None)
+    _check_tables(n, segment_of, segments, control)
     if momentum is not None:
         check_arena("sgd_update", "momentum", momentum, n)
     elif nesterov:
@@ -69,12 +71,40 @@ def sgd_update(
         check_arena("sgd_update", "working", working, n, working.dtype)
     defines = {
         "DTYPE": DTYPE[float32 if working is None else working.dtype],
+        "GRADIENT": int(grad is not None),
         "MOMENTUM": int(momentum is not None),
         "NESTEROV": int(nesterov),
         "WORKING": int(working is not None),
     }
     args = (master, grad, momentum, working, segment_of, segments, control, np.int64(n))
     launch("optim", "sgd_update", ceil_div(n, PER_BLOCK["sgd_update"]), BLOCK, *args, defines=defines)
+
+
+def _check_tables(n: int, segment_of: Any, segments: Any, control: Any) -> None:
+    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
+    assert segment_of.flags.c_contiguous and control.flags.c_contiguous
+    assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
+    assert control.dtype == float32 and control.shape == (8,), control.shape
+
+
+def sgd_begin(master: Any, momentum: Any, segment_of: Any, segments: Any, control: Any) -> None:
+    """``momentum = momentum_factor * momentum + weight_decay * master``, in place: gradients are then added to it.
+
+    With `sgd_update` without gradients it gives the bits of `sgd_update` with them, where one sum is added to each
+    element.
+
+    Args:
+        master, momentum: (n,) float32, n a multiple of 64; the second is updated.
+        segment_of, segments, control: as for `sgd_update`; nonfinite is not looked at.
+    """
+    n = master.size
+    if n % CHUNK:
+        raise checks.bad_shape("sgd_begin", "master", f"(n,), n a multiple of {CHUNK}", master.shape)
+    check_arena("sgd_begin", "master", master, n)
+    check_arena("sgd_begin", "momentum", momentum, n)
+    _check_tables(n, segment_of, segments, control)
+    args = (master, momentum, segment_of, segments, control, np.int64(n))
+    launch("optim", "sgd_begin", ceil_div(n, PER_BLOCK["sgd_begin"]), BLOCK, *args)
 
 
 def find_nonfinite(grad: Any, control: Any) -> None:

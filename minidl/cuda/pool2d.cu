@@ -17,9 +17,18 @@
 //
 // Loads come before their first use in groups as large as registers allow: whole small windows, all windows of a tile.
 //
-// Variants: -DINDEX_BITS=8|16 (max), without (average); backward -DTILE_H, STRIDE_H or 1.
+// With NORMALIZED the maximum is over what a ReLU makes of a batch norm's output, which is never written:
+//
+// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums
+// batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
+//                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
+//                       bytes: dy + index + x once + dx
+//
+// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1; of the batch
+// norm -DBATCH=1, or 0 where its moments are constants.
 #include "common.cuh"
 #include "grid.cuh"
+#include "lanes.cuh"
 
 #define BLOCK 256
 
@@ -68,17 +77,27 @@ struct Column {
     int n, b, c;
 };
 
-// The gather of both backward kernels. For each window that may cover a tile, `up` above and `left` of window (a, b),
+// Writes sums as they are. `begin` is told the channels that a thread keeps to; `expect`, before the sums of a tile are
+// taken, each of its pixels.
+struct Plainly {
+    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void expect(int, int, const T*) {}
+    __device__ __forceinline__ void operator()(int, int, T* place, float (&sum)[VEC]) const { store(place, sum); }
+};
+
+// The gather of the backward kernels. For each window that may cover a tile, `up` above and `left` of window (a, b),
 // fetch(column, a, up, left) gives what it holds (a default Window is one off the image); then comes
-// add(window, tap, sum) for each pixel of the tile and the window's tap on it, windows in row order.
-template <class Window, class Fetch, class Add>
-DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) {
+// add(window, tap, sum) for each pixel of the tile and the window's tap on it, windows in row order; then
+// write(ih, iw, place, sum).
+template <class Window, class Fetch, class Add, class Write = Plainly>
+DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, Write write = Write()) {
     const int vectors = g.channels / VEC, lines = TILE_H == 1 ? g.height : ceil_div(g.height + g.pad_h, TILE_H);
     const Place at = place(g.rows, ceil_div(g.width + g.pad_w, STRIDE_W) * vectors);
     if (!at.inside) return;
     const int n = at.row / g.strips, b = at.item / vectors, c = (at.item - b * vectors) * VEC;
     const int begin = (at.row - n * g.strips) * g.strip, end = min(begin + g.strip, lines);
     const Column here = {n, b, c};
+    write.begin(c);
     const int w0 = b * STRIDE_W - g.pad_w;
     T* image = dx + (i64(n) * g.height * g.width + w0) * g.channels + c;
     const i64 dx_line = i64(g.width) * g.channels;
@@ -87,6 +106,18 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) 
         const int top = TILE_H == 1 ? line + g.pad_h : line * STRIDE_H;  // of the tile, on the padded image
         const int a = top / STRIDE_H, phase = TILE_H == 1 ? top - a * STRIDE_H : 0;
 
+        // Calls pixel(ih, iw, place) for those on the image.
+        const auto for_pixels = [&](auto pixel) {
+#pragma unroll
+            for (int ih = 0; ih < TILE_H; ++ih)
+#pragma unroll
+                for (int iw = 0; iw < STRIDE_W; ++iw) {
+                    const int h = top - g.pad_h + ih, w = w0 + iw;
+                    if (u32(h) < u32(g.height) && u32(w) < u32(g.width))
+                        pixel(ih, iw, image + (top - g.pad_h) * dx_line + (ih * dx_line + iw * g.channels));
+                }
+        };
+        for_pixels([&](int ih, int iw, T* at) { write.expect(ih, iw, at); });
         float sum[TILE_H][STRIDE_W][VEC] = {};
         // Window a - j reaches row i of the tile with tap r where r * DILATION_H = phase + i + j * STRIDE_H; columns
         // likewise. j descends, so that windows come in row order.
@@ -119,14 +150,7 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add) 
                                     add(windows[j][k], r * KERNEL_W + s, sum[ih][iw]);
                             }
             }
-#pragma unroll
-        for (int ih = 0; ih < TILE_H; ++ih)
-#pragma unroll
-            for (int iw = 0; iw < STRIDE_W; ++iw) {
-                const int h = top - g.pad_h + ih, w = w0 + iw;
-                if (u32(h) < u32(g.height) && u32(w) < u32(g.width))
-                    store(image + (top - g.pad_h) * dx_line + (ih * dx_line + iw * g.channels), sum[ih][iw]);
-            }
+        for_pixels([&](int ih, int iw, T* at) { write(ih, iw, at, sum[ih][iw]); });
     }
 }
 #endif
@@ -142,48 +166,6 @@ typedef u16 index_t;
 
 typedef Raw<T, VEC> Lanes;
 constexpr int WORDS = (VEC * int(sizeof(T)) + 3) / 4;   // registers that hold a thread's channels
-constexpr int PER_WORD = sizeof(T) == 4 ? 1 : 2;        // channels in one register
-
-#if DTYPE == 0
-constexpr u32 LOWEST = 0xff800000u, ONE_PER_LANE = 1u;
-
-DEVICE u32 lane_max(u32 a, u32 b) {
-    u32 y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-// `if_greater` in the lanes where a > b, `otherwise` elsewhere.
-DEVICE u32 lane_select(u32 a, u32 b, u32 if_greater, u32 otherwise) {
-    return __uint_as_float(a) > __uint_as_float(b) ? if_greater : otherwise;
-}
-#else
-constexpr u32 ONE_PER_LANE = 0x00010001u;
-#if DTYPE == 1
-constexpr u32 LOWEST = 0xff80ff80u;
-#define LANE_TYPE "bf16x2"
-#else
-constexpr u32 LOWEST = 0xfc00fc00u;
-#define LANE_TYPE "f16x2"
-#endif
-
-DEVICE u32 lane_max(u32 a, u32 b) {
-    u32 y;
-    asm("max.NaN." LANE_TYPE " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    return y;
-}
-DEVICE u32 lane_select(u32 a, u32 b, u32 if_greater, u32 otherwise) {
-#if DTYPE == 2 || __CUDA_ARCH__ >= 900
-    u32 mask;
-    asm("set.gt.u32." LANE_TYPE " %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-#else
-    // Before Hopper bfloat16 has no packed comparison.
-    const u32 low = __uint_as_float(a << 16) > __uint_as_float(b << 16) ? 0x0000ffffu : 0u;
-    const u32 high = __uint_as_float(a & 0xffff0000u) > __uint_as_float(b & 0xffff0000u) ? 0xffff0000u : 0u;
-    const u32 mask = low | high;
-#endif
-    return (if_greater & mask) | (otherwise & ~mask);
-}
-#endif
 
 DEVICE bool is_nan(T value) {
     const float x = to_float(value);
@@ -213,9 +195,15 @@ DEVICE void place_nans(const T* __restrict__ image, index_t* __restrict__ index,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 3)
-max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ index, int rows, int strips, int strip,
-           int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w) {
+#if NORMALIZED
+#include "batch_norm_pool.cuh"
+#endif
+
+extern "C" __global__ void __launch_bounds__(BLOCK, NORMALIZED ? 2 : 3)
+max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ index, T* __restrict__ largest,
+           const float* __restrict__ moments, const float* __restrict__ gamma, const float* __restrict__ beta, int rows,
+           int strips, int strip, int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h,
+           int pad_w) {
     const int vectors = channels / VEC;
     const Place at = place(rows, out_w * vectors);
     if (!at.inside) return;
@@ -227,11 +215,14 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     Lanes lowest;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) lowest.pairs[i] = LOWEST;
+#if NORMALIZED
+    const Normalizer normalized(moments, gamma, beta, channels, c);
+#endif
 
     for (int p = p_begin; p < p_end; ++p) {
         const int h0 = p * STRIDE_H - pad_h;
         const int first_r = h0 < 0 ? ceil_div(-h0, DILATION_H) : 0;
-        u32 best[WORDS], where[WORDS];
+        u32 best[WORDS], where[WORDS], source[NORMALIZED ? WORDS : 1] = {};
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
             best[i] = LOWEST;
@@ -247,13 +238,23 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
 #pragma unroll
                 for (int r = 0; r < TAP_ROWS; ++r)
 #pragma unroll
-                    for (int s = 0; s < TAPS; ++s)
+                    for (int s = 0; s < TAPS; ++s) {
+                        Lanes values = taps[r][s];
+#if NORMALIZED
+                        const int h = h0 + (r0 + r) * DILATION_H, w = w0 + (s0 + s) * DILATION_W;
+                        const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w) < u32(width);
+                        values = inside ? normalized(values) : lowest;
+#endif
 #pragma unroll
                         for (int i = 0; i < WORDS; ++i) {
-                            const u32 tap = taps[r][s].pairs[i], position = (r0 + r) * KERNEL_W + s0 + s;
+                            const u32 tap = values.pairs[i], position = (r0 + r) * KERNEL_W + s0 + s;
+#if NORMALIZED
+                            source[i] = lane_select(tap, best[i], taps[r][s].pairs[i], source[i]);
+#endif
                             where[i] = lane_select(tap, best[i], position * ONE_PER_LANE, where[i]);
                             best[i] = lane_max(best[i], tap);
                         }
+                    }
             }
         const i64 out = ((i64(n) * out_h + p) * out_w + q) * channels + c;
         Raw<T, VEC> maximum;
@@ -264,11 +265,19 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         for (int i = 0; i < VEC; ++i) position.items[i] = index_t(lane(where, i));
         store_raw<VEC>(y + out, maximum);
         store_raw<VEC>(index + out, position);
+#if NORMALIZED
+        Raw<T, VEC> raw;
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) raw.pairs[i] = source[i];
+        store_raw<VEC>(largest + out, raw);
+#endif
+#if !NORMALIZED  // where the place of a NaN is of no consequence: the ReLU stops its gradient
         // A NaN is greater than nothing, so its place (of several, the last) is looked up off the common path.
         u32 all = best[0];
 #pragma unroll
         for (int i = 1; i < WORDS; ++i) all = lane_max(all, best[i]);
         if (any_nan(all)) place_nans(image, index + out, h0, w0, height, width, pitch);
+#endif
     }
 }
 
@@ -292,9 +301,10 @@ struct Window {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 3)
-max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, Geometry g,
-                    i64 pitch) {
+// Each pixel gets the sum of the gradients whose maximum it was; `write` says what is made of it.
+template <class Write>
+DEVICE void gather_maxima(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx,
+                          const Geometry& g, i64 pitch, Write write) {
     const i64 dy_line = g.out_w * pitch, index_line = i64(g.out_w) * g.channels;
     gather<Window>(
         g, dx,
@@ -313,8 +323,25 @@ max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index,
 #pragma unroll
             for (int e = 0; e < VEC; ++e)
                 if (window.tap(e) == tap) sum[e] += gradient[e];
-        });
+        },
+        write);
 }
+
+#if !NORMALIZED
+extern "C" __global__ void __launch_bounds__(BLOCK, 3)
+max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, Geometry g,
+                    i64 pitch) {
+    gather_maxima(dy, index, dx, g, pitch, Plainly());
+}
+#else
+extern "C" __global__ void __launch_bounds__(BLOCK, 2)
+batch_norm_max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, const T* __restrict__ x,
+                               const float* __restrict__ moments, const float* __restrict__ gamma,
+                               const double* __restrict__ sums, const double* __restrict__ count, T* __restrict__ dx,
+                               Geometry g, i64 pitch) {
+    gather_maxima(dy, index, dx, g, pitch, NormalizedBackward{x, dx, moments, gamma, sums, count, g.channels});
+}
+#endif
 #endif
 
 #else

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import as_rows, empty
+from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.grid import BLOCK, ints, row_grid, strip_length
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
@@ -22,6 +22,8 @@ __all__ = [
     "adaptive_avg_pool2d_backward",
     "avg_pool2d",
     "avg_pool2d_backward",
+    "batch_norm_max_pool2d",
+    "batch_norm_max_pool2d_backward",
     "max_pool2d",
     "max_pool2d_backward",
 ]
@@ -94,24 +96,50 @@ def max_pool2d(
         y (N, P, Q, C) in the dtype of x; index (N, P, Q, C), the position r * S + s in the window: uint8, or uint16
         when R * S > 256.
     """
+    window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    return _max_pool2d("max_pool2d", x, (None, None, None), **window)[:2]
+
+
+def batch_norm_max_pool2d(
+    x: Any, moments: Any, gamma: Any, beta: Any, *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    ceil_mode: bool,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """`max_pool2d` of ``relu(batch_norm_apply(x, moments, gamma, beta))``, which is not written; ``x`` at each maximum.
+
+    Returns:
+        y, index: as of `max_pool2d`, but for the index of a NaN; largest (N, P, Q, C) in the dtype of x.
+    """
+    window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
+    return _max_pool2d("batch_norm_max_pool2d", x, (moments, gamma, beta), **window)
+
+
+def _max_pool2d(
+    who: str, x: Any, norm: tuple[Any, Any, Any], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    ceil_mode: bool,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """(y, index, largest), the last None without a batch norm."""
     x = as_rows(x)
     n, height, width, channels = x.shape
     shape = _out_shape(x.shape, kernel, stride, padding, dilation, ceil_mode)
     _, out_h, out_w, _ = shape
     assert math.prod(kernel) <= 2**16, kernel
     y = empty(shape, x.dtype)
+    normalized = norm[0] is not None
+    largest = empty(shape, x.dtype) if normalized else None
     index = empty(shape, np.uint8 if math.prod(kernel) <= 256 else np.uint16)
-    vec = vector_width(x, y)
+    vec = vector_width(*(array for array in (x, y, *norm) if array is not None))
     items = out_w * (channels // vec)
     strip = strip_length(n * out_h * items, out_h)
     strips = ceil_div(out_h, strip)
     grid, block = row_grid(n * strips, items)
-    defines = _defines(x, "max_pool2d", vec, kernel, stride, dilation) | {"INDEX_BITS": 8 * index.itemsize}
+    defines = _defines(x, who, vec, kernel, stride, dilation)
+    defines |= {"INDEX_BITS": 8 * index.itemsize, "NORMALIZED": int(normalized)}
     launch(
-        "pool2d", "max_pool2d", grid, block, x, y, index, *ints(n * strips, strips, strip, height, width, channels),
+        "pool2d", "max_pool2d", grid, block, x, y, index, largest, *norm,
+        *ints(n * strips, strips, strip, height, width, channels),
         np.int64(rows(x)[2]), *ints(out_h, out_w, *padding), defines=defines,
     )  # fmt: skip
-    return y, index
+    return y, index, largest
 
 
 def max_pool2d_backward(
@@ -124,9 +152,33 @@ def max_pool2d_backward(
     dx = empty(x_shape, dy.dtype)
     plan = _gather(dy, dx, stride, padding, vector_width(index))
     defines = _defines(dy, "max_pool2d_backward", plan.vec, kernel, stride, dilation)
-    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize}
+    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 0}
     args = (dy, index, dx, plan.geometry, np.int64(rows(dy)[2]))
     launch("pool2d", "max_pool2d_backward", plan.grid, plan.block, *args, defines=defines)
+    return dx
+
+
+def batch_norm_max_pool2d_backward(
+    dy: Any, index: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, *, kernel: Pair, stride: Pair,
+    padding: Pair, dilation: Pair,
+) -> Any:  # fmt: skip
+    """``batch_norm_backward_apply`` of `max_pool2d_backward` of ``dy``, which is not written.
+
+    Args:
+        dy: gradient of `batch_norm_max_pool2d`'s output where that is positive, else 0.
+        index: as that gave it.
+        x, moments, gamma, sums, count: as of ``batch_norm_backward_apply``.
+    """
+    dy, x = as_rows(dy), contiguous(x)
+    assert index.shape == dy.shape and index.flags.c_contiguous, (index.shape, dy.shape)
+    assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
+    dx, batch = empty(x.shape, x.dtype), sums is not None
+    widest = vector_width(index, *(array for array in (x, moments, gamma, sums) if array is not None))
+    plan = _gather(dy, dx, stride, padding, widest)
+    defines = _defines(dy, "batch_norm_max_pool2d_backward", plan.vec, kernel, stride, dilation)
+    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 1, "BATCH": int(batch)}
+    args = dy, index, x, moments, gamma, sums, count, dx, plan.geometry, np.int64(rows(dy)[2])
+    launch("pool2d", "batch_norm_max_pool2d_backward", plan.grid, plan.block, *args, defines=defines)
     return dx
 
 

@@ -15,7 +15,7 @@ from minidl import checks, shapes
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
-__all__ = ["DTYPE", "Walk", "address", "dtype_code", "rows", "vector_width", "walk", "walk_channels"]
+__all__ = ["DTYPE", "Walk", "address", "dtype_code", "rows", "vector_width", "walk", "walk_channels", "walk_samples"]
 
 THREADS = 256
 ACCESS = 16  # bytes that one load or store moves at most
@@ -129,6 +129,23 @@ def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
     return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels, max(itemsizes)), unroll)
 
 
+def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS) -> Walk:
+    """A pass as `walk_channels`, in which each block keeps to the rows of one of ``samples`` equal parts.
+
+    The argument speaks of one sample; blocks are numbered along a sample first.
+
+    Args:
+        groups: that a thread takes of the rows of a sample: what it reads for all of them should cost little.
+        access: bytes that a thread moves at a time, at most.
+    """
+    spans = [rows(x) for x in arrays]
+    alignments = tuple(math.gcd(address(x), s[2] * x.itemsize, ACCESS) for x, s in zip(arrays, spans, strict=True))
+    itemsizes, pitches = tuple(x.itemsize for x in arrays), tuple(span[2] for span in spans)
+    count, channels = spans[0][0] // samples, spans[0][1]
+    vec = min(_widest(itemsizes, alignments, channels), access // itemsizes[0])
+    return _sampled(count, samples, channels, pitches, vec, unroll, groups)
+
+
 def walk_channels(*arrays: Any, unroll: int, per_sm: int | None = None, parameters: tuple[Any, ...] = ()) -> Walk:
     """The pass over arrays of one shape in which each thread keeps to its channels.
 
@@ -172,3 +189,13 @@ def _pitched(
     if most is not None:
         grid = min(grid, max(1, most // tiles))
     return Walk(vec, unroll, (grid, tiles), (threads, lanes), _argument(count * channels, count, columns, 0, pitches))
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampled(
+    count: int, samples: int, channels: int, pitches: tuple[int, ...], vec: int, unroll: int, groups: int
+) -> Walk:
+    one = _pitched(count, channels, pitches, vec, unroll)
+    threads, lanes = one.block[0], min(one.block[1], count)
+    blocks = shapes.ceil_div(count, lanes * unroll * groups)
+    return Walk(vec, unroll, (blocks * samples, one.grid[1]), (threads, lanes), one.argument)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
-from minidl.cuda.loss import LABELS
-from minidl.cuda.rows import dtype_code, rows
+from minidl.cuda.loss import LABELS, STAGED_BLOCK, short_rows
+from minidl.cuda.rows import ACCESS, dtype_code, rows
 from minidl.cuda.softmax import BLOCK, row_variant
 from minidl.cuda.totals import column_totals
 from minidl.shapes import ceil_div, round_up
@@ -19,6 +19,26 @@ __all__ = ["confusion_counts", "dice_backward", "dice_sums"]
 
 MOST_PARTIALS = 1024  # blocks whose results one more launch adds, or that add to one array
 SHARED_COUNTS = 8192  # in 32 KiB of shared memory
+
+
+class _Plan(NamedTuple):
+    """The kernel for rows: macros, threads of a block, blocks of one group of rows each, shared memory, arguments."""
+
+    defines: dict[str, int | str]
+    block: int
+    blocks: int
+    shared: int
+    layout: tuple[Any, ...]
+
+
+def _rows_plan(who: str, x: Any, *out: Any, staged: bool) -> _Plan:
+    count, channels, pitch = rows(x)
+    short = short_rows(x, staged)
+    if short is None:
+        defines, blocks = row_variant(who, x, *out)
+        return _Plan(defines, BLOCK, blocks, 0, (np.int32(channels), np.int64(pitch)))
+    defines = {"DTYPE": dtype_code(x, who), **short.defines}
+    return _Plan(defines, STAGED_BLOCK, ceil_div(count, short.block_rows), short.shared, ())
 
 
 def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
@@ -59,29 +79,30 @@ def dice_backward(p: Any, labels: Any, sums: Any, scale: Any | None = None, *, s
     p, labels = as_rows(p), contiguous(labels)
     dlogits = empty(p.shape, p.dtype)
     if p.size:
-        defines, grid = row_variant("dice_backward", p, dlogits)
-        count, classes, pitch = rows(p)
-        sizes = np.int64(count), np.int32(classes), np.int64(pitch), np.int64(ignore_index), np.float32(smooth)
-        defines |= {"LABEL": LABELS[labels.dtype]}
-        launch("segmentation", "dice_backward", grid, BLOCK, p, labels, sums, scale, dlogits, *sizes, defines=defines)
+        plan = _rows_plan("dice_backward", p, dlogits, staged=False)
+        launch(
+            "segmentation", "dice_backward", plan.blocks, plan.block, p, labels, sums, scale, dlogits,
+            np.int64(labels.size), *plan.layout, np.int64(ignore_index), np.float32(smooth),
+            defines=plan.defines | {"LABEL": LABELS[labels.dtype]}, shared=plan.shared,
+        )  # fmt: skip
     return dlogits
 
 
 def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     """(K * K + 1,) float64 over this rank's rows: how often [label, first largest logit], then labels out of range."""
     logits, labels = as_rows(logits), contiguous(labels)
-    count, classes, pitch = rows(logits)
+    count, classes, _ = rows(logits)
     assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
     size = classes * classes + 1
     counts, out = zeros((size,), np.uint32), empty((size,), np.float64)
     if count:
-        defines, grid = row_variant("confusion_counts", logits)
-        passes, shared = ceil_div(grid, MOST_PARTIALS), int(size <= SHARED_COUNTS)
-        sizes = np.int64(count), np.int32(classes), np.int64(pitch), np.int32(passes), np.int64(ignore_index)
-        defines |= {"CONFUSION": 1, "LABEL": LABELS[labels.dtype], "SHARED": shared}
+        plan = _rows_plan("confusion_counts", logits, staged=True)
+        passes, shared = ceil_div(plan.blocks, MOST_PARTIALS), int(size <= SHARED_COUNTS)
+        defines = plan.defines | {"CONFUSION": 1, "LABEL": LABELS[labels.dtype], "SHARED": shared}
         launch(
-            "segmentation", "confusion", ceil_div(grid, passes), BLOCK, logits, labels, counts, *sizes,
-            defines=defines, shared=4 * size * shared,
+            "segmentation", "confusion", ceil_div(plan.blocks, passes), plan.block, logits, labels, counts,
+            np.int64(count), *plan.layout, np.int32(passes), np.int64(ignore_index),
+            defines=defines, shared=plan.shared + round_up(4 * size * shared, ACCESS),
         )  # fmt: skip
     launch("segmentation", "widen_counts", ceil_div(size, BLOCK), BLOCK, counts, out, *ints(size), defines={"WIDEN": 1})
     return out

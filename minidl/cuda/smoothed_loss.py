@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.launch import launch
-from minidl.cuda.loss import LABELS
-from minidl.cuda.rows import rows
+from minidl.cuda.loss import LABELS, STAGED_BLOCK, short_rows
+from minidl.cuda.rows import dtype_code, rows
 from minidl.cuda.softmax import BLOCK, row_variant
 from minidl.cuda.totals import column_totals
 from minidl.precision import float32
@@ -19,15 +19,33 @@ from minidl.shapes import ceil_div
 __all__ = ["smoothed_cross_entropy", "smoothed_cross_entropy_backward"]
 
 COLUMNS = 6
-MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
+MOST_PARTIALS = 512  # blocks whose totals one more launch adds
 
 
-def _variant(logits: Any, labels: Any, *more: Any) -> tuple[dict[str, int | str], int]:
+class _Plan(NamedTuple):
+    """The kernel: its macros, threads of a block, blocks of one group of rows each, shared memory, and arguments."""
+
+    defines: dict[str, int | str]
+    block: int
+    blocks: int
+    shared: int
+    layout: tuple[Any, ...]
+
+
+def _plan(logits: Any, labels: Any, weights: Any | None, out: Any | None) -> _Plan:
+    """The kernel for ``logits``; ``out`` is the dense gradient, None in the forward pass."""
     if labels.dtype not in LABELS:
         raise checks.bad_dtype("smoothed_cross_entropy", "labels", "uint8, int32 or int64", labels.dtype)
     assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
-    defines, grid = row_variant("smoothed_cross_entropy", logits, *more)
-    return defines | {"LABEL": LABELS[labels.dtype]}, grid
+    count, channels, pitch = rows(logits)
+    short = short_rows(logits, staged=out is None)
+    if short is not None:
+        code = dtype_code(logits, "smoothed_cross_entropy", "logits")
+        defines = {"DTYPE": code, "LABEL": LABELS[labels.dtype], "WEIGHTED": int(weights is not None), **short.defines}
+        return _Plan(defines, STAGED_BLOCK, ceil_div(count, short.block_rows), short.shared, ())
+    defines, blocks = row_variant("smoothed_cross_entropy", logits, *(() if out is None else (out,)))
+    defines |= {"LABEL": LABELS[labels.dtype]} | ({"FORWARD": 1} if out is None else {})
+    return _Plan(defines, BLOCK, blocks, 0, (np.int32(channels), np.int64(pitch)))
 
 
 def smoothed_cross_entropy(
@@ -46,17 +64,19 @@ def smoothed_cross_entropy(
         out of range, valid labels, valid labels among the ``top`` largest; lse (...) float32.
     """
     logits, labels = as_rows(logits), contiguous(labels)
-    count, channels, pitch = rows(logits)
+    count = labels.size
     lse = empty(labels.shape, float32)
     if count == 0:
         return zeros((COLUMNS,), np.float64), lse
-    defines, grid = _variant(logits, labels)
-    passes = ceil_div(grid, MOST_PARTIALS)
-    partial = empty((ceil_div(grid, passes), COLUMNS), np.float64)
-    sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int32(passes), np.int64(ignore_index)
-    args = (logits, labels, weights, lse, partial, *sizes, np.float32(smoothing), np.int32(top))
-    name = "smoothed_cross_entropy"
-    launch("smoothed_loss", name, len(partial), BLOCK, *args, defines=defines | {"FORWARD": 1})
+    plan = _plan(logits, labels, weights, None)
+    # A block's run of rows depends on their number only, never on the device.
+    passes = ceil_div(plan.blocks, MOST_PARTIALS)
+    partial = empty((ceil_div(plan.blocks, passes), COLUMNS), np.float64)
+    launch(
+        "smoothed_loss", "smoothed_cross_entropy", len(partial), plan.block, logits, labels, weights, lse, partial,
+        np.int64(count), *plan.layout, np.int32(passes), np.int64(ignore_index), np.float32(smoothing), np.int32(top),
+        defines=plan.defines, shared=plan.shared,
+    )  # fmt: skip
     return column_totals(partial), lse
 
 
@@ -81,9 +101,10 @@ def smoothed_cross_entropy_backward(
     assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)
     dlogits = empty(logits.shape, logits.dtype)
     if logits.size:
-        defines, grid = _variant(logits, labels, dlogits)
-        count, channels, pitch = rows(logits)
-        sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int64(ignore_index), np.float32(smoothing)
-        args = (logits, labels, weights, lse, totals, scale, dlogits, *sizes)
-        launch("smoothed_loss", "smoothed_cross_entropy_backward", grid, BLOCK, *args, defines=defines)
+        plan = _plan(logits, labels, weights, dlogits)
+        launch(
+            "smoothed_loss", "smoothed_cross_entropy_backward", plan.blocks, plan.block, logits, labels, weights, lse,
+            totals, scale, dlogits, np.int64(labels.size), *plan.layout, np.int64(ignore_index), np.float32(smoothing),
+            defines=plan.defines, shared=plan.shared,
+        )  # fmt: skip
     return dlogits

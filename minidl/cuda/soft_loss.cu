@@ -7,7 +7,8 @@
 //   With u_k = w_k ((1 - e) t_k + e/K), e = smoothing: loss of a row sum_k u_k (lse - x_k), its gradient
 //   sum(u) exp(x_k - lse) - u_k, divided by the rows, as in torch.nn.CrossEntropyLoss.
 //
-// Mapping: row.cuh, `passes` groups of rows for a block. Per logit, s = sizeof(T): forward s + 4 bytes, 9 FLOP, backward
+// Mapping: row.cuh, one row at a time for a thread; forward `passes` groups of rows for a block. Per logit, with
+// s = sizeof(T): forward s + 4 bytes, 9 FLOP, backward
 // 2 s + 4 bytes, 8 FLOP; floor on an H200 at 4.2 TB/s in bf16 per million logits: 1.4 and 1.9 us.
 #include "common.cuh"
 #include "exponential.cuh"
@@ -16,24 +17,28 @@
 constexpr int COLUMNS = 4;
 
 // Targets as the loss sees them: smoothed, weighted; 0 behind the row.
-DEVICE void load_share(const float* __restrict__ targets, const float* __restrict__ weights, int first, int channels,
+DEVICE void load_share(const RowPart<float>& targets, const float* __restrict__ weights, int r, int i, int channels,
                        float keep, float spread, float (&u)[RUN]) {
-    load_run(targets, first, channels, 0.0f, u);
+    targets.run(r, i, channels, 0.0f, u);
 #pragma unroll
     for (int e = 0; e < RUN; ++e) {
-        const bool inside = first + e < channels;
-        u[e] = inside ? fmaf(keep, u[e], spread) * (weights ? weights[first + e] : 1.0f) : 0.0f;
+        const bool inside = within(i + e, channels);
+        u[e] = inside ? fmaf(keep, u[e], spread) * (weights ? weights[i + e] : 1.0f) : 0.0f;
     }
 }
 
+// Blocks that a multiprocessor holds, with the rows in registers.
+constexpr int RESIDENT = HELD > 2 ? 2 : HELD == 2 ? 3 : 4;
+
 #if defined(FORWARD)
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targets, const float* __restrict__ weights,
                    float* __restrict__ lse, double* __restrict__ partial, i64 rows, int channels, i64 pitch, int passes,
                    float keep, float spread) {
     __shared__ double scratch[32];
-    double mine[COLUMNS] = {};
+    double loss = 0.0;
+    int counted = 0, right = 0;
     const float least = __uint_as_float(0xff800000u);
     for (int pass = 0; pass < passes; ++pass) {
         const i64 row = (i64(blockIdx.x) * passes + pass) * ROWS + threadIdx.x / LANES;
@@ -41,40 +46,44 @@ soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targe
         const bool inside = row < rows;
         const T* x = logits + (inside ? row : 0) * pitch;
         const float* t = targets + (inside ? row : 0) * channels;
+        RowPart<> logit;
+        RowPart<float> target;
+        logit.fetch(x, first, channels);
+        target.fetch(t, first, channels);
         float v[RUN], u[RUN], peak = least, top = least, total = 0.0f, mass = 0.0f, below = 0.0f;
-        for (int i = first; i < channels; i += LANES * RUN) {
-            load_run(x, i, channels, least, v);
-            load_run(t, i, channels, least, u);
+        for_runs(first, channels, [&](int r, int i) {
+            logit.run(r, i, channels, least, v);
+            target.run(r, i, channels, least, u);
 #pragma unroll
             for (int e = 0; e < RUN; ++e) {
                 peak = larger(peak, v[e]);
                 top = larger(top, u[e]);
             }
-        }
+        });
         peak = over_row<true>(peak);
         top = over_row<true>(top);
         float first_peak = least, first_top = least;  // places, negated: the largest is the first
-        for (int i = first; i < channels; i += LANES * RUN) {
-            load_run(t, i, channels, least, u);
-            load_run(x, i, channels, least, v);
+        for_runs(first, channels, [&](int r, int i) {
+            logit.run(r, i, channels, least, v);
+            target.run(r, i, channels, least, u);
 #pragma unroll
             for (int e = 0; e < RUN; ++e) {
-                const float place = i + e < channels ? -float(i + e) : least;
+                const float place = within(i + e, channels) ? -float(i + e) : least;
                 if (v[e] == peak) first_peak = larger(first_peak, place);
                 if (u[e] == top) first_top = larger(first_top, place);
             }
-            load_share(t, weights, i, channels, keep, spread, u);
+            load_share(target, weights, r, i, channels, keep, spread, u);
             float part = 0.0f, weight = 0.0f, less = 0.0f;
 #pragma unroll
             for (int e = 0; e < RUN; ++e) {
                 part += exponential(v[e] - peak);
                 weight += u[e];
-                less += i + e < channels ? u[e] * (peak - v[e]) : 0.0f;
+                less += within(i + e, channels) ? u[e] * (peak - v[e]) : 0.0f;
             }
             total += part;
             mass += weight;
             below += less;
-        }
+        });
         total = over_row(total);
         mass = over_row(mass);
         below = over_row(below);
@@ -83,10 +92,11 @@ soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targe
         if (!inside || first > 0) continue;
         const float log_sum = logf(total);
         lse[row] = peak + log_sum;
-        mine[0] += double(mass) * log_sum + below;
-        mine[1] += 1.0;
-        mine[2] += first_peak == first_top;
+        loss += double(mass) * log_sum + below;
+        ++counted;
+        right += first_peak == first_top;
     }
+    const double mine[COLUMNS] = {loss, double(counted), double(right), 0.0};
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         __syncthreads();
@@ -97,32 +107,34 @@ soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targe
 
 #else
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 soft_cross_entropy_backward(const T* __restrict__ logits, const float* __restrict__ targets,
                             const float* __restrict__ weights, const float* __restrict__ lse,
                             const double* __restrict__ totals, const float* __restrict__ scale, T* __restrict__ dlogits,
                             i64 rows, int channels, i64 pitch, float keep, float spread) {
     const RowShare at(rows);
-    const T* x = logits + at.row * pitch;
-    const float* t = targets + at.row * channels;
+    RowPart<> logit;
+    RowPart<float> target;
+    logit.fetch(logits + at.row * pitch, at.first, channels);
+    target.fetch(targets + at.row * channels, at.first, channels);
     float v[RUN], u[RUN], mass = 0.0f;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_share(t, weights, i, channels, keep, spread, u);
+    for_runs(at.first, channels, [&](int r, int i) {
+        load_share(target, weights, r, i, channels, keep, spread, u);
         float weight = 0.0f;
 #pragma unroll
         for (int e = 0; e < RUN; ++e) weight += u[e];
         mass += weight;
-    }
+    });
     mass = over_row(mass);
     if (!at.inside) return;
     const float factor = totals[1] > 0.0 ? (scale ? scale[0] : 1.0f) / float(totals[1]) : 0.0f, norm = lse[at.row];
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(x, i, channels, 0.0f, v);
-        load_share(t, weights, i, channels, keep, spread, u);
+    for_runs(at.first, channels, [&](int r, int i) {
+        logit.run(r, i, channels, 0.0f, v);
+        load_share(target, weights, r, i, channels, keep, spread, u);
 #pragma unroll
         for (int e = 0; e < RUN; ++e) v[e] = fmaf(mass, exponential(v[e] - norm), -u[e]) * factor;
         store_run(dlogits + at.row * channels, i, channels, v);
-    }
+    });
 }
 
 #endif

@@ -9,7 +9,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import rows
+from minidl.cuda.rows import ACCESS, rows
 from minidl.cuda.softmax import BLOCK, row_variant
 from minidl.cuda.totals import column_totals
 from minidl.precision import float32
@@ -18,6 +18,7 @@ from minidl.shapes import ceil_div
 __all__ = ["soft_cross_entropy", "soft_cross_entropy_backward"]
 
 COLUMNS = 4
+MOST_HELD = 2  # runs of a row and its targets that a thread holds in registers
 MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
 
 
@@ -30,6 +31,19 @@ def _arrays(logits: Any, targets: Any) -> tuple[Any, Any]:
 
 def _shares(smoothing: float, channels: int) -> tuple[np.float32, np.float32]:
     return np.float32(1 - smoothing), np.float32(smoothing / channels)
+
+
+def _variant(most: int, logits: Any, *more: Any, shared: int | None = None) -> tuple[dict[str, int | str], int]:
+    """Macros and grid: up to ``most`` runs of a row stay in a thread's registers, unless they are read narrowly.
+
+    Args:
+        shared: runs that a thread takes before a row is shared by more than a warp; default ``most``.
+    """
+    defines, grid = row_variant("soft_cross_entropy", logits, *more, most=shared or most)
+    width, lanes, channels = ACCESS // logits.itemsize, int(defines["LANES"]), logits.shape[-1]
+    runs = ceil_div(channels, lanes * width)
+    held = runs if runs <= most and defines["VEC"] == width else 0
+    return defines | {"PER": 1, "HELD": held, "WHOLE": int(channels == held * lanes * width)}, grid
 
 
 def soft_cross_entropy(
@@ -51,7 +65,8 @@ def soft_cross_entropy(
     lse = empty(logits.shape[:-1], float32)
     if count == 0:
         return zeros((COLUMNS,), np.float64), lse
-    defines, grid = row_variant("soft_cross_entropy", logits, targets)
+    # Two runs and all sums would fill the registers, and so many sums cost more across warps than reading rows again.
+    defines, grid = _variant(1, logits, targets, shared=32)
     passes = ceil_div(grid, MOST_PARTIALS)
     partial = empty((ceil_div(grid, passes), COLUMNS), np.float64)
     sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int32(passes), *_shares(smoothing, channels)
@@ -80,7 +95,7 @@ def soft_cross_entropy_backward(
     assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)
     dlogits = empty(logits.shape, logits.dtype)
     if logits.size:
-        defines, grid = row_variant("soft_cross_entropy", logits, targets, dlogits)
+        defines, grid = _variant(MOST_HELD, logits, targets, dlogits)
         count, channels, pitch = rows(logits)
         sizes = np.int64(count), np.int32(channels), np.int64(pitch), *_shares(smoothing, channels)
         args = (logits, targets, weights, contiguous(lse), totals, scale, dlogits, *sizes)

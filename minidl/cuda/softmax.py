@@ -8,35 +8,51 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
+from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.shapes import ceil_div
 
-__all__ = ["BLOCK", "held", "row_lanes", "row_variant", "softmax", "softmax_backward"]
+__all__ = ["BLOCK", "held_variant", "row_lanes", "row_variant", "softmax", "softmax_backward"]
 
 BLOCK = 256
-BLOCK_CHANNELS = 8192  # shortest row that gets a whole block
+IN_FLIGHT = 4  # vectors of 16 bytes that a thread loads before it uses the first
+ROWS_IN_FLIGHT = 2  # of which it holds parts, at most
+FULL = 4  # blocks that a multiprocessor holds: rows are shared out to these before a thread takes several
 
 
-def row_lanes(channels: int, itemsize: int) -> int:
-    """Threads that share a row (see row.cuh): a function of the sizes alone."""
-    if channels >= BLOCK_CHANNELS:
-        return BLOCK
-    runs = ceil_div(channels, ACCESS // itemsize)
-    return min(32, 1 << max(runs - 1, 0).bit_length())
+def row_lanes(channels: int, itemsize: int, most: int = IN_FLIGHT) -> int:
+    """Threads that share a row (see row.cuh), where possible with at most ``most`` runs each: by the sizes alone."""
+    runs = max(1, ceil_div(channels, ACCESS // itemsize))
+    lanes = min(runs, max(32, ceil_div(runs, most)))
+    return min(BLOCK, 1 << (lanes - 1).bit_length())
 
 
-def row_variant(who: str, *arrays: Any) -> tuple[dict[str, int | str], int]:
+def row_variant(who: str, *arrays: Any, most: int = IN_FLIGHT) -> tuple[dict[str, int | str], int]:
     """Macros and grid of the kernel variant for the rows of ``arrays``, all of one shape and type."""
     count, channels, _ = rows(arrays[0])
-    lanes = row_lanes(channels, arrays[0].itemsize)
+    lanes = row_lanes(channels, arrays[0].itemsize, most)
     vec = min(vector_width(*arrays), ACCESS // arrays[0].itemsize)
     return {"DTYPE": dtype_code(arrays[0], who), "VEC": vec, "LANES": lanes}, ceil_div(count, BLOCK // lanes)
 
 
-def held(channels: int, itemsize: int) -> int:
-    """The macro ONCE: whether no thread has more than one run of a row of so many channels."""
-    return int(channels <= row_lanes(channels, itemsize) * (ACCESS // itemsize))
+def held_variant(who: str, arrays: tuple[Any, ...], read: int) -> tuple[dict[str, int | str], int]:
+    """`row_variant` for kernels whose threads hold their part of PER rows, of ``read`` arrays, in registers.
+
+    Longer rows are read once for each step of the formula. Where there are few, rows are taken one at a time:
+    neither changes a bit.
+    """
+    count, channels, _ = rows(arrays[0])
+    most, width = IN_FLIGHT // read, ACCESS // arrays[0].itemsize
+    defines, grid = row_variant(who, *arrays, most=most)
+    lanes = int(defines["LANES"])
+    runs = ceil_div(channels, lanes * width)
+    held = runs if runs <= (most if defines["VEC"] == width else 1) else 0  # narrow loads fill more registers
+    per = min(most // held, ROWS_IN_FLIGHT) if held and defines["VEC"] == width else 1
+    if grid < per * current_device().multiprocessors * FULL:
+        per = 1
+    defines |= {"HELD": held, "PER": per, "WHOLE": int(channels == held * lanes * width)}
+    return defines, ceil_div(count, BLOCK // lanes * per)
 
 
 def softmax(x: Any) -> Any:
@@ -44,10 +60,10 @@ def softmax(x: Any) -> Any:
     x = as_rows(x)
     y = empty(x.shape, x.dtype)
     if x.size:
-        defines, grid = row_variant("softmax", x, y)
+        defines, grid = held_variant("softmax", (x, y), 1)
         count, channels, pitch = rows(x)
         sizes = np.int64(count), np.int32(channels), np.int64(pitch)
-        defines |= {"FORWARD": 1, "ONCE": held(channels, x.itemsize)}
+        defines |= {"FORWARD": 1}
         launch("softmax", "softmax_kernel", grid, BLOCK, x, y, *sizes, defines=defines)
     return y
 
@@ -58,7 +74,7 @@ def softmax_backward(dy: Any, y: Any) -> Any:
     dy, y = as_rows(dy), as_rows(y)
     dx = empty(y.shape, y.dtype)
     if y.size:
-        defines, grid = row_variant("softmax_backward", dy, y, dx)
+        defines, grid = held_variant("softmax_backward", (dy, y, dx), 2)
         count, channels, pitch = rows(dy)
         sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int64(rows(y)[2])
         launch("softmax", "softmax_backward_kernel", grid, BLOCK, dy, y, dx, *sizes, defines=defines)

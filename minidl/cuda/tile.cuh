@@ -132,13 +132,14 @@ struct TileProduct {
         }
     }
 
-    // Words of float32 rounded to TF32, and, in three products, the rest likewise.
+    // Words of float32 rounded to TF32, to nearest; of three products also what is left, of which the units ignore the
+    // last bit. There the rounding may carry: a NaN that becomes a zero by it is one in what is left.
     template <int COUNT>
     static __device__ __forceinline__ void split(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) {
-            const u32 head = round_to_tf32(words[e]);
-            if (TF32 == 3) rest[e] = round_to_tf32(__float_as_uint(__uint_as_float(words[e]) - __uint_as_float(head)));
+            const u32 head = TF32 == 3 ? (words[e] + 0x1000) & 0xffffe000 : round_to_tf32(words[e]);
+            if (TF32 == 3) rest[e] = __float_as_uint(__uint_as_float(words[e]) - __uint_as_float(head));
             words[e] = head;
         }
     }

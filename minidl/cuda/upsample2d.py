@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.grid import INT_MAX, ints, row_grid
+from minidl.cuda.grid import INT_MAX, ints, row_grid, strip_length
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
-from minidl.shapes import Pair, resize_axis
+from minidl.shapes import Pair, ceil_div, resize_axis
 
 __all__ = ["upsample2d", "upsample2d_backward"]
 
 FIXED = 8  # largest divisor that is compiled in: resizing by whole numbers up to 4, and by simple fractions
+LONGEST = 8  # rows of a strip: each row of the other array is read once for a strip, and twice where strips meet
 
 _AXIS = np.dtype([(name, np.int32) for name in ("a", "b", "d", "size", "out")])
 
@@ -35,12 +36,21 @@ def _fixed(down: np.ndarray, across: np.ndarray) -> dict[str, int]:
     }
 
 
-def _resize(name: str, x: Any, y: Any, place: tuple[int, int, int], axes: list[np.ndarray], **defines: int) -> None:
-    """``place``: images, their height and width, of the array that the threads write."""
+def _readers(axis: np.ndarray, bilinear: int) -> int:
+    """The most outputs that read one input."""
+    a, d, out = (int(axis[part][0]) for part in ("a", "d", "out"))
+    return min(out, ceil_div((1 + bilinear) * d, a)) if a else out
+
+
+def _resize(name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, **defines: int) -> None:
+    """``longest``: rows of a thread's strip, at most."""
     vec = min(vector_width(x, y), ACCESS // x.itemsize)
-    n, height, width = place
-    grid, block = row_grid(n * height, width * (x.shape[3] // vec))
-    sizes = *ints(n, x.shape[3]), np.int64(rows(x)[2])
+    n, height, width, channels = y.shape
+    items = width * (channels // vec)
+    strip = strip_length(n * height * items, height, longest)
+    strips = ceil_div(height, strip)
+    grid, block = row_grid(n * strips, items)
+    sizes = *ints(n * strips, strips, strip, channels), np.int64(rows(x)[2])
     defines |= {"DTYPE": dtype_code(x, name), "VEC": vec, **_fixed(*axes)}
     launch("upsample2d", name, grid, block, x, y, *sizes, *axes, defines=defines)
 
@@ -56,7 +66,8 @@ def upsample2d(x: Any, size: Pair, mode: str, align_corners: bool = False) -> An
     y = empty((x.shape[0], *size, x.shape[3]), x.dtype)
     if y.size:
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(x.shape[1:3], size, strict=True)]
-        _resize("upsample2d", x, y, y.shape[:3], axes, FORWARD=1, BILINEAR=int(mode == "bilinear"))
+        bilinear = int(mode == "bilinear")
+        _resize("upsample2d", x, y, axes, LONGEST if bilinear else 2, FORWARD=1, BILINEAR=bilinear)
     return y
 
 
@@ -66,5 +77,6 @@ def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, al
     dx = empty(shape, dy.dtype)
     if dx.size:
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
-        _resize("upsample2d_backward", dy, dx, shape[:3], axes, BILINEAR=int(mode == "bilinear"))
+        bilinear = int(mode == "bilinear")
+        _resize("upsample2d_backward", dy, dx, axes, LONGEST, BILINEAR=bilinear, READERS=_readers(axes[1], bilinear))
     return dx

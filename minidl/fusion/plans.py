@@ -39,7 +39,7 @@ class Mode(NamedTuple):
 
     Attributes:
         attribute: of the layer that does it, True or False.
-        where: the field of `Site` that names this layer; None there: the site cannot have the mode.
+        where: the field of `Site` that names this layer, or several; None there: the site cannot have the mode.
         by: the field that names the convolution whose kernels do it; None: kernels of their own.
         passes: those that run other kernels for it.
         needs: modes without which it does nothing.
@@ -65,10 +65,20 @@ MODES = {
         "deferred", "shared", None, ("forward", "backward"), (), (0.0, 0.0), "it is {site.why}",
         "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
     ),
+    "pooled": Mode(
+        "deferred", "pooled", None, ("forward", "backward"), ("elementwise",), (0.25, 0.4),
+        "no max pooling alone reads a ReLU over it",
+        "the max pooling above normalises what it reads; backward, sums are taken of what was pooled",
+    ),
     "statistics": Mode(
         "statistics", "producer", "producer", ("forward",), (), (0.3, 0.0),
         "no convolution writes for it alone",
         "the convolution below takes the statistics of what it writes (F3, J3)",
+    ),
+    "joined": Mode(
+        "statistics", "joined", None, ("forward",), (), (0.1, 0.0),
+        "it is not over a concatenation",
+        "statistics of a concatenation are those of its parts, each taken once (DenseNet's composite layers)",
     ),
     "gradients": Mode(
         "masks", "taker", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
@@ -85,10 +95,10 @@ MODES = {
 # The same modes at every batch norm, as far as it can: each plan includes those before.
 PLANS = {
     UNFUSED: (),
-    "elementwise": ("elementwise",),
-    "statistics": ("elementwise", "statistics"),
-    "gradients": ("elementwise", "statistics", "gradients"),
-    "bnff": ("elementwise", "statistics", "gradients", "prologue"),
+    "elementwise": ("elementwise", "pooled"),
+    "statistics": ("elementwise", "pooled", "statistics", "joined"),
+    "gradients": ("elementwise", "pooled", "statistics", "joined", "gradients"),
+    "bnff": ("elementwise", "pooled", "statistics", "joined", "gradients", "prologue"),
 }
 
 
@@ -119,8 +129,16 @@ def obstacle(site: Site, mode: str) -> str | None:
 
 def switches(site: Site, way: str, which: str | None = None) -> frozenset[tuple[str, str]]:
     """(name of a layer, its attribute) for each mode of a way; of those only that a pass notices, if one is named."""
-    modes = (MODES[name] for name in modes_of(way))
-    return frozenset((getattr(site, m.where), m.attribute) for m in modes if which is None or which in m.passes)
+    modes = [MODES[name] for name in modes_of(way)]
+    return frozenset(
+        (layer, m.attribute) for m in modes if which is None or which in m.passes for layer in _layers(site, m)
+    )
+
+
+def _layers(site: Site, mode: Mode) -> tuple[str, ...]:
+    """Who does a mode."""
+    found = getattr(site, mode.where)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def candidates(site: Site) -> list[str]:
@@ -209,7 +227,9 @@ class Plan:
 
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
-    text = json.dumps([(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites])
+    facts = [(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites]
+    further = [(s.joined, s.pooled) for s in sites if s.joined or s.pooled]
+    text = json.dumps([*facts, *further])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

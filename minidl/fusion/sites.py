@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, MaxPool2d, ReLU
 
 __all__ = ["Site", "find_sites"]
 
@@ -23,9 +23,11 @@ class Site:
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
         shape: (H, W, C) or (C,), of one sample.
         producer: name of the convolution below it, if it alone reads that.
+        joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only.
         sole: whether nobody else reads that ReLU.
+        pooled: name of the ReLU above it if a max pooling alone reads that.
         why: of one that stands alone, the reason.
     """
 
@@ -37,6 +39,7 @@ class Site:
     shape: tuple[int, ...]
     why: str | None = None
     producer: str | None = None
+    joined: tuple[str, ...] | None = None
     taker: str | None = None
     sole: bool = False
 
@@ -44,6 +47,8 @@ class Site:
     def shared(self) -> str | None:
         """The batch norm's name if its normalisation can be part of another layer's pass."""
         return None if self.kind == "alone" else self.name
+
+    pooled: str | None = None
 
     @property
     def passed_on(self) -> str | None:
@@ -59,7 +64,9 @@ def find_sites(graph: Graph) -> list[Site]:
         if isinstance(node.layer, BatchNorm2d):
             site = _site(graph, node, readers)
             taker, sole = _taker(graph, site, readers)
-            sites.append(replace(site, producer=_producer(graph, node, readers), taker=taker, sole=sole))
+            below = {"producer": _producer(graph, node, readers), "joined": _joined(graph, node, readers)}
+            pooled = _pooled(graph, site, readers)
+            sites.append(replace(site, **below, taker=taker, sole=sole, pooled=pooled))
     return sites
 
 
@@ -67,6 +74,14 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
     source = graph.nodes[node.inputs[0]]
     alone = isinstance(source.layer, Conv2d) and len(readers[source.index]) == 1
     return source.name if alone else None
+
+
+def _joined(graph: Graph, node: Node, readers: list[list[int]]) -> tuple[str, ...] | None:
+    source = graph.nodes[node.inputs[0]]
+    if type(source.layer) is not Concat:
+        return None
+    parts = [graph.nodes[i] for i in source.inputs]
+    return source.name, *(n.name for n in parts if isinstance(n.layer, Conv2d) and len(readers[n.index]) == 1)
 
 
 def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | None, bool]:
@@ -80,6 +95,14 @@ def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | No
     if not isinstance(first.layer, Conv2d):
         return None, False
     return first.name, len(readers[relu.index]) == 1 and relu is not graph.output_node
+
+
+def _pooled(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
+    if site.kind != "relu":
+        return None
+    relu = graph[site.readers[0]]
+    found, _ = _only_reader(graph, relu, readers)
+    return relu.name if found is not None and type(found.layer) is MaxPool2d else None
 
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:

@@ -168,10 +168,12 @@ class _Remembering:
 
     def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> dict[Switches, Timing]:
         place = {member.layer.name: i for i, member in enumerate(cut.members)}
-        keys = {on: (cut.key, which, frozenset((place[name], word) for name, word in on)) for on in variants}
-        new = [on for on in keys if keys[on] not in self._known]
-        for on, timing in zip(new, self._clock(cut, which, new) if new else (), strict=True):
-            self._known[keys[on]] = timing
+        # Modes of layers outside of the piece change nothing in it.
+        inside = {on: frozenset((name, word) for name, word in on if name in place) for on in variants}
+        keys = {on: (cut.key, which, frozenset((place[n], word) for n, word in inside[on])) for on in variants}
+        new = {keys[on]: inside[on] for on in variants if keys[on] not in self._known}
+        for key, timing in zip(new, self._clock(cut, which, list(new.values())) if new else (), strict=True):
+            self._known[key] = timing
         return {on: self._known[keys[on]] for on in keys}
 
 

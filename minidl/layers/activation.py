@@ -9,7 +9,7 @@ from typing import Any
 from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.value import MaskedGradient, Normalized, Value, materialize
+from minidl.value import MaskedGradient, Normalized, PooledGradient, Value, materialize
 
 __all__ = ["GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 
@@ -56,6 +56,8 @@ class ReLU(Layer):
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
+        if isinstance(dy, PooledGradient) and add is None:
+            return dy  # of this ReLU's output, and masked for it
         if isinstance(dy, MaskedGradient):
             if dy.relu == self.name and add is None:
                 return dy

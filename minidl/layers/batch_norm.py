@@ -13,7 +13,7 @@ from minidl.dist.communicator import Communicator
 from minidl.initializers import Initializer, ones, zeros
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.value import MaskedGradient, Normalized, Origin, Value, finished, materialize
+from minidl.value import MaskedGradient, Normalized, Origin, PooledGradient, Value, finished, materialize
 
 __all__ = ["BatchNorm2d"]
 
@@ -137,7 +137,7 @@ class BatchNorm2d(Layer):
         if stats is None:
             stats = self.ops.batch_norm_stats(x)
         if self._joined is not None:
-            stats = self._joined.all_gather(stats)
+            stats = self._joined.all_gather(self.ops.batch_norm_merge(stats))
         return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)
 
     def _running_moments(self) -> Any:
@@ -153,7 +153,9 @@ class BatchNorm2d(Layer):
             "accumulate": any(not g.first for g in (weight, bias) if g is not None),
         }
         ops, x, moments = self.ops, kept.x, kept.moments
-        if isinstance(dy, MaskedGradient) and dy.norm == self.name:
+        if isinstance(dy, PooledGradient):
+            kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, dy.largest, moments, **gradients)
+        elif isinstance(dy, MaskedGradient) and dy.norm == self.name:
             kept.sums = ops.batch_norm_backward_sums(dy.parts, moments, **gradients)
         elif not _owes_mask(dy):
             kept.sums = ops.batch_norm_backward_stats(finished(ops, dy), x, moments, **gradients)
@@ -168,6 +170,10 @@ class BatchNorm2d(Layer):
         if sums is not None and self._joined is not None:
             self._joined.all_reduce(sums)
         weight, bias = self._affine
+        if isinstance(dy, PooledGradient):
+            facts = kept.x, kept.moments, weight, sums, kept.count
+            dx = self.ops.batch_norm_max_pool2d_backward(dy.array, dy.index, *facts, **dy.window)
+            return dx if add is None else self.ops.add(dx, add)
         if _owes_mask(dy):
             assert dy.term is not None, "backward_weight has masked the gradient of a join"
             return self.ops.batch_norm_relu_backward_apply(

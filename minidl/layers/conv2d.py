@@ -11,7 +11,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
-from minidl.value import MaskedGradient, Normalized, Origin, Value, materialize
+from minidl.value import MaskedGradient, Normalized, Origin, Value, materialize, owed
 
 __all__ = ["Conv2d", "ConvTranspose2d"]
 
@@ -136,7 +136,7 @@ class Conv2d(_Convolution):
         options = {**self.geometry, "tf32": self.tf32}
         if not isinstance(x, Value):
             self.save(x=x)
-        elif (term := self._owed(x)) is not None:
+        elif (term := owed(x)) is not None:
             options["norm"] = norm = term.moments, term.gamma, term.beta
             facts = x.origin.owner, term.owner, True, norm[1:]
             self.save(raw=term.raw, moments=term.moments, below=facts)
@@ -147,17 +147,9 @@ class Conv2d(_Convolution):
             x = x.array
         weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
         if self.statistics and self.training:
-            y, stats = self.ops.conv2d_stats(x, weight, bias, **options)
+            y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
             return Value(y, stats=stats)
         return self.ops.conv2d(x, weight, bias, **options)
-
-    @staticmethod
-    def _owed(x: Value) -> Normalized | None:
-        """The batch norm whose output under a ReLU is still owed, if the operations can make it as they read ``x``."""
-        if x.array is not None or not x.origin.relu or len(x.origin.terms) > 1:
-            return None
-        term = x.origin.terms[0]
-        return term if isinstance(term, Normalized) and term.gamma is not None and term.beta is not None else None
 
     def _below(self, origin: Origin | None) -> dict[str, Any]:
         """What the gradient of an input needs to be masked: of a ReLU over a batch norm, or over a sum with some."""

@@ -6,11 +6,12 @@ from math import prod
 from typing import Any
 
 from minidl import checks
+from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.value import Normalized, Origin, Value, materialize
 
-__all__ = ["Add", "Concat", "Mul"]
+__all__ = ["Add", "Concat", "Mul", "share_buffers"]
 
 
 class Add(Layer):
@@ -88,11 +89,20 @@ def _gate(shape: tuple[int, ...]) -> tuple[int, ...]:
 class Concat(Layer):
     """Concatenation of two or more inputs along channels. The gradients are channel slices of ``dy``, not copies.
 
+    In a model, concatenations of concatenations, as in a dense block, write into one buffer (`share_buffers`): each
+    copies only what is new, and all of them together take the memory of the last. (Pleiss et al., "Memory-efficient
+    implementation of DenseNets", 2017, do so with buffers that are filled again in the backward pass.)
+
     Shapes:
         (N, H, W, C1), (N, H, W, C2), ... → (N, H, W, C1 + C2 + ...).
     """
 
     num_inputs = 0  # any number
+    accepts_unfinished = True  # for the statistics and the buffer of a finished one
+    modes = ("training", "statistics")
+    statistics = False  # a fusion plan's mode: in training, those of the parts are those of the whole
+    room = 0  # channels that others will continue the output with, in its buffer
+    continues = False  # the buffer of the first input
 
     def output_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         if len(shapes) < 2:
@@ -105,9 +115,33 @@ class Concat(Layer):
     def cost(self, *shapes: tuple[int, ...], itemsize: int = 4) -> Cost:
         return Cost(forward=PassCost(0, 2 * sum(map(prod, shapes)) * itemsize))
 
-    def compute(self, *parts: Any) -> Any:
-        self.save(channels=tuple(part.shape[-1] for part in parts))
-        return self.ops.concat(parts)
+    def compute(self, *inputs: Any) -> Any:
+        values = [materialize(self.ops, x) if isinstance(x, Value) else Value(x) for x in inputs]
+        self.save(channels=tuple(value.shape[-1] for value in values))
+        y, buffer = self._joined(values)
+        stats = self._stats(values) if self.statistics and self.training else None
+        return Value(y, stats=stats, buffer=buffer) if stats is not None or buffer is not None else y
+
+    def _joined(self, values: list[Value]) -> tuple[Any, Any]:
+        """(the parts side by side, the buffer that they lie in, if there is room for more)"""
+        parts = [value.array for value in values]
+        buffer, begin = values[0].buffer if self.continues else None, 0
+        if buffer is not None:
+            begin = parts.pop(0).shape[-1]
+        elif self.room and self.store.resident:
+            channels = sum(part.shape[-1] for part in parts) + self.room
+            buffer = self.ops.empty((*parts[0].shape[:-1], channels), parts[0].dtype)
+        else:
+            return self.ops.concat(parts), None
+        for part in parts:
+            self.ops.copy_into(buffer[..., begin : begin + part.shape[-1]], part)
+            begin += part.shape[-1]
+        return buffer[..., :begin], buffer if self.room else None
+
+    def _stats(self, values: list[Value]) -> Any:
+        """Statistics of the whole: a channel's do not depend on what lies beside it."""
+        stats = [self.ops.batch_norm_stats(v.array) if v.stats is None else v.stats for v in values]
+        return self.ops.batch_norm_concat(stats)
 
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, ...]:
         parts, begin = [], 0
@@ -115,3 +149,16 @@ class Concat(Layer):
             parts.append(dy[..., begin : begin + channels])
             begin += channels
         return tuple(parts)
+
+
+def share_buffers(graph: Graph) -> None:
+    """Let each concatenation whose output another one continues leave room for that in its buffer."""
+    readers = graph.consumers()
+    for node in reversed(graph.nodes):
+        below = graph.nodes[node.inputs[0]] if isinstance(node.layer, Concat) else None
+        if below is None or not isinstance(below.layer, Concat):
+            continue
+        first = [i for i in readers[below.index] if graph.nodes[i].inputs[0] == below.index]
+        if [i for i in first if isinstance(graph.nodes[i].layer, Concat)] == [node.index]:
+            node.layer.continues = True
+            below.layer.room = node.layer.room + node.shape[-1] - below.shape[-1]

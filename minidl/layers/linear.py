@@ -11,6 +11,10 @@ from minidl.profile import Cost, PassCost
 
 __all__ = ["Linear"]
 
+TILE_BYTES = 64 << 20
+"""A gradient beyond this is made in tiles of at most so much, so that a ring of gradients need not hold all of it."""
+
+_ROWS = 128  # of a tile are a multiple of this, as kernels multiply
 _POINT = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 
@@ -35,7 +39,9 @@ class Linear(Layer):
         super().__init__(name)
         self.in_features = checks.at_least(self.name, "in_features", in_features, 1)
         self.out_features = checks.at_least(self.name, "out_features", out_features, 1)
-        self.declare("weight", (out_features, in_features), weight_init or kaiming_uniform(), product=True)
+        rows = max(TILE_BYTES // (4 * in_features) // _ROWS, 1) * _ROWS
+        shape, rows = (out_features, in_features), rows if rows < out_features else 0
+        self.declare("weight", shape, weight_init or kaiming_uniform(), product=True, rows=rows)
         if bias:
             self.declare("bias", (out_features,), uniform_fan_in(in_features), product=False)
 
@@ -58,12 +64,17 @@ class Linear(Layer):
         return y.reshape(x.shape[0], self.out_features)
 
     def backward_weight(self, dy: Any) -> None:
-        if (weight := self.grad("weight")) is not None:
+        rows = self.specs[0].rows or self.out_features
+        for begin in range(0, self.out_features, rows):
+            self.backward_weight_tile(dy, slice(begin, min(begin + rows, self.out_features)))
+
+    def backward_weight_tile(self, dy: Any, rows: slice) -> None:
+        if (weight := self.grad("weight", rows)) is not None:
             self.ops.conv2d_backward_weight(
-                _image(dy), _image(self.saved().x), **_POINT,
+                _image(dy[:, rows]), _image(self.saved().x), **_POINT,
                 out=_image(weight.view), accumulate=not weight.first, tf32=self.tf32,
             )  # fmt: skip
-        if (bias := self.grad("bias")) is not None:
+        if rows.stop == self.out_features and (bias := self.grad("bias")) is not None:
             self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:

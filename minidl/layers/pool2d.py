@@ -10,6 +10,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, ceil_div, pool_output_size
+from minidl.value import PooledGradient, Value, materialize, owed
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
@@ -62,6 +63,8 @@ class MaxPool2d(_Pool):
         x (N, H, W, C) → (N, P, Q, C).
     """
 
+    accepts_unfinished = True  # a ReLU over a batch norm
+
     def __init__(
         self,
         kernel_size: int | Pair,
@@ -90,12 +93,23 @@ class MaxPool2d(_Pool):
         )
 
     def compute(self, x: Any) -> Any:
-        y, index = self.ops.max_pool2d(x, **self._window, ceil_mode=self.ceil_mode)
+        options = {**self._window, "ceil_mode": self.ceil_mode}
+        if isinstance(x, Value):
+            if (term := owed(x)) is not None:
+                y, index, largest = self.ops.batch_norm_max_pool2d(
+                    term.raw, term.moments, term.gamma, term.beta, **options
+                )
+                self.save(index=index, shape=x.shape, y=y, largest=largest)
+                return y
+            x = materialize(self.ops, x).array
+        y, index = self.ops.max_pool2d(x, **options)
         self.save(index=index, shape=x.shape)
         return y
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
+        if hasattr(kept, "largest"):
+            return PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
         return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
 
 

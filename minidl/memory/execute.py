@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
+
 from minidl import checks
 from minidl.memory.nested import mapped
 from minidl.memory.plan import human
@@ -44,6 +46,9 @@ class Engine(Protocol):
     def copy_in(self, offset: int, host: int, count: int) -> None:
         """Copy them back, on the stream ``in``."""
 
+    def host(self, offset: int, count: int) -> np.ndarray:
+        """So many float32 of the host's memory, when all streams are idle."""
+
     def record(self, stream: str, event: int) -> None:
         """Event number ``event`` is over when what was issued to ``stream`` so far is."""
 
@@ -65,6 +70,8 @@ class ScriptedStore(TensorStore):
         at: the step that runs, or ran last; -1 before the first.
         rebuilding: the tensor that is being made again; None else.
     """
+
+    resident = False
 
     def __init__(self, engine: Engine, script_for: Callable[[int], Script]):
         super().__init__()
@@ -110,7 +117,7 @@ class ScriptedStore(TensorStore):
         try:
             with self.engine.allocating(self._place):
                 yield
-                done = self.at == script.last
+                done = self.at >= script.last
                 if done:
                     self._leave()
         finally:
@@ -130,12 +137,17 @@ class ScriptedStore(TensorStore):
 
     @contextmanager
     def _update(self, span: AbstractContextManager[None]) -> Iterator[None]:
+        visited = bool(self._script.trace.visitors)  # else no update touches the arena, wherever it stands
+        if visited:
+            self._enter(self._script.updates[self.at + 1])
         self._outside = True
         try:
             with span:
                 yield
         finally:
             self._outside = False
+        if visited:
+            self._leave()
 
     @contextmanager
     def _pass(self, title: str, span: AbstractContextManager[None]) -> Iterator[None]:
@@ -163,7 +175,7 @@ class ScriptedStore(TensorStore):
         if t < 0:
             raise self._other("goes on where the planned one ends")
         while (op := script.operations[self._cursor]) != Operation("compute", "step", t):
-            if op.kind == "step":  # an update, which touches nothing of the arena
+            if op.kind == "step":  # an update that touches nothing of the arena, or runs when the store has left
                 self._done("compute")
             else:
                 self._issue(op.stream, op.kind, op.index)
@@ -236,12 +248,17 @@ class ScriptedStore(TensorStore):
         return result
 
     def _seen(self, array: Any, here: list[tuple[int, int]]) -> Any:
-        """``array`` by its tensor, among those that the present step touches; one of the caller's as it is."""
+        """``array`` by its tensor, among those that the present step touches; any other as it is.
+
+        Others are the caller's, and values that a layer is handed but does not read: those may be dead, and lie where
+        a tensor of the step lies now.
+        """
         offset = self.engine.offset(array)
-        if offset is None:
+        if offset is None or not array.size:
             return array
+        extent = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
         for begin, i in here:
-            if begin <= offset < begin + self._script.trace.tensors[i].bytes:
+            if begin <= offset and offset + extent <= begin + self._script.trace.tensors[i].bytes:
                 return Place(i, offset - begin, array.shape, array.strides, array.dtype)
         return array
 
@@ -262,6 +279,14 @@ class ScriptedStore(TensorStore):
             rebuild(script.decisions[tensor].recipe, self._runs, locate, within)
         finally:
             self.rebuilding = None
+
+    def visitor(self, name: str) -> Any:
+        """The visiting tensor of that name, float32, where it lies while it is here."""
+        script = self._script
+        if script is None:
+            raise checks.order("memory", "outside a planned step momentum is on the host", "open memory.step()")
+        tensor = script.visitors[name]
+        return self.engine.view(script.here[tensor], (script.trace.tensors[tensor].bytes // 4,), (4,), np.dtype("f4"))
 
     # -- what layers see --------------------------------------------------------------------------------------------
 

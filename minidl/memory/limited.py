@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from minidl import checks
+from minidl.fusion import fuse
+from minidl.fusion.cost import Machine, planned_ms
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
@@ -22,10 +25,15 @@ from minidl.memory.script import Script, fitted, outside, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.times import CEILINGS, link_of, modelled
 from minidl.memory.trace import Trace
+from minidl.memory.visits import candidates, visiting
 from minidl.model import Model
+from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
-__all__ = ["LimitedMemory", "limit_memory", "unbound"]
+__all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "unbound"]
+
+FUSIONS = ("auto", "elementwise", "none")
+"""Plans of batch-norm fusion that commands choose among within a limit."""
 
 _WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
@@ -43,21 +51,29 @@ class LimitedMemory:
 
     def __init__(self, model: Model, batch: int, limit: str | float, **options: Any):
         self._model, self._batch, self._options = model, batch, options
-        recording = self._recorded(batch)
-        self.need = problem(recording.trace, least=options["least"]).peak
+        self._recording = self._recorded(batch)
+        self.need = problem(self._recording.trace, least=options["least"]).peak
         self.limit = parse_limit(limit, self.need)
-        self._require_plan(recording.trace)
-        self.script = self._script(recording, self.limit)
+
+    def plan(self) -> LimitedMemory:
+        """Find the plan; nothing of the model changes."""
+        self.script = self._fastest(self._recording)
         self._require_host()
-        times = self._times(recording.trace)
-        self.predicted: Timeline = timeline(recording.trace, self.script.plan, times, self._link)
-        _release(model)  # another limit's memory
-        make = options["engine"] or _gpu
+        times = self._times(self.script.trace)
+        self.predicted: Timeline = timeline(self.script.trace, self.script.plan, times, self._link)
+        return self
+
+    def allocate(self) -> LimitedMemory:
+        """Take the memory, and run the model's steps in it from now on."""
+        _release(self._model)  # another limit's memory
+        make = self._options["engine"] or _gpu
         # The plan of a slightly smaller batch may move slightly more.
         host_bytes = self.script.host_bytes + self.script.host_bytes // 8
         self.store = ScriptedStore(make(self.script.arena_bytes, host_bytes), self._script_for)
-        self._scripts = {batch: self.script}
-        _attach(model, self.store)
+        self._scripts = {self._batch: self.script}
+        _attach(self._model, self.store)
+        self._move_momentum()
+        return self
 
     def step(self, samples: int | None = None) -> AbstractContextManager[None]:
         """A context around forward, loss and backward of one training step; the `Trainer` opens it by itself.
@@ -81,6 +97,8 @@ class LimitedMemory:
 
     def release(self) -> None:
         """Give the memory back: the model keeps everything again, as without a limit."""
+        if self.script.trace.visitors:
+            self._options["optimizer"].host_momentum(())
         _release(self._model)
         self._scripts.clear()
         del self.store
@@ -93,8 +111,47 @@ class LimitedMemory:
         return record_step(
             unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
             device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
-            slots=model.arena.slots, input_grad=model.input_grad,
+            slots=model.arena.slots, in_momentum=model.arena.adds, input_grad=model.input_grad,
         )  # fmt: skip
+
+    def _fastest(self, recording: Recording) -> Script:
+        """Of scripts with and without visitors the one that is predicted to be fastest; a plan made before decides."""
+        variants, ready = self._variants(recording), self._options["plan"]
+        if ready is not None:
+            variants = [v for v in variants if v.trace.digest == ready.trace]
+            if not variants:
+                expected = "one for this model, batch and GPU"
+                raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
+        found, told = [], None
+        for variant in variants:
+            try:
+                found.append(self._script(variant, self.limit - self._options["reserve"]))
+            except Infeasible as error:
+                told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
+        if not found:
+            assert told is not None
+            raise told
+        return min(found, key=lambda s: timeline(s.trace, s.plan, self._times(s.trace), self._link).total_ms)
+
+    def _variants(self, recording: Recording) -> list[Recording]:
+        """The step as it is; with the momentum of large layers on the host, copied in a hurry or in time to hide."""
+        if self._options["optimizer"] is None:
+            return [recording]
+        trace, numbers = recording.trace, candidates(recording.trace)
+        traces = [visiting(trace, numbers), visiting(trace, numbers, self._times(trace), self._link)]
+        return [recording, *(dataclasses.replace(recording, trace=t) for t in (traces if numbers else ()))]
+
+    def _move_momentum(self) -> None:
+        """The optimizer's momentum to where the script has it."""
+        optimizer, trace, visits = self._options["optimizer"], self.script.trace, []
+        messages = {f"{message.name}:momentum": message for message in self._model.arena.messages}
+        for i in trace.visitors:
+            message, place = messages[trace.tensors[i].name], self.script.host[i]
+            here = partial(self.store.visitor, trace.tensors[i].name)
+            host = partial(self.store.engine.host, place, message.end - message.begin)
+            visits.append(Visit(message.begin, message.end, here, host))
+        if optimizer is not None:
+            optimizer.host_momentum(sorted(visits, key=lambda visit: visit.begin))
 
     def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
@@ -118,15 +175,16 @@ class LimitedMemory:
         """The script of a plan that somebody made before."""
         check(recording.trace, plan)
         script = write(recording, plan)
-        held = script.arena_bytes + script.beside
-        if held > plan.capacity:
+        if script.held > plan.capacity:
             remedy = "plan for a lower limit, or leave plan= out"
-            raise checks.bad_value("memory", "plan", f"within {human(plan.capacity)}", human(held), remedy)
+            raise checks.bad_value("memory", "plan", f"within {human(plan.capacity)}", human(script.held), remedy)
         return script
 
     def _smaller(self, samples: int) -> Script:
         """A script for a smaller batch, which fits into the arenas that are there: captured steps know their places."""
         recording, engine = self._recorded(samples), self.store.engine
+        if self.script.trace.visitors:
+            recording = self._variants(recording)[-1]
         try:
             return self._script(recording, engine.arena_bytes + outside(recording), engine.host_bytes)
         except Infeasible as error:
@@ -142,12 +200,6 @@ class LimitedMemory:
     def _link(self) -> Link:
         return self._options["link"] or link_of(_RATES)
 
-    def _require_plan(self, trace: Trace) -> None:
-        plan = self._options["plan"]
-        if plan is not None and plan.trace != trace.digest:
-            expected = "one for this model, batch and GPU"
-            raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
-
     def _require_host(self) -> None:
         needed, budget = self.script.host_bytes, self._options["host_limit"]
         if budget is None and (whole := host_budget()) is not None:
@@ -160,11 +212,12 @@ class LimitedMemory:
         """One line: the limit, what is kept, moved and made again, and what that should cost."""
         plan, run = self.script.plan, self.predicted
         slower = run.total_ms / run.compute_ms if run.compute_ms else 1.0
-        held = self.script.arena_bytes + self.script.beside
+        away = sum(self.script.trace.tensors[i].bytes for i in self.script.trace.visitors)
+        momentum = f"momentum on the host {human(away)}, " if away else ""
         return (
-            f"{human(held)} of {human(self.need)} (limit {human(self.limit)}): kept {human(plan.kept_bytes)}, "
-            f"moved {human(plan.moved_bytes)}, made again {human(plan.rebuilt_bytes)}; predicted step {slower:.2f} "
-            f"times the one without a limit"
+            f"{human(self.script.held)} of {human(self.need)} (limit {human(self.limit)}): "
+            f"kept {human(plan.kept_bytes)}, {momentum}moved {human(plan.moved_bytes)}, "
+            f"made again {human(plan.rebuilt_bytes)}; predicted step {slower:.2f} times the one without a limit"
         )
 
 
@@ -180,6 +233,9 @@ def limit_memory(
     link: Link | None = None,
     least: int = LEAST,
     plan: Plan | None = None,
+    optimizer: SGD | None = None,
+    fusions: Sequence[str] = (),
+    reserve: int = 0,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
@@ -206,6 +262,13 @@ def limit_memory(
         least: bytes; smaller tensors stay.
         plan: made before for this model, batch and limit (``memory.script.plan``): planning large networks takes
             seconds.
+        optimizer: of the model, after `update_in_backward`; its momentum may then lie on the host but around the
+            update of its layer, where that makes a step faster within the limit (`minidl.memory.visits`).
+        fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`): the model runs by that with which a
+            step within the limit is predicted fastest. A ``limit`` that is a part is one of what the first needs. What
+            fusion keeps unwritten cannot be made again in parts, so the fastest plan without a limit need not be it.
+        reserve: bytes of the limit that are for others: what else the process holds on the GPU, such as rests of pieces
+            that a pool cannot give back.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
 
     Raises:
@@ -215,10 +278,43 @@ def limit_memory(
     if model.ops.name != "cuda":
         raise checks.bad_value("memory", "model", "on a GPU", f"one on the {model.ops.name}", "use device='cuda'")
     batch = checks.at_least("memory", "batch", batch, 1)
-    return LimitedMemory(
-        model, batch, limit, momentum=momentum, rebuild=rebuild, host_limit=host_limit, times=times, link=link,
-        least=least, plan=plan, engine=engine,
-    )  # fmt: skip
+    if optimizer is not None and (optimizer.model is not model or not model.arena.slots):
+        expected = "the model's, after update_in_backward()"
+        raise checks.bad_value("memory", "optimizer", expected, "another", "leave optimizer= out")
+    options = {
+        "momentum": momentum, "rebuild": rebuild, "host_limit": host_limit, "times": times, "link": link,
+        "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
+        "reserve": checks.at_least("memory", "reserve", reserve, 0),
+    }  # fmt: skip
+    if fusions:
+        return _fused(model, batch, limit, fusions, options).allocate()
+    return LimitedMemory(model, batch, limit, **options).plan().allocate()
+
+
+def _fused(
+    model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
+) -> LimitedMemory:
+    """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
+    before, found, tried, told = model.fusion, {}, [], None
+    machine = Machine.of(model.ops.current_device())
+    for how in fusions:
+        fused = fuse(model, how)
+        if fused in tried:
+            continue  # alike where there is little to fuse
+        tried.append(fused)
+        memory = LimitedMemory(model, batch, limit, **options)
+        limit = memory.limit
+        try:
+            passes = planned_ms(model.graph, fused, batch, model.precision, machine)
+            found[how] = memory.plan().predicted.total_ms + passes, memory
+        except Infeasible as error:
+            told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
+    fastest = model.comm.share(min(found, key=lambda how: found[how][0]) if found else None)[0]
+    if fastest not in found:
+        fuse(model, before if before is not None else "none")
+        raise told
+    fuse(model, fastest)
+    return found[fastest][1]
 
 
 def _gpu(arena_bytes: int, host_bytes: int) -> Engine:

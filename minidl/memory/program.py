@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from minidl.memory.plan import Decision, Plan
 from minidl.memory.trace import Trace
+from minidl.memory.visits import last_pass
 
 __all__ = ["STREAMS", "Operation", "Race", "program", "prove", "validate"]
 
@@ -61,6 +62,10 @@ def _stays(trace: Trace, plan: Plan) -> list[_Stay]:
     for i, tensor in enumerate(trace.tensors):
         d = away.get(i)
         if not tensor.touches or (tensor.resident and d is None):
+            continue
+        if tensor.visit is not None:
+            users = (("copy_in", i), *(("step", t) for t in tensor.touches), ("copy_out", i))
+            stays.append(_Stay(tensor.name, tensor.first, tensor.last, users))
             continue
         first = -1 if tensor.given else tensor.first
         users = [("step", t) for t in tensor.touches]
@@ -169,34 +174,42 @@ def program(trace: Trace, plan: Plan) -> list[Operation]:
     """
     issuer = _Issuer(trace, plan)
     moved = plan.chosen("offload")
-    leaving: dict[int, list[Decision]] = defaultdict(list)
-    needed: dict[int, list[Decision]] = defaultdict(list)
+    leaving: dict[int, list[int]] = defaultdict(list)
+    needed: dict[int, list[int]] = defaultdict(list)
+    coming = [(d.back, d.fetch, d.tensor) for d in moved]
     for d in moved:
-        leaving[d.leave].append(d)
-        needed[d.back].append(d)
+        leaving[d.leave].append(d.tensor)
+        needed[d.back].append(d.tensor)
+    for i in trace.visitors:
+        touches = trace.tensors[i].touches
+        coming.append((touches[0], trace.tensors[i].first, i))
+        leaving[touches[-1]].append(i)
+        needed[touches[0]].append(i)
+    coming.sort()
+    visitors, end = set(trace.visitors), last_pass(trace)
     rebuilt: dict[int, list[Decision]] = defaultdict(list)
     for d in sorted(plan.chosen("recompute"), key=lambda d: trace.tensors[d.tensor].first):
         rebuilt[d.back].append(d)
-    coming = sorted(moved, key=lambda d: (d.back, d.fetch))
     fetched = 0
-    _copy_out(issuer, leaving[-1])
+    _copy_out(issuer, -1, leaving[-1])
     for t in range(len(trace)):
-        while fetched < len(coming) and coming[fetched].fetch <= t:
-            i = coming[fetched].tensor
-            issuer.issue("in", "copy_in", i, [("copy_out", i)])
+        while fetched < len(coming) and coming[fetched][1] <= t:
+            i = coming[fetched][2]
+            issuer.issue("in", "copy_in", i, [("step", t - 1) if i in visitors else ("copy_out", i)])
             fetched += 1
-        arrived = [("copy_in", d.tensor) for d in needed[t]]
+        arrived = [("copy_in", i) for i in needed[t]]
         for d in rebuilt[t]:
             issuer.issue("compute", "rebuild", d.tensor, arrived)
+        if t == end:
+            arrived += [("copy_out", i) for i in visitors]
         issuer.issue("compute", "step", t, arrived)
-        _copy_out(issuer, leaving[t])
+        _copy_out(issuer, t, leaving[t])
     return issuer.operations
 
 
-def _copy_out(issuer: _Issuer, decisions: Sequence[Decision]) -> None:
-    for d in decisions:
-        behind = [("step", d.leave)] if d.leave >= 0 else []
-        issuer.issue("out", "copy_out", d.tensor, behind)
+def _copy_out(issuer: _Issuer, leave: int, tensors: Sequence[int]) -> None:
+    for i in tensors:
+        issuer.issue("out", "copy_out", i, [("step", leave)] if leave >= 0 else [])
 
 
 # -- the proof --------------------------------------------------------------------------------------------------------
@@ -236,6 +249,13 @@ def prove(trace: Trace, plan: Plan, place: Mapping[tuple[str, int], int], before
                 ordered(("step", t), ("copy_out", i), f"{name} is still being used")
         for user in [("step", t) for t in touches if t >= d.back] + reads[i]:
             ordered(back, user, f"{name} is not back")
+    for i in trace.visitors:
+        tensor = trace.tensors[i]
+        ordered(("step", tensor.first - 1), ("copy_in", i), "the training step before may still be running")
+        for t in tensor.touches:
+            ordered(("copy_in", i), ("step", t), f"{tensor.name} is not there")
+            ordered(("step", t), ("copy_out", i), f"{tensor.name} is still being used")
+        ordered(("copy_out", i), ("step", last_pass(trace)), f"the next step fetches {tensor.name} from the host")
     _require_handover(trace, _stays(trace, plan), place, before)
 
 
@@ -260,7 +280,8 @@ def _relation(operations: Sequence[Operation]) -> tuple[dict[tuple[str, int], in
 
 def _require_complete(trace: Trace, plan: Plan, place: Mapping[tuple[str, int], int]) -> None:
     wanted = {("step", t) for t in range(len(trace))} | {("rebuild", d.tensor) for d in plan.chosen("recompute")}
-    wanted |= {(kind, d.tensor) for d in plan.chosen("offload") for kind in ("copy_out", "copy_in")}
+    moved = (*(d.tensor for d in plan.chosen("offload")), *trace.visitors)
+    wanted |= {(kind, i) for i in moved for kind in ("copy_out", "copy_in")}
     if wanted != place.keys():
         kind, index = min(wanted ^ place.keys())
         missing = (kind, index) in wanted

@@ -192,6 +192,8 @@ class _Seen(NamedTuple):
 class _NotingStore(TensorStore):
     """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
 
+    resident = False  # nor is it in the step that is planned
+
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
@@ -234,6 +236,7 @@ def record(
     *,
     precision: str | Precision = "fp32",
     momentum: float = 0.9,
+    gradients: str = "keep",
     device: DeviceRecord | None = None,
     **facts: Any,
 ) -> Trace:
@@ -246,6 +249,8 @@ def record(
         batch: samples.
         precision: as `minidl.Model`.
         momentum: 0 leaves the optimizer without state.
+        gradients: ``"keep"`` all of them; ``"ring"``, a few messages' (`minidl.SGD.update_in_backward`);
+            ``"momentum"``, none (`minidl.SGD.gradients_in_momentum`).
         device: the imagined GPU, which decides workspaces; default an H200.
         facts: kept in the trace, JSON-able (the model's name, image size, ...).
 
@@ -253,7 +258,11 @@ def record(
         ValueError: for a batch below one or an unknown precision.
         RuntimeError: when the graph's layers belong to a model already.
     """
-    return record_step(graph, batch, precision=precision, momentum=momentum, device=device, facts=facts).trace
+    modes = {"keep": {}, "ring": {"slots": 1}, "momentum": {"in_momentum": True}}
+    if gradients not in modes:
+        raise checks.unknown("gradients", gradients, modes)
+    options = {"precision": precision, "momentum": momentum, "device": device, "facts": facts, **modes[gradients]}
+    return record_step(graph, batch, **options).trace
 
 
 def record_step(
@@ -265,12 +274,14 @@ def record_step(
     device: DeviceRecord | None = None,
     facts: Mapping[str, Any] | None = None,
     slots: int = 0,
+    in_momentum: bool = False,
     **options: Any,
 ) -> Recording:
     """As `record`, with all that an executor needs beside the trace.
 
     Args:
         slots: of a ring of gradients (`minidl.SGD.update_in_backward`); 0: all are kept.
+        in_momentum: gradients are added to the momentum (`minidl.SGD.gradients_in_momentum`).
         options: those of `minidl.Model`.
     """
     batch = checks.at_least("record", "batch", batch, 1)
@@ -282,6 +293,8 @@ def record_step(
         optimizer = SGD(model, 0.1, momentum)
         if slots:
             optimizer.update_in_backward(slots)
+        if in_momentum:
+            optimizer.gradients_in_momentum()
         loss = SoftmaxCrossEntropy()
         loss.profiler = watcher
         ops, storage = model.ops, model.precision.storage
@@ -368,8 +381,10 @@ def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(arena.master, "weight", parts(4, False))
     if arena.working is not arena.master:
         watcher.divide(arena.working, "working", parts(arena.working.itemsize, False))
-    watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
-    watcher.divide(optimizer.velocity, "momentum", parts(4, True))
+    if not arena.adds:
+        watcher.divide(arena.grad, "gradient", [("ring", 0, arena.grad.nbytes)] if arena.slots else parts(4, True))
+    messages = [(message.name, message.begin * 4, message.end * 4) for message in arena.messages]
+    watcher.divide(optimizer.velocity, "momentum", messages)
 
 
 def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
@@ -433,9 +448,12 @@ def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer:
                 costs[node.name, pass_name] = getattr(cost, pass_name)
     cost = loss.cost(shapes[model.output_node.index], itemsize)
     costs |= {("loss", "forward"): cost.forward, ("loss", "backward_data"): cost.backward_data}
-    weights = watcher.passes.count(("optimizer", "update"))
-    total = optimizer.cost()
-    costs["optimizer", "update"] = PassCost(total.flop // weights, total.bytes // weights)
+    costs["optimizer", "update"] = optimizer.cost()
+    shared = {  # by as many spans: updates, gradients of weights in tiles
+        key: count for key, count in Counter(watcher.passes).items() if key[1] in ("update", "backward_weight")
+    }
+    for key, count in shared.items():
+        costs[key] = PassCost(costs[key].flop // count, costs[key].bytes // count)
     read = [0] * len(watcher.passes)
     for memory in watcher.all:
         for t in memory.touches:
@@ -443,7 +461,7 @@ def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer:
     steps, seen = [], set()
     for t, (key, workspace) in enumerate(zip(watcher.passes, watcher.workspaces(), strict=True)):
         cost = costs[key]
-        if key in seen and key[0] != "optimizer":
+        if key in seen and key not in shared:
             cost = PassCost(0, read[t])
         seen.add(key)
         kind, matrix = kinds.get(key[0], ("", False))

@@ -20,6 +20,7 @@ from minidl.memory.program import Operation, program
 from minidl.memory.record import Watcher, root
 from minidl.memory.recording import Place, Recording, Run
 from minidl.memory.trace import Trace
+from minidl.memory.visits import last_pass
 from minidl.shapes import round_up
 
 __all__ = ["Request", "Script", "fitted", "outside", "rebuild", "write"]
@@ -62,6 +63,11 @@ class Script:
     host_bytes: int
     beside: int
 
+    @property
+    def held(self) -> int:
+        """Most bytes on the device."""
+        return self.arena_bytes + self.beside
+
     @cached_property
     def awaited(self) -> frozenset[int]:
         """Places in the program that something waits for."""
@@ -78,16 +84,29 @@ class Script:
         return {saver: i for i in self.decisions for saver in self.trace.tensors[i].savers}
 
     @cached_property
+    def visitors(self) -> dict[str, int]:
+        """Tensor by name, of those that visit."""
+        return {self.trace.tensors[i].name: i for i in self.trace.visitors}
+
+    @cached_property
     def last(self) -> int:
-        """The last step before updates: those touch no memory of the arena."""
-        return max(t for t, step in enumerate(self.trace.steps) if step.pass_name != "update")
+        """The last step that is no update: updates behind it touch no memory of the arena."""
+        return last_pass(self.trace)
 
     @cached_property
     def following(self) -> list[int]:
         """By step + 1 the next one that is no update; -1 behind the last."""
+        return self._next(lambda pass_name: pass_name != "update")
+
+    @cached_property
+    def updates(self) -> list[int]:
+        """By step + 1 the next update; -1 behind the last."""
+        return self._next(lambda pass_name: pass_name == "update")
+
+    def _next(self, wanted: Callable[[str], bool]) -> list[int]:
         found = [-1]
         for t in reversed(range(len(self.trace))):
-            found.append(found[-1] if self.trace.steps[t].pass_name == "update" else t)
+            found.append(t if wanted(self.trace.steps[t].pass_name) else found[-1])
         return found[::-1]
 
     @cached_property
@@ -210,6 +229,8 @@ def write(recording: Recording, plan: Plan) -> Script:
             continue
         d = away.get(i)
         here[i] = layout.stay(tensor.bytes, tensor.first, tensor.last if d is None else d.gone - 1)
+        if tensor.visit is not None:
+            back[i] = here[i]
         if d is not None:
             back[i] = layout.stay(tensor.bytes, d.fetch, tensor.last)
     spaces = {
@@ -254,11 +275,14 @@ def outside(recording: Recording) -> int:
 
 
 def _on_host(trace: Trace, plan: Plan) -> tuple[dict[int, int], int]:
-    """Offsets on the host. All moved tensors are away while the loss is computed, so none can take another's place."""
+    """Offsets on the host. All moved tensors are away while the loss is computed, so none can take another's place.
+
+    Visitors, whose home it is, come first: they lie there in every script of a model.
+    """
     offsets, total = {}, 0
-    for d in plan.chosen("offload"):
-        offsets[d.tensor] = total
-        total += round_up(trace.tensors[d.tensor].bytes, _HOST_ALIGN)
+    for i in (*trace.visitors, *(d.tensor for d in plan.chosen("offload"))):
+        offsets[i] = total
+        total += round_up(trace.tensors[i].bytes, _HOST_ALIGN)
     return offsets, total
 
 
@@ -281,7 +305,7 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
             floor = error
             plan = plan_for(error.needed)  # the least there is
         script = write(recording, dataclasses.replace(plan, capacity=capacity))
-        over = script.arena_bytes + script.beside - capacity
+        over = script.held - capacity
         if over <= 0:
             return script
         if floor is not None:

@@ -55,11 +55,11 @@ class _Ledger:
             if tensor.resident or tensor.given:
                 self.put(i, True)
             else:
-                self.born[tensor.touches[0]].append(i)
+                self.born[tensor.first].append(i)
             for t in tensor.touches:
                 self.touched[t].append(i)
             if not tensor.resident:
-                self.dying[tensor.touches[-1]].append(i)
+                self.dying[tensor.last].append(i)
 
     def put(self, i: int, valid: bool) -> None:
         self.here[i] = valid
@@ -255,6 +255,12 @@ def timeline(trace: Trace, plan: Plan, times_ms: Sequence[float], link: Link | N
     return _Clock(trace, plan, times_ms, link or Link()).run()
 
 
+def _visit(trace: Trace, i: int) -> tuple[int, int, int, int]:
+    """Of a visitor: the last step that touches it, when its memory is others', when it has some, its first touch."""
+    tensor = trace.tensors[i]
+    return tensor.touches[-1], tensor.last + 1, tensor.first, tensor.touches[0]
+
+
 class _Clock:
     """The three queues of one step."""
 
@@ -276,7 +282,14 @@ class _Clock:
         self.in_done: dict[int, float] = {}
         self.entries: list[Entry] = []
         self.rebuild_ms = 0.0
-        self.moved = sum(trace.tensors[d.tensor].bytes for d in moved)
+        visitors = [Decision(i, "offload", *_visit(trace, i)) for i in trace.visitors]
+        for d in visitors:
+            self.out[d.leave].append(d)
+            self.needed[d.back].append(d)
+        self.gone = sorted([*self.gone, *visitors], key=lambda d: d.gone)
+        self.into = sorted([*self.into, *visitors], key=lambda d: (d.back, d.fetch))
+        self.visitors = set(trace.visitors)
+        self.moved = sum(trace.tensors[d.tensor].bytes for d in (*moved, *visitors))
 
     def run(self) -> Timeline:
         out_free = self._copies_out(-1, 0.0, 0.0)
@@ -310,7 +323,8 @@ class _Clock:
 
     def _copy_in(self, d: Decision, start: float) -> float:
         tensor = self.trace.tensors[d.tensor]
-        start = max(start, self.out_done[d.tensor])
+        if d.tensor not in self.visitors:  # whose content was there when the step began
+            start = max(start, self.out_done[d.tensor])
         end = start + self.link.in_ms(tensor.bytes)
         self.in_done[d.tensor] = end
         self.entries.append(Entry("in", tensor.name, start, end))

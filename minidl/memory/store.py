@@ -52,6 +52,8 @@ class PlannedStore(TensorStore):
 
     capturable = False
 
+    resident = False
+
     def __init__(self, trace: Trace, plan: Plan, host_limit: int | None = None):
         super().__init__()
         needed = check(trace, plan).host_peak

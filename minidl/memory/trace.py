@@ -66,6 +66,8 @@ class Tensor:
         savers: who keeps it, as ``<layer>.<name given to save>``.
         again: running the forward pass that makes it once more gives it again; False for what is then read instead (the
             moments of a batch norm).
+        visit: steps from the first to the last of which it has memory; before and behind its content is on the host
+            (`minidl.memory.visits`).
     """
 
     name: str
@@ -76,21 +78,24 @@ class Tensor:
     given: bool = False
     savers: tuple[str, ...] = ()
     again: bool = True
+    visit: tuple[int, int] | None = None
 
     @property
     def resident(self) -> bool:
-        """Whether it outlives the step."""
-        return self.kind in RESIDENT_KINDS
+        """Whether it is on the device at every moment."""
+        return self.kind in RESIDENT_KINDS and self.visit is None
 
     @property
     def first(self) -> int:
         """First step at which it takes memory."""
+        if self.visit is not None:
+            return self.visit[0]
         return 0 if self.given else self.touches[0]
 
     @property
     def last(self) -> int:
         """Last step at which it takes memory."""
-        return self.touches[-1]
+        return self.touches[-1] if self.visit is None else self.visit[1]
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,9 @@ class Trace:
             inside = all(0 <= t < len(self.steps) for t in tensor.touches)
             if not (ordered and inside) or not (tensor.touches or tensor.resident):
                 raise checks.bad_value("trace", f"touches of {tensor.name}", "ascending step numbers", tensor.touches)
+            first, last = tensor.visit or (1, len(self.steps) - 1)
+            if tensor.visit and not 0 < first <= tensor.touches[0] <= tensor.touches[-1] <= last < len(self.steps):
+                raise checks.bad_value("trace", f"visit of {tensor.name}", "around its touches", tensor.visit)
             if tensor.bytes < 0:
                 raise checks.bad_value("trace", f"bytes of {tensor.name}", "at least 0", tensor.bytes)
 
@@ -131,6 +139,12 @@ class Trace:
             if tensor.resident:
                 total[tensor.kind] += tensor.bytes
         return total
+
+    @cached_property
+    def visitors(self) -> list[int]:
+        """Tensors that are on the host but for a part of the step, those that come first first."""
+        numbers = [i for i, tensor in enumerate(self.tensors) if tensor.visit is not None]
+        return sorted(numbers, key=lambda i: (self.tensors[i].touches[0], i))
 
     @cached_property
     def digest(self) -> str:
@@ -161,7 +175,7 @@ class Trace:
         if content.get("schema") != SCHEMA:
             raise ValueError(f"memory trace of schema {content.get('schema')!r}; this minidl reads schema {SCHEMA}")
         tensors = (
-            Tensor(**{**record, "touches": tuple(record["touches"]), "savers": tuple(record["savers"])})
+            Tensor(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
             for record in content["tensors"]
         )
         steps = (Step(**record) for record in content["steps"])

@@ -33,7 +33,7 @@ class CSBMatrix:
     taken in float32 in a fixed order, so results are the same bits each time, with any number of threads, and in
     float32 in both orientations. Elements that are not stored are not multiplied: an infinity or NaN in ``X`` reaches
     only outputs that have an element for it, and zeros that *are* stored count as elements. (On a GPU that holds for
-    float32 without ``tf32x3``; tensor cores multiply zeros, too.)
+    float32 without ``split``; tensor cores multiply zeros, too.)
 
     Args:
         pattern: where the elements are.
@@ -254,7 +254,7 @@ class CSBMatrix:
         return self.T.matmul(x, features_last=True)
 
     def matmul(
-        self, x: Any, *, features_last: bool = False, bias: Any = None, relu: bool = False, tf32x3: bool = False
+        self, x: Any, *, features_last: bool = False, bias: Any = None, relu: bool = False, split: str | None = None
     ) -> Any:
         """``A @ x`` with x (K, N), giving (M, N); with ``features_last`` ``x @ A.T`` with x (N, K), giving (N, M).
 
@@ -262,17 +262,19 @@ class CSBMatrix:
             x: as above, or a vector (K,); the dtype and device of the values.
             bias: (M,) float32, added to each output feature.
             relu: the result is max(·, 0).
-            tf32x3: on a Hopper GPU float32 products may be taken as three TF32 products where `route` says so: faster
-                for all but the sparsest matrices, some 1e-5 of `|A||x|` off, and structural zeros are multiplied.
+            split: on a Hopper GPU float32 products may be taken as three products of narrower numbers where `route`
+                says so: faster for all but the sparsest matrices, and structural zeros are multiplied. ``"tf32x3"``
+                is off by some 2^-20 of ``|A||x|`` and what tensor cores lose in sums, ``"bf16x3"``, twice as fast, by
+                up to 2^-14.
 
         Raises:
-            ValueError: shapes that do not fit.
+            ValueError: shapes that do not fit; ``split`` of 16-bit arrays or on the CPU.
             TypeError: another dtype, device or kind of array.
         """
         x = self._operand("x", x)
         if x.ndim == 1:
             self._require("x", x, (self.shape[1],))
-            return self.matmul(x[:, None], bias=bias, relu=relu, tf32x3=tf32x3).reshape(-1)
+            return self.matmul(x[:, None], bias=bias, relu=relu, split=split).reshape(-1)
         if x.ndim != 2 or x.shape[1 if features_last else 0] != self.shape[1]:
             wanted = f"(N, {self.shape[1]})" if features_last else f"({self.shape[1]}, N)"
             raise checks.bad_shape("CSBMatrix", "x", wanted, x.shape, f"the matrix is {self.shape}")
@@ -282,16 +284,16 @@ class CSBMatrix:
                 raise checks.bad_dtype("CSBMatrix", "bias", expected, checks.describe(bias))
             self._require("bias", bias, (self.shape[0],))
         if x.flags.f_contiguous and not x.flags.c_contiguous:
-            return self._product(x.T, not features_last, bias, relu, tf32x3).T
-        return self._product(x, features_last, bias, relu, tf32x3)
+            return self._product(x.T, not features_last, bias, relu, split).T
+        return self._product(x, features_last, bias, relu, split)
 
-    def _product(self, x: Any, features_last: bool, bias: Any, relu: bool, tf32x3: bool) -> Any:
+    def _product(self, x: Any, features_last: bool, bias: Any, relu: bool, split: str | None) -> Any:
         return self._ops.csb_matmul(
             self.indptr, self.indices, self._data, x, self.pattern.shape, self.pattern.side,
-            transposed=self._transposed, features_last=features_last, bias=bias, relu=relu, tf32x3=tf32x3,
+            transposed=self._transposed, features_last=features_last, bias=bias, relu=relu, split=split,
         )  # fmt: skip
 
-    def route(self, samples: int, *, features_last: bool = False, tf32x3: bool = False) -> str:
+    def route(self, samples: int, *, features_last: bool = False, split: str | None = None) -> str:
         """Which kernels `matmul` of so many samples runs on: "cpu", or one of `minidl.cuda.csb_routes.ROUTES`."""
         if self._ops.name == "cpu":
             return "cpu"
@@ -299,15 +301,15 @@ class CSBMatrix:
         from minidl.cuda.device import current_device
 
         where = self.pattern.shape, self.pattern.side, self.nnz
-        product = Product(*where, self.dtype, samples, self._transposed, features_last, tf32x3)
+        product = Product(*where, self.dtype, samples, self._transposed, features_last, split)
         return choose_route(product, current_device())
 
-    def profile(self, x: Any, *, features_last: bool = False, tf32x3: bool = False) -> ProductProfile:
+    def profile(self, x: Any, *, features_last: bool = False, split: str | None = None) -> ProductProfile:
         """Time `matmul` and its parts, loads, index decoding and multiply-adds, and say what is uneven; to be printed.
 
         See `minidl.sparse.profile`.
         """
-        return profile_product(self, x, features_last=features_last, tf32x3=tf32x3)
+        return profile_product(self, x, features_last=features_last, split=split)
 
     def sampled(
         self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False

@@ -23,6 +23,9 @@ from minidl.sparse.pattern import CSBPattern, choose_side
 
 __all__ = ["CSBConv2d", "CSBLinear"]
 
+# By `Precision.tf32`, how products may be split: three of bfloat16 are nearer to float32's than a single TF32 one.
+SPLITS = {0: None, 1: "bf16x3", 3: "tf32x3"}
+
 
 class _CSBLayer(Layer):
     """What both layers share: rows of features times a sparse weight, and the two gradients."""
@@ -93,7 +96,7 @@ class _CSBLayer(Layer):
         """(rows, in) -> (rows, out)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, features_last=True,
-            bias=self.params.get("bias"), tf32x3=self.tf32,
+            bias=self.params.get("bias"), split=SPLITS[self.tf32],
         )  # fmt: skip
 
     def _backward_weight(self, dy: Any, x: Any) -> None:
@@ -113,7 +116,7 @@ class _CSBLayer(Layer):
         """(rows, out) -> (rows, in)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], dy, *self._where, transposed=True, features_last=True,
-            tf32x3=self.tf32,
+            split=SPLITS[self.tf32],
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -281,7 +284,7 @@ class CSBConv2d(_CSBLayer):
             return self._forward(self._rows(x)).reshape(self.output_shape(x.shape))
         return self.ops.csb_conv2d(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, **self.geometry,
-            bias=self.params.get("bias"), tf32x3=self.tf32,
+            bias=self.params.get("bias"), split=SPLITS[self.tf32],
         )  # fmt: skip
 
     def backward_weight(self, dy: Any) -> None:
@@ -302,7 +305,7 @@ class CSBConv2d(_CSBLayer):
         if not self._pointwise:
             return self.ops.csb_conv2d_backward_data(
                 *self.pattern.on(self.ops), self.params["weight"], dy, shape, *self._where, **self.geometry,
-                tf32x3=self.tf32,
+                split=SPLITS[self.tf32],
             )  # fmt: skip
         part = self._backward_data(dy.reshape(prod(dy.shape[:3]), dy.shape[3]))
         if self.stride == (1, 1):

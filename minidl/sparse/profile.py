@@ -47,12 +47,12 @@ class ProductProfile:
 
 
 def profile_product(
-    a: CSBMatrix, x: Any, *, features_last: bool = False, tf32x3: bool = False, budget: Budget | None = None
+    a: CSBMatrix, x: Any, *, features_last: bool = False, split: str | None = None, budget: Budget | None = None
 ) -> ProductProfile:
     """Time ``a.matmul(x)`` and its parts; the result is thrown away.
 
     Args:
-        x, features_last, tf32x3: as `CSBMatrix.matmul`.
+        x, features_last, split: as `CSBMatrix.matmul`.
         budget: how long each part is measured; None takes the usual one.
 
     On a GPU the times are those of a captured graph that repeats the call on the same operands: what fits into the
@@ -64,7 +64,7 @@ def profile_product(
     def ms(call: Callable[[], Any]) -> float:
         return (clock.replayed([call], budget) or clock.hot(call, budget)).ms
 
-    options = {"features_last": features_last, "tf32x3": tf32x3}
+    options = {"features_last": features_last, "split": split}
     samples = x.shape[0 if features_last else -1] if x.ndim == 2 else 1
     route = a.route(samples, **options)
     if ops.name == "cpu":
@@ -77,7 +77,7 @@ def profile_product(
     else:
         from minidl.cuda.csb_profile import parts_of
 
-        where = a.pattern.shape, a.pattern.side, a.transposed, features_last, route
+        where = a.pattern.shape, a.pattern.side, a.transposed, features_last, route, split
         parts, uneven = parts_of(a.indptr, a.indices, a.data, x, *where)
     whole = ms(lambda: a.matmul(x, **options))
     return ProductProfile(route, whole, {name: ms(call) for name, call in parts.items()}, uneven)

@@ -129,6 +129,11 @@ class SharedSGD(SGD):
         """As `SGD.update`; not within a captured step, as the host adds up."""
         super().update()
 
+    def gradients_in_momentum(self) -> None:
+        """Refused: gradients of shared weights are added up by themselves."""
+        text = "gradients added to the momentum: those of shared weights are added up by themselves"
+        raise checks.impossible("SharedSGD", text, "leave one of the two out")
+
     def _condition(self, begin: int, end: int) -> None:
         for segment, codes in self._tied:
             if begin <= segment.offset < end:

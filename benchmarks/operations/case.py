@@ -1,0 +1,90 @@
+"""What a row of bench_ops.py is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from minidl import cuda as ops
+from minidl.precision import bfloat16, float32
+from minidl.profile.timing import Call
+
+DTYPES = {"bf16": bfloat16, "fp32": float32}
+BATCH = 256
+ACTIVATIONS = {"64@56": (56, 56, 64), "256@56": (56, 56, 256), "512@28": (28, 28, 512), "2048@7": (7, 7, 2048)}
+
+Make = Callable[[], Call]  # builds one input set and returns the call bound to it
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: what runs, the bytes it has to move, and who else does it."""
+
+    name: str
+    direction: str
+    dtype: str
+    least_bytes: int
+    make: Make
+    peers: dict[str, Make] = field(default_factory=dict)
+
+
+@cache
+def noise_base() -> Any:
+    return ops.from_host(np.random.default_rng(0).standard_normal(2**22, np.float32))
+
+
+def noise(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Normal values, repeating every 2^22, made on the device."""
+    base = noise_base()
+    flat = ops.empty(math.prod(shape), float32)
+    for begin in range(0, flat.size, base.size):
+        end = min(begin + base.size, flat.size)
+        ops.copy_into(flat[begin:end], base[: end - begin])
+    return ops.cast(flat.reshape(shape), dtype)
+
+
+def torch_noise(shape: tuple[int, ...], dtype: str) -> Any:
+    """The same shape for PyTorch: NHWC in memory, NCHW in name."""
+    import torch
+
+    x = torch.randn(shape, device="cuda").to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    return x.permute(0, 3, 1, 2) if len(shape) == 4 else x
+
+
+def bound(call: Callable[..., Any], arguments: list[Any]) -> Call:
+    return lambda: call(*arguments)
+
+
+@cache
+def parameters(channels: int) -> tuple[Any, Any]:
+    return ops.from_host(np.ones(channels, np.float32)), ops.from_host(np.zeros(channels, np.float32))
+
+
+@cache
+def torch_parameters(channels: int, dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    return tuple(make(channels, device="cuda", dtype=torch_type(dtype)) for make in (torch.ones, torch.zeros))
+
+
+def torch_norms() -> Any:
+    import torch
+
+    return torch.nn.functional
+
+
+def aten() -> Any:
+    import torch
+
+    return torch.ops.aten
+
+
+def torch_type(dtype: str) -> Any:
+    import torch
+
+    return torch.bfloat16 if dtype == "bf16" else torch.float32

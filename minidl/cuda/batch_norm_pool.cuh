@@ -1,0 +1,74 @@
+// What pool2d.cu does with the elements of a thread, VEC neighbouring channels, between a batch norm and a max pooling.
+#pragma once
+#include "common.cuh"
+
+// relu((x - mean)*rstd*gamma + beta) of a thread's channels, rounded to T as a pass of its own would.
+struct Normalizer {
+    float mean[VEC], scale[VEC], shift[VEC];
+
+    __device__ __forceinline__ Normalizer(const float* moments, const float* gamma, const float* beta, int channels, int c) {
+        load(moments + c, mean);
+        load(moments + channels + c, scale);
+        load(gamma + c, shift);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
+        load(beta + c, shift);
+    }
+
+    __device__ __forceinline__ Raw<T, VEC> operator()(const Raw<T, VEC>& raw) const {
+        float v[VEC];
+        unpack(raw, v);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) v[i] = clamp_below(fmaf(v[i] - mean[i], scale[i], shift[i]), 0.0f);
+        return pack<T>(v);
+    }
+};
+
+#ifdef TILE_H
+// gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count); without BATCH gamma*rstd*g.
+struct NormalizedBackward {
+    const T *x, *dx;  // of one shape, dense
+    const float *moments, *gamma;
+    const double *sums, *count;
+    int channels;
+    float mean[VEC], scale[VEC], level[VEC], slope[VEC];
+    Raw<T, VEC> raw[BATCH ? TILE_H : 1][BATCH ? STRIDE_W : 1];
+
+    __device__ __forceinline__ void begin(int c) {
+        float weight[VEC];
+        load(moments + c, mean);
+        load(moments + channels + c, scale);
+        load(gamma + c, weight);
+#if BATCH
+        const float inverse = float(1.0 / *count);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+            level[i] = float(sums[c + i]) * inverse;
+            slope[i] = scale[i] * (float(sums[channels + c + i]) * inverse);
+        }
+#endif
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) scale[i] *= weight[i];
+    }
+
+    __device__ __forceinline__ void expect(int ih, int iw, const T* place) {
+#if BATCH
+        raw[ih][iw] = load_raw<VEC>(x + (place - dx));
+#endif
+    }
+
+    __device__ __forceinline__ void operator()(int ih, int iw, T* place, float (&sum)[VEC]) const {
+        float g[VEC];
+        unpack(pack<T>(sum), g);  // as rounded by the pass that it replaces
+#if BATCH
+        float v[VEC];
+        unpack(raw[ih][iw], v);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) g[i] -= fmaf(v[i] - mean[i], slope[i], level[i]);
+#endif
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) g[i] = fmaf(g[i], scale[i], 0.0f);  // no negative zeros
+        store(place, g);
+    }
+};
+#endif

@@ -1,0 +1,128 @@
+"""Where parameters lie in an arena, and where the gradients of a few messages lie in a ring: names and sizes alone."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from minidl import checks
+from minidl.initializers import Initializer
+from minidl.shapes import round_up
+
+__all__ = ["ALIGN", "ParameterSpec", "Segment", "drawn", "lay_out", "ring_places"]
+
+ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a layer declares: ``product`` parameters enter matrix products and are read in the storage dtype.
+
+    ``rows``: the layer computes the gradient in tiles of so many rows (of the first axis), one after the other, in
+    `minidl.Layer.backward_weight_tile`; 0: at once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Initializer
+    product: bool
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter's place: ``offset`` and ``size`` in elements of the arena; JSON-able but for nothing."""
+
+    layer: str
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    product: bool
+    trainable: bool
+    rows: int = 0
+
+    @property
+    def tile(self) -> int:
+        """Elements of a tile of its gradient; 0 where that is made at once."""
+        return self.rows * prod(self.shape[1:])
+
+    @property
+    def tiles(self) -> list[slice]:
+        """The rows of each tile."""
+        return [slice(i, min(i + self.rows, self.shape[0])) for i in range(0, self.shape[0], self.rows)]
+
+    def span(self, rows: slice) -> tuple[int, int]:
+        """Where in the arena these rows begin and end."""
+        row = prod(self.shape[1:])
+        return self.offset + rows.start * row, self.offset + rows.stop * row
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """End of the segment including its padding."""
+        return self.offset + round_up(self.size, ALIGN)
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.layer}.{self.name}" if self.layer else self.name
+
+    def describe(self) -> str:
+        """One line that is equal on two ranks exactly when their plans agree here."""
+        return f"{self.full_name} {self.shape} at {self.offset}{'' if self.trainable else ' frozen'}"
+
+
+def ring_places(sizes: Sequence[int], slots: int) -> list[int]:
+    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
+    places: dict[int, int] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lowest = 0
+        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
+            if places[j] - lowest >= sizes[i]:
+                break
+            lowest = max(lowest, places[j] + sizes[j])
+        places[i] = lowest
+    return [places[i] for i in range(len(sizes))]
+
+
+def drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:
+    """Starting values of one parameter.
+
+    Raises:
+        TypeError: when ``init`` is no function.
+        ValueError: when it gives another shape.
+    """
+    if not callable(init):
+        remedy = "see minidl.initializers"
+        raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", repr(init), remedy)
+    values = np.asarray(init(rng, segment.shape))
+    if values.shape != segment.shape:
+        raise checks.bad_shape(segment.full_name, "starting values", str(segment.shape), values.shape)
+    return values
+
+
+def lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Sequence[str]) -> list[Segment]:
+    """Segments with offsets: trainable ones in backward order, then the frozen ones."""
+    found = [
+        Segment(name, spec.name, spec.shape, 0, spec.product, True, spec.rows)
+        for name, specs in reversed(layers)
+        for spec in specs
+    ]
+    for pattern in frozen:
+        if not any(fnmatch.fnmatchcase(s.full_name, pattern) for s in found):
+            raise checks.unknown("parameter pattern", pattern, [s.full_name for s in found])
+    placed: list[Segment] = []
+    offset = 0
+    held = [any(fnmatch.fnmatchcase(s.full_name, p) for p in frozen) for s in found]
+    for want_frozen in (False, True):
+        for s, is_frozen in zip(found, held, strict=True):
+            if is_frozen is want_frozen:
+                placed.append(replace(s, offset=offset, trainable=not is_frozen))
+                offset = placed[-1].stop
+    return placed

@@ -1,0 +1,105 @@
+"""Laws of batch norms over concatenations and under max poolings: as in separate passes, in fewer bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import fusion
+from tests.test_fusion import BOUND, close, fused, run
+
+
+def dense():
+    """Two dense blocks: concatenations of concatenations, which batch norms read, but for the last of a block."""
+    graph = m.Graph()
+    x = graph.input((6, 6, 3))
+    x = m.Conv2d(3, 16, 3, padding=1, bias=False, name="stem")(x)
+    for block in range(2):
+        for i in range(3):
+            with m.scope(f"{block}.{i}"):
+                y = m.ReLU(name="relu1")(m.BatchNorm2d(x.shape[-1], name="norm1")(x))
+                y = m.Conv2d(x.shape[-1], 16, 1, bias=False, name="conv1")(y)
+                y = m.ReLU(name="relu2")(m.BatchNorm2d(16, name="norm2")(y))
+                x = m.Concat()(x, m.Conv2d(16, 8, 3, padding=1, bias=False, name="conv2")(y))
+        if block == 0:
+            x = m.Conv2d(x.shape[-1], 16, 1, bias=False, name="between")(m.AvgPool2d(2, name="pool")(x))
+    return graph.output(m.Linear(9 * 40, 5, name="fc")(m.Flatten()(m.ReLU(name="last")(x))))
+
+
+def pooling():
+    """Max poolings over batch norms: windows that overlap, leave pixels out, dilate; one without parameters."""
+    graph = m.Graph()
+    x = graph.input((22, 22, 3))
+    windows = [(3, 2, 1, 1), (2, 3, 0, 1), (2, 1, 1, 2)]
+    for i, window in enumerate(windows):
+        x = m.Conv2d(x.shape[-1], 8 * (i + 1), 3, padding=1, bias=False, name=f"conv{i}")(x)
+        x = m.ReLU(name=f"relu{i}")(m.BatchNorm2d(8 * (i + 1), name=f"bn{i}", affine=i != 1)(x))
+        x = m.MaxPool2d(*window, name=f"pool{i}")(x)
+    return graph.output(m.Linear(384, 5, name="fc")(m.Flatten()(x)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("build", [dense, pooling])
+def test_every_plan_computes_the_same(ops, build, precision):
+    plain, *others = (run(fused(build, how, ops, precision=precision)) for how in fusion.PLANS)
+    for taken in others:
+        close(plain, taken, BOUND if precision == "fp32" else 2.0**-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_pooled_batch_norm_is_that_of_separate_passes(ops, precision):
+    """Backward but for the rounding of a pixel's gradient, which the sums then do not see."""
+    apart, pooled = (run(fused(pooling, how, ops, precision=precision)) for how in ("none", "elementwise"))
+    close(apart, pooled, {"fp32": BOUND, "bf16": 2.0**-6, "fp16": 2.0**-9}[precision])
+
+
+def test_what_is_pooled_is_not_written(cpu_ops, monkeypatch):
+    model, calls = fused(pooling, "elementwise", cpu_ops), []
+    for name in ("batch_norm_max_pool2d", "batch_norm_max_pool2d_backward", "batch_norm_relu_backward_stats"):
+        own = getattr(cpu_ops, name)
+        monkeypatch.setattr(cpu_ops, name, lambda *a, own=own, name=name, **o: calls.append(name) or own(*a, **o))
+    run(model, steps=1)
+    assert calls.count("batch_norm_max_pool2d") == calls.count("batch_norm_max_pool2d_backward") == 2
+    assert calls.count("batch_norm_relu_backward_stats") == 1  # of the one without parameters
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("how", ["none", "statistics", "bnff"])
+def test_buffers_that_concatenations_share_change_no_bit(ops, how, precision):
+    apart, shared = (fused(dense, how, ops, precision=precision) for _ in range(2))
+    for layer in apart.layers:
+        if isinstance(layer, m.Concat):
+            layer.room, layer.continues = 0, False
+    close(run(apart), run(shared), 0.0)
+
+
+def test_concatenations_of_a_block_lie_in_one_buffer(cpu_ops, monkeypatch):
+    model, copied = fused(dense, "statistics", cpu_ops), []
+    own = cpu_ops.copy_into
+    monkeypatch.setattr(cpu_ops, "copy_into", lambda out, x: copied.append(x.shape[-1]) or own(out, x))
+    model.forward(np.ones((2, 6, 6, 3), np.float32))
+    assert copied == 2 * [16, 8, 8, 8]
+    rooms = [(layer.room, layer.continues) for layer in model.layers if isinstance(layer, m.Concat)]
+    assert rooms == 2 * [(16, False), (8, True), (0, True)]
+
+
+def test_two_that_continue_one_concatenation_do_not_share_its_buffer(ops):
+    graph = m.Graph()
+    x = graph.input((4, 4, 8))
+    x = m.Concat(name="first")(x, m.Conv2d(8, 8, 1, name="a")(x))
+    left = m.Concat(name="left")(x, m.Conv2d(16, 8, 1, name="b")(x))
+    right = m.Concat(name="right")(x, m.Conv2d(16, 8, 1, name="c")(x))
+    model = m.Model(graph.output(m.Add(name="add")(left, right)), device=ops.name)
+    assert not any(layer.room or layer.continues for layer in model.layers if isinstance(layer, m.Concat))
+
+
+def test_statistics_of_a_concatenation_are_taken_once(cpu_ops, monkeypatch):
+    """Of the block's first part, once for itself and once for the concatenations; of what is added, by convolutions."""
+    taken, own = [], cpu_ops.batch_norm_stats
+    monkeypatch.setattr(cpu_ops, "batch_norm_stats", lambda x: taken.append(x.shape[-1]) or own(x))
+    run(fused(dense, "statistics", cpu_ops), steps=1)
+    assert sorted(taken) == [16] * 4
+    taken.clear()
+    run(fused(dense, "elementwise", cpu_ops), steps=1)
+    assert sorted(taken) == 8 * [16] + 2 * [24] + 2 * [32]
