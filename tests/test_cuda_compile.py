@@ -86,6 +86,7 @@ def call_batch_norm() -> None:
             gamma, beta, mean, var, dgamma, dbeta = _parameters(*[channels] * 6)
             stats = ops.batch_norm_stats(x)
             assert stats.shape == (1 + 2 * channels,)
+            assert ops.batch_norm_merge(stats) is stats
             assert ops.batch_norm_concat([stats, stats]).shape == (1 + 4 * channels,)
             moments, count = ops.batch_norm_finalize(stats, 1e-5, running_mean=mean, running_var=var, momentum=0.1)
             ops.batch_norm_finalize(ops.empty((4, 1 + 2 * channels), np.float64), 1e-5)
