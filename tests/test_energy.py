@@ -191,6 +191,7 @@ def test_warnings_name_low_clocks_and_slowdowns(board):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # the board's energy is that of all who use it
 def test_a_gpu_at_work_draws_what_its_power_meter_says(cuda_ops):
     """The energy of a call over its time is a power within what the board may draw."""
     from minidl.profile.timing import DeviceTimer
