@@ -209,7 +209,7 @@ def test_parameters_and_momentum_may_travel_too():
     moved = {trace.tensors[d.tensor].name for d in plan.chosen("offload")}
     assert any(name.endswith(":momentum") for name in moved)
     by_name = {trace.tensors[g.tensor].name: g for g in free.gaps}
-    weight, momentum = by_name["classifier.0.weight:weight"], by_name["classifier.0.weight:momentum"]
+    weight, momentum = by_name["classifier.0.weight:weight"], by_name["classifier.0:momentum"]
     assert trace.steps[weight.leave].title == "classifier.0 forward"
     assert trace.steps[weight.back].title == "classifier.0 backward_data"
     assert momentum.leave == -1 and trace.steps[momentum.back].pass_name == "update"
