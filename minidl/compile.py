@@ -274,6 +274,9 @@ class _Program:
             self._capture(block)
         except Exception as error:  # whatever an operation raises that cannot be captured
             failure = f"{type(error).__name__}: {error}"
+        except BaseException:  # an interrupt: no graph may outlive the block that it was captured into
+            self._forget()
+            raise
         failures = [text for text in self.model.comm.share(failure) if text is not None]
         if failures:
             self._forget()

@@ -284,7 +284,7 @@ def test_the_layers_of_a_block_take_together_what_the_block_takes(cuda_ops):
     step = TrainingStep(models.build("resnet50", (224, 224, 3), 1000), batch=32, device="cuda", precision="bf16")
     plain, fine, coarse = (StepProfiler(cuda_ops) for _ in range(3))
     first = step.capture()
-    others = step.capture(fine, first.stream), step.capture(ByBlock(coarse), first.stream)
+    others = step.capture(fine, first), step.capture(ByBlock(coarse), first)
     whole, layers, blocks = in_turns(step, 20, dict(zip((plain, fine, coarse), (first, *others), strict=True)))
     whole = [s.ms for s in whole]
     by_layer, by_block = parts(layers, mark_cost(whole, layers)), parts(blocks, mark_cost(whole, blocks))

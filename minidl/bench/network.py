@@ -157,11 +157,11 @@ def _captured(step: TrainingStep, steps: int) -> Kind:
     """Replays without marks and with them take turns: clocks drift by more than marks cost."""
     plain, watched = StepProfiler(step.ops), StepProfiler(step.ops)
     replay = step.capture()
-    found = [in_turns(step, steps, {plain: replay, watched: step.capture(watched, replay.stream)}), None]
+    found = [in_turns(step, steps, {plain: replay, watched: step.capture(watched, replay)}), None]
     if step.comm.size > 1:
         with step.silent():
             silent = StepProfiler(step.ops)
-            found[1] = in_turns(step, steps, {silent: step.capture(None, replay.stream)})[0]
+            found[1] = in_turns(step, steps, {silent: step.capture(None, replay)})[0]
     return joined(step.comm, *found[0], found[1])
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import checks
-from minidl.cuda.capture import capture
+from minidl.cuda.capture import Room, capture
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy, Totals
@@ -41,16 +41,17 @@ class SavedBytes(TensorStore):
 
 @dataclass(frozen=True)
 class Replay:
-    """A captured step. Each call launches it once more on its own stream; ``totals`` are those of the last replay.
-
-    The memory of what the step makes and drops went back to the pool when it was captured: between two replays nothing
-    else may compute what is still to be read after the next.
-    """
+    """A captured step. Each call launches it once more in its room; ``totals`` are those of the last replay."""
 
     graph: Any
     totals: Totals
-    stream: Any
+    room: Room
     tell: Callable[[], None] = lambda: None
+
+    @property
+    def stream(self) -> Any:
+        """Where it is launched."""
+        return self.room.stream
 
     def __call__(self) -> Totals:
         self.tell()
@@ -118,14 +119,14 @@ class TrainingStep:
         finally:
             arena.connect(comm, arena.group_bytes)
 
-    def capture(self, profiler: StepProfiler | None = None, stream: Any = None) -> Replay:
+    def capture(self, profiler: StepProfiler | None = None, beside: Replay | None = None) -> Replay:
         """The step as one CUDA graph, captured now; a collective where ranks are joined.
 
         Dropout draws the same masks in each replay.
 
         Args:
             profiler: gets its marks into the graph, and sees the replays that lie in a step of its.
-            stream: of an earlier replay, whose memory this one then shares; default: a new one.
+            beside: an earlier replay, whose room this one then shares; default: one of its own.
 
         Raises:
             RuntimeError: on a device without graphs.
@@ -134,21 +135,21 @@ class TrainingStep:
             raise checks.order("step", "it cannot be captured on the CPU", "use device='cuda'")
         import cupy
 
-        stream = stream or cupy.cuda.Stream(non_blocking=True)
+        room = beside.room if beside else Room()
         cupy.cuda.Device().synchronize()
-        with stream:
-            self()  # loads kernels, fills the pool
-            stream.synchronize()
-        if profiler is None:
-            with self.model.random.hold():
-                return Replay(*capture(self, stream), stream)
-        self.observe(profiler)
-        try:
-            with self.model.random.hold():
-                graph, (piece, totals) = capture(lambda: self._watched(profiler), stream)
-        finally:
-            self.observe()
-        return Replay(graph, totals, stream, lambda: profiler.launching(piece))
+        with room.entered():
+            self()  # loads kernels, fills the room
+            room.stream.synchronize()
+            if profiler is None:
+                with self.model.random.hold():
+                    return Replay(*capture(self, room.stream), room)
+            self.observe(profiler)
+            try:
+                with self.model.random.hold():
+                    graph, (piece, totals) = capture(lambda: self._watched(profiler), room.stream)
+            finally:
+                self.observe()
+        return Replay(graph, totals, room, lambda: profiler.launching(piece))
 
     def _watched(self, profiler: StepProfiler) -> tuple[Marked, Totals]:
         with profiler.capturing() as piece:

@@ -19,6 +19,7 @@ __all__ = [
     "Lending",
     "Recording",
     "Replaying",
+    "Room",
     "allocating",
     "capture",
     "lent",
@@ -199,6 +200,43 @@ def release() -> None:
     Waits for the device.
     """
     import_cupy().get_default_memory_pool().free_all_blocks()
+
+
+class Room:
+    """A stream and memory of their own, for graphs that never run at the same time.
+
+    A graph goes on writing to what its work made and dropped while it was captured. CuPy's pool takes that for free: it
+    gives it to others, or back to the device, by `release` or where memory runs out. A room's memory stays with the
+    room as long as anybody refers to it; its graphs may share it, as each begins by writing what it reads.
+
+    Attributes:
+        stream: on which work is captured and graphs are launched.
+    """
+
+    def __init__(self) -> None:
+        cupy = import_cupy()
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._pool = cupy.cuda.MemoryPool(_never_taken_back)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within, arrays of this thread come from the room's memory, and the stream is the current one."""
+        with import_cupy().cuda.using_allocator(self._pool.malloc), self.stream:
+            yield
+
+
+def _never_taken_back(size: int) -> Any:
+    """Memory for a room's pool, which must not see the device's own error: it would give back what it has to spare."""
+    cupy = import_cupy()
+    for last in (False, True):
+        try:
+            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != cupy.cuda.runtime.errorMemoryAllocation:
+                raise
+            if last:
+                raise MemoryError(f"capture: no {size:,} bytes left on the device; capture fewer graphs") from error
+        release()
 
 
 def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Any, Any]:

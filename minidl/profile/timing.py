@@ -26,6 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from minidl.cuda.capture import Room, capture
+
 __all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "input_sets", "timer"]
 
 CACHE_MULTIPLE = 2  # all input sets together, in sizes of the cache
@@ -191,10 +193,11 @@ class DeviceTimer(Timer):
             return self._repeated(stream, launch, len(calls), budget)
 
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
+        room = Room()
         with ExitStack() as graphs:
             runs = []
             for calls in contestants:
-                launch, stream = graphs.enter_context(self.captured(calls))
+                launch, stream = graphs.enter_context(self.captured(calls, room))
                 runs.append((partial(self._launched, launch, stream), len(calls)))
             return self._turns(runs, budget)
 
@@ -202,27 +205,25 @@ class DeviceTimer(Timer):
         return self._elapsed(stream, lambda: [launch() for _ in range(repeats)])
 
     @contextmanager
-    def captured(self, calls: Sequence[Call]) -> Iterator[tuple[Call, Any]]:
-        """(a function that launches all ``calls`` as one graph, the stream it goes to)."""
-        stream = self._cupy.cuda.Stream(non_blocking=True)
+    def captured(self, calls: Sequence[Call], room: Room | None = None) -> Iterator[tuple[Call, Any]]:
+        """(a function that launches all ``calls`` as one graph, the stream it goes to).
+
+        Args:
+            room: of graphs that take turns; default: one of its own.
+        """
+        room = room or Room()
         self._cupy.cuda.Device().synchronize()  # the inputs were made on another stream
-        with stream:
-            # Kernels are loaded and the memory pool is filled now: neither is allowed while a stream is captured.
+        with room.entered():
+            # Kernels are loaded and the room is filled now: neither is allowed while a stream is captured.
             results = [call() for call in calls]
             del results
-            stream.synchronize()
-            stream.begin_capture()
+            room.stream.synchronize()
+            # All results are there at once, so that outputs rotate like inputs; then the room keeps their memory.
+            graph = capture(lambda: [call() for call in calls], room.stream)[0]
             try:
-                results = [call() for call in calls]  # kept to the end, so that outputs rotate like inputs
-            except BaseException:
-                stream.end_capture()
-                raise
-            graph = stream.end_capture()
-            try:
-                yield lambda: graph.launch(stream), stream
+                yield lambda: graph.launch(room.stream), room.stream
             finally:
-                stream.synchronize()  # before what the graph writes to is let go
-        del results
+                room.stream.synchronize()  # before what the graph writes to is let go
 
     def hot(self, call: Call, budget: Budget = Budget()) -> Timing:
         stream = self._cupy.cuda.get_current_stream()

@@ -1,0 +1,144 @@
+"""Who owns the memory of a captured graph: older ones keep theirs whatever is tuned, broken off or given back later."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minidl import fusion, models
+from minidl.bench.step import TrainingStep
+from minidl.compile import CompiledStep
+from minidl.cuda import capture
+from minidl.fusion.apply import machine_of
+from minidl.fusion.tune import DeviceClock, compile_ahead, groups, measure
+from minidl.profile.timing import Budget, DeviceTimer
+from minidl.step import EagerStep
+from tests.test_compile import assert_same, batches, make, take
+
+STEPS = 8
+
+
+class BrokenOff(BaseException):
+    """As a signal or a time limit raises it: no `Exception`."""
+
+
+def break_tuning_off(monkeypatch, cuda_ops, model, after):
+    """Tune by measuring until the ``after``-th convolution, which raises."""
+    found = groups(model.graph, 6, model.precision, machine_of(cuda_ops), everything=True)
+    compile_ahead(model.graph, 6, model.precision, found)
+    convolve, left = cuda_ops.conv2d, [after]
+
+    def counted(*args, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            raise BrokenOff
+        return convolve(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(BrokenOff):
+        patch.setattr(cuda_ops, "conv2d", counted)
+        measure(model.graph, 6, found, DeviceClock(cuda_ops, model.precision))
+
+
+def spoil(cuda_ops):
+    """Give back all that nobody holds, and write to what is then free."""
+    import cupy
+
+    capture.release()
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 28):
+        cupy.full(size, 0xFF, np.uint8)
+    cuda_ops.synchronize()
+
+
+@pytest.mark.parametrize("after", [1, 3, 7, 60, 200])
+def test_tuning_that_is_broken_off_leaves_older_graphs_as_they_were(after, cuda_ops, monkeypatch):
+    """A third of these end within a capture; the plan is another afterwards, and then the first one again."""
+    steps = [make(kind, "resnet20", "bf16", fuse="statistics") for kind in (EagerStep, CompiledStep)]
+    losses = [[], []]
+    for number, batch in enumerate(zip(*map(batches, steps), strict=True)):
+        if number == 4:
+            break_tuning_off(monkeypatch, cuda_ops, steps[1].model, after)
+            spoil(cuda_ops)
+        if number in (5, 6):
+            for step in steps:
+                fusion.fuse(step.model, "gradients" if number == 5 else "statistics")
+        for found, step, (x, labels) in zip(losses, steps, batch, strict=True):
+            found.append(take(step, x, labels, number))
+    assert losses[0] == losses[1] and len(losses[0]) > 6
+    assert_same(*steps)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("at", ["first", "last"])
+def test_a_capture_that_is_interrupted_leaves_no_graph_behind(accumulate, at, cuda_ops, monkeypatch):
+    """The third call captures; what was captured until then wrote to memory that is given back."""
+    steps = [make(kind, "resnet20", accumulate=accumulate) for kind in (EagerStep, CompiledStep)]
+    captured = capture.capture
+    for number, batch in enumerate(zip(*map(batches, steps), strict=True)):
+        if number == 2:
+            left = [1 if at == "first" else accumulate]
+
+            def interrupted(work, left=left):
+                left[0] -= 1
+                if left[0] == 0:
+                    raise BrokenOff
+                return captured(work)
+
+            with monkeypatch.context() as patch, pytest.raises(BrokenOff):
+                patch.setattr(capture, "capture", interrupted)
+                take(steps[1], *batch[1], number)
+            spoil(cuda_ops)
+        assert take(steps[0], *batch[0], number) == take(steps[1], *batch[1], number)
+    assert_same(*steps)
+
+
+def test_a_replay_owns_what_it_writes_to(cuda_ops, monkeypatch):
+    """Two replays in one room and one in another, between them tuning broken off and memory given back and spoilt."""
+    networks = [models.build("resnet20", (8, 8, 3), 4) for _ in range(2)]
+    eager, captured = (TrainingStep(graph, batch=6, device="cuda", precision="bf16") for graph in networks)
+    first = captured.capture()
+    replays = [first, captured.capture(None, first), captured.capture()]
+    for _ in replays:  # each capture takes one eager step
+        eager()
+    for number in range(STEPS):
+        break_tuning_off(monkeypatch, cuda_ops, captured.model, 5 + 9 * number)
+        spoil(cuda_ops)
+        replay = replays[number % 3]
+        replay()
+        replay.stream.synchronize()
+        assert float(replay.totals.loss) == float(eager().loss)
+    a, b = eager.model.state_dict(), captured.model.state_dict()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_contestants_share_a_room_that_nobody_empties(cuda_ops):
+    """What the calls drop on the way is written again by each replay: given back to the device it would be gone."""
+    import cupy
+
+    x = [cuda_ops.from_host(np.full(1 << 20, i + 1, np.float32)) for i in range(3)]
+    out = [cupy.zeros(1 << 20, np.float32) for _ in x]
+
+    def call(i, factor):
+        capture.release()
+        cuda_ops.copy_into(out[i], (x[i] * np.float32(factor) + np.float32(1)) * np.float32(2))
+
+    contestants = [[lambda i=i, f=factor: call(i, f) for i in range(3)] for factor in (2, 3)]
+    found = DeviceTimer().in_turns(contestants, Budget(samples=3, sample_ms=0.1))
+    assert len(found) == 2 and all(timing.ms > 0 for timing in found)
+    for i, array in enumerate(out):
+        assert np.unique(cuda_ops.to_host(array)) in ([2 * (2 * (i + 1) + 1)], [2 * (3 * (i + 1) + 1)])
+
+
+def test_a_room_refuses_what_the_device_does_not_have(cuda_ops):
+    """By an error of its own: at the device's, its pool would take memory from under earlier graphs."""
+    import cupy
+
+    room = capture.Room()
+    with room.entered():
+        kept = cupy.zeros(1 << 20, np.uint8)
+        del kept
+        with pytest.raises(MemoryError, match="capture fewer graphs"):
+            cupy.empty(1 << 50, np.uint8)
+        held = room._pool.total_bytes()
+        cupy.zeros(1 << 20, np.uint8)  # from what the room has kept
+        assert room._pool.total_bytes() == held >= 1 << 20
