@@ -6,10 +6,11 @@
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
 `steps` times captured training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
 (`adaptive`), with PyTorch beside; the first losses of all plans are compared. `pairs` tries all ways of two batch norms
-that share a convolution, and tells how far the measured plan is from the best (its regret). `map` is the
-best way over sizes of feature maps and channels (`minidl fuse --map` draws it). `convolutions` times single kernels
-(`fusion_convolutions.py`). With --json rows are kept after each case, and a second call goes on where the first one
-ended; --minutes ends it between two cases.
+that share a convolution, and tells how far the measured plan is from the best (its regret). All three go by one tuning
+of the network. `map` is the best way over sizes of feature maps and channels (`minidl fuse --map` draws it).
+`convolutions` times single kernels (`fusion_convolutions.py`). With --json rows are kept after each case, and a second
+call goes on where the first one ended; --minutes ends it between two cases; --compile runs nothing, but compiles what
+the same call without it will run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,10 @@ from minidl.bench.step import TrainingStep
 from minidl.fusion import chain
 from minidl.fusion.apply import machine_of
 from minidl.fusion.cost import heuristic
-from minidl.fusion.map import measure_map
+from minidl.fusion.map import compile_map, measure_map
 from minidl.fusion.piece import cut
-from minidl.fusion.plans import candidates
-from minidl.fusion.tune import PASSES, DeviceClock, Group, compile_ahead, groups, measure
+from minidl.fusion.plans import candidates, fingerprint
+from minidl.fusion.tune import BUDGET, PASSES, DeviceClock, Group, compile_ahead, groups, measure
 from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import load, result, write
@@ -56,7 +58,7 @@ CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    p.add_argument("--parts", nargs="+", default=["sites", "steps", "pairs"], choices=[*PARTS, "convolutions"])
+    p.add_argument("--parts", nargs="+", default=["sites", "steps", "pairs"], choices=PARTS)
     p.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL/BATCH")
     p.add_argument("--network", default="resnet50", help="whose convolutions, for the part of that name")
     p.add_argument("--batch", type=int, default=256, help="of that part, and of the map")
@@ -66,6 +68,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--arms", nargs="+", default=list(fusion.CHOICES), choices=fusion.CHOICES, help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")
     p.add_argument("--samples", type=int, default=7)
+    p.add_argument("--compile", action="store_true", help="only compile the kernels")
     p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
     p.add_argument("--json", metavar="PATH", help="keep the rows here, and go on from those that are there")
     a = p.parse_args()
@@ -82,42 +85,64 @@ def setup_of(a: argparse.Namespace, case: str) -> Setup:
 
 
 class Tuned:
-    """A network whose batch norms were measured: all ways, or those that the model does not rule out."""
+    """A network whose batch norms were measured in all ways.
 
-    def __init__(self, setup: Setup, everything: bool):
-        self.setup, self.graph, mode = setup, setup.graph(), precision(setup.precision)
+    Attributes:
+        groups: with the ways that the model does not rule out.
+        plan: the fastest one.
+        seconds: that measuring took.
+    """
+
+    def __init__(self, setup: Setup, samples: int):
+        self.setup, self.graph, self.mode = setup, setup.graph(), precision(setup.precision)
         machine = machine_of(ops)
-        self.groups = groups(self.graph, setup.batch, mode, machine, everything=everything)
-        compile_ahead(self.graph, setup.batch, mode, self.groups)
-        self.clock = DeviceClock(ops, mode)
+        everything = groups(self.graph, setup.batch, self.mode, machine, everything=True)
+        self.groups = groups(self.graph, setup.batch, self.mode, machine)
+        compile_ahead(self.graph, setup.batch, self.mode, everything)
+        self.clock = DeviceClock(ops, self.mode, replace(BUDGET, samples=samples))
         started = time.perf_counter()
-        self.found = measure(self.graph, setup.batch, self.groups, self.clock)
+        self.found = measure(self.graph, setup.batch, everything, self.clock)
+        self.clock.release()
         self.seconds = time.perf_counter() - started
         self.sites = fusion.find_sites(self.graph)
-        self.ways = chain.best({site.name: candidates(site) for site in self.sites}, self.found.terms)
+        ways = chain.best({site.name: candidates(site) for site in self.sites}, self.found.terms)
+        self.plan = fusion.Plan(ways, fingerprint(self.sites))
+
+
+_tuned: dict[str, Tuned] = {}  # of the case that is at work
+
+
+def tuned(a: argparse.Namespace, case: str) -> Tuned:
+    if case not in _tuned:
+        _tuned.clear()
+        _tuned[case] = Tuned(setup_of(a, case), a.samples)
+    return _tuned[case]
 
 
 def sites(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each distinct group of batch norms, pass and way."""
-    tuned = Tuned(setup_of(a, case), everything=True)
-    auto = heuristic(tuned.graph, tuned.sites, precision(a.precision), machine_of(ops)).sites
-    pieces = [cut(tuned.graph, group.sites, tuned.setup.batch) for group in tuned.groups]
-    keys = [piece.key if piece else group.names for piece, group in zip(pieces, tuned.groups, strict=True)]
+    found = tuned(a, case)
+    auto = heuristic(found.graph, found.sites, precision(a.precision), machine_of(ops))
+    plans = {how: fusion.choose(found.sites, how).sites for how in fusion.PLANS}
+    plans |= {"auto": auto.sites, "adaptive": found.plan.sites}
+    pieces = [cut(found.graph, group.sites, found.setup.batch) for group in found.groups]
+    keys = [piece.key if piece else group.names for piece, group in zip(pieces, found.groups, strict=True)]
     counts, rows = Counter(keys), []
-    for group, key, record in zip(tuned.groups, keys, tuned.found.evidence, strict=True):
+    for group, key, record in zip(found.groups, keys, found.found.evidence, strict=True):
         if not counts[key] or not record["timed"]:
             continue
-        chosen = [tuned.ways[name] for name in group.names]
+        runs = {how: group.same[tuple(ways[name] for name in group.names)] for how, ways in plans.items()}
         for row, which in itertools.product(record["rows"], PASSES):
             rows.append({
-                "case": tuned.setup.title, "site": " and ".join(group.names), "shape": record["shape"], "pass": which,
+                "case": found.setup.title, "site": " and ".join(group.names), "shape": record["shape"], "pass": which,
                 "dtype": a.precision, "arm": " and ".join(row["ways"]), "ms": row[f"{which}_ms"],
                 "spread": row["spread"], "floor_ms": None, "peers": {}, "count": counts[key],
-                "predicted_ms": row["predicted_ms"], "chosen": row["ways"] == chosen,
-                "auto": row["ways"] == [auto[name] for name in group.names], "seconds": tuned.seconds,
+                "predicted_ms": row["predicted_ms"], "seconds": found.seconds,
+                "plans": [how for how, ways in runs.items() if list(ways) == row["ways"]],
             })  # fmt: skip
         counts[key] = 0
-    _show_sites(rows)
+    if rows:
+        _show_sites(rows)
     return rows
 
 
@@ -130,23 +155,24 @@ def _show_sites(rows: list[Row]) -> None:
         [site, "x".join(map(str, row["shape"])), str(row["count"]), arm.replace("elementwise", "e")]
         + [f"{1e3 * row['passes'][which]:.1f}" for which in PASSES]
         + [f"{1e3 * sum(row['passes'].values()):.1f}", f"{1e3 * row['predicted_ms']:.1f}"]
-        + ["best" * row["chosen"] + " auto" * row["auto"]]
+        + [", ".join(row["plans"])]
         for (site, arm), row in whole.items()
     ]
-    columns = ["batch norm", "shape", "times", "way", "forward", "backward", "us", "passes by model", ""]
+    columns = ["batch norm", "shape", "times", "way", "forward", "backward", "us", "passes by model", "plans"]
     show(f"{rows[0]['case']}: microseconds of batch norms with the layers around them", columns, table)
 
 
 def pairs(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each distinct pair of batch norms with a convolution between them: the plan's ways and the best."""
-    tuned = Tuned(setup_of(a, case), everything=False)
-    rows, seen = [], {}
-    for one, other in itertools.permutations(tuned.groups, 2):
+    found, seen = tuned(a, case), set()
+    rows = []
+    for one, other in itertools.permutations(found.groups, 2):
         if {s.taker for s in one.sites} & {s.producer for s in other.sites} - {None}:
-            piece = cut(tuned.graph, (*one.sites, *other.sites), tuned.setup.batch)
+            piece = cut(found.graph, (*one.sites, *other.sites), found.setup.batch)
             if piece is not None and piece.key not in seen:
-                seen[piece.key] = True
-                rows.append(_pair(tuned, piece, one, other))
+                seen.add(piece.key)
+                rows.append(_pair(found, piece, one, other))
+    found.clock.release()
     rows.sort(key=lambda row: -row["regret"])
     table = [
         [
@@ -160,12 +186,13 @@ def pairs(a: argparse.Namespace, case: str) -> list[Row]:
         for r in rows
     ]
     columns = ["batch norms", "plan us", "best us", "regret", "spread", "best"]
-    show(f"{tuned.setup.title}: pairs of neighbours, all ways against the plan's", columns, table)
+    show(f"{found.setup.title}: pairs of neighbours, all ways against the plan's", columns, table)
     return rows
 
 
 def _pair(tuned: Tuned, piece: Any, one: Group, other: Group) -> Row:
-    both = list(itertools.product(one.timed, other.timed))
+    plan = tuple(group.same[tuple(tuned.plan.sites[n] for n in group.names)] for group in (one, other))
+    both = list(itertools.product(dict.fromkeys((*one.timed, plan[0])), dict.fromkeys((*other.timed, plan[1]))))
     times = dict.fromkeys(both, 0.0)
     spread = 0.0
     for which in PASSES:
@@ -174,7 +201,6 @@ def _pair(tuned: Tuned, piece: Any, one: Group, other: Group) -> Row:
         took = dict(zip(distinct, tuned.clock(piece, which, distinct), strict=True))
         times = {key: times[key] + took[on].ms for key, on in variants.items()}
         spread = max(spread, *(timing.spread for timing in took.values()))
-    plan = tuple(tuple(group.same[tuple(tuned.ways[n] for n in group.names)]) for group in (one, other))
     best = min(times, key=times.__getitem__)
     return {
         "case": tuned.setup.title, "site": " and ".join((*one.names, *other.names)), "pass": "step",
@@ -191,12 +217,9 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each plan."""
     setup = setup_of(a, case)
     warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "adaptive", warm.this_gpu())
+    measured = tuned(a, case) if "adaptive" in a.arms else None
     step = TrainingStep(setup.graph(), batch=setup.batch, device="cuda", precision=setup.precision)
-    plans, tuning = {}, 0.0
-    for how in a.arms:
-        started = time.perf_counter()
-        plans[how] = fusion.fuse(step.model, how, batch=setup.batch)
-        tuning = time.perf_counter() - started if how == "adaptive" else tuning
+    plans = {how: fusion.fuse(step.model, measured.plan if how == "adaptive" else how) for how in a.arms}
     start = step.model.state_dict(), step.optimizer.state_dict()
     losses, replays = {}, {}
     for how, plan in plans.items():
@@ -204,7 +227,8 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
         step.model.load_state_dict(start[0])
         step.optimizer.load_state_dict(start[1])
         losses[how] = [float(step().loss) for _ in range(LOSSES)]
-        replays[how] = step.capture()
+        _clean()
+        replays[how] = step.capture(None, next(iter(replays.values()), None))  # in one room: they take turns
     rivals = {arm: bench_train.theirs(setup, arm, start[0]) for arm in a.peers}
 
     def wait() -> None:
@@ -221,7 +245,7 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
         "ms": found[how].ms, "spread": found[how].spread, "floor_ms": None, "peers": peers,
         "images_per_s": setup.batch / found[how].ms * 1e3, "losses": losses[how],
         "agrees": bool(np.allclose(losses[how], losses[a.arms[0]], rtol=TOLERANCE)),
-        "ways": dict(Counter(plans[how].sites.values())), "tuning_s": tuning if how == "adaptive" else None,
+        "ways": dict(Counter(plans[how].sites.values())), "tuning_s": measured.seconds if how == "adaptive" else None,
     } for how in a.arms]  # fmt: skip
     columns = ["plan", "ms", "spread", "images/s", *peers, "ways"]
     table = [
@@ -250,7 +274,7 @@ def _in_turns(everyone: dict[str, Callable[[], Any]], wait: Callable[[], None], 
 def map_(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each way at each point: the thesis' figure."""
     mode = precision(a.precision)
-    rows = measure_map(ops, a.batch, mode, machine_of(ops), DeviceClock(ops, mode))
+    rows = measure_map(ops, a.batch, mode, machine_of(ops), DeviceClock(ops, mode, replace(BUDGET, samples=a.samples)))
     table = [
         [f"{kernel}x{kernel}", str(size), str(channels), row["arm"], f"{1e3 * row['ms']:.1f}"]
         for (kernel, size, channels), row in fastest(rows).items()
@@ -259,32 +283,52 @@ def map_(a: argparse.Namespace, case: str) -> list[Row]:
     return rows
 
 
-PARTS = {"sites": sites, "steps": steps, "pairs": pairs, "map": map_}
+def convolutions(a: argparse.Namespace, case: str) -> list[Row]:
+    """Rows of `fusion_convolutions`."""
+    import fusion_convolutions
+
+    return fusion_convolutions.convolutions(a)
+
+
+BY_CASE = {"sites": sites, "steps": steps, "pairs": pairs}
+PARTS = {**BY_CASE, "map": map_, "convolutions": convolutions}
+
+
+def compiled(a: argparse.Namespace) -> None:
+    """Compile what the parts will run of the cases, one after the other."""
+    mode, device = precision(a.precision), warm.this_gpu()
+    for setup in (setup_of(a, case) for case in a.cases):
+        started, graph = time.perf_counter(), setup.graph()
+        if "steps" in a.parts:
+            warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "adaptive", device)
+        compile_ahead(graph, setup.batch, mode, groups(graph, setup.batch, mode, machine_of(ops), everything=True))
+        print(f"{setup.title}: kernels after {time.perf_counter() - started:.1f} s", flush=True)
+    if "map" in a.parts:
+        compile_map(a.batch, mode, machine_of(ops))
 
 
 def main() -> None:
     a = arguments()
+    if a.compile:
+        compiled(a)
+        return
     started = time.perf_counter()
     rows = load(a.json)["rows"] if a.json and Path(a.json).exists() else []
-    for part in a.parts:
-        if part == "convolutions":
-            from fusion_convolutions import convolutions
-
-            rows = [row for row in rows if row["part"] != part] + [{**row, "part": part} for row in convolutions(a)]
+    wanted = [(part, case) for case in a.cases for part in a.parts if part in BY_CASE]
+    for part, case in [*wanted, *((part, "") for part in a.parts if part not in BY_CASE)]:
+        title = setup_of(a, case).title if case else f"map/b{a.batch}"
+        there = {(row["part"], row["case"], row["dtype"]) for row in rows}
+        if part != "convolutions" and (part, title, a.precision) in there:
             continue
-        for case in a.cases if part != "map" else [""]:
-            title = setup_of(a, case).title if case else f"map/b{a.batch}"
-            if any((row["part"], row["case"], row["dtype"]) == (part, title, a.precision) for row in rows):
-                continue
-            if time.perf_counter() - started > 60 * a.minutes:
-                print(f"not measured: {part} of {title}", flush=True)
-                continue
-            rows += [{**row, "part": part} for row in PARTS[part](a, case)]
-            _clean()
-            if a.json:
-                write(a.json, result("bench_fusion", rows))
-    if a.json:
-        write(a.json, result("bench_fusion", rows))
+        if time.perf_counter() - started > 60 * a.minutes:
+            print(f"not measured: {part} of {title}", flush=True)
+            continue
+        print(f"{time.perf_counter() - started:.1f} s: {part} of {title}", flush=True)
+        found = [{**row, "part": part} for row in PARTS[part](a, case)]
+        rows = [row for row in rows if part != "convolutions" or row["part"] != part] + found
+        _clean()
+        if a.json:
+            write(a.json, result("bench_fusion", rows))
     wrong = [f"{row['case']} {row['arm']}: losses {row['losses']}" for row in rows if row.get("agrees") is False]
     if wrong:
         raise AssertionError(f"plans that compute something else: {'; '.join(wrong)}")

@@ -17,7 +17,7 @@ from minidl.layers import BatchNorm2d, Conv2d, ReLU
 from minidl.precision import Precision
 from minidl.profile.plots.fusion import fastest
 
-__all__ = ["CHANNELS", "KERNELS", "SIZES", "between", "measure_map", "points"]
+__all__ = ["CHANNELS", "KERNELS", "SIZES", "between", "compile_map", "measure_map", "points"]
 
 KERNELS, SIZES, CHANNELS = (1, 3), (7, 14, 28, 56, 112), (64, 128, 256, 512, 1024)
 MOST_BYTES = 1 << 30  # of one tensor
@@ -44,6 +44,13 @@ def between(kernel: int, size: int, channels: int) -> Graph:
     return graph.output(Conv2d(channels, channels, kernel, padding=kernel // 2, bias=False, name="above")(x))
 
 
+def compile_map(batch: int, precision: Precision, machine: Machine, where: Sequence[Point] | None = None) -> None:
+    """Compile what `measure_map` will launch on the current GPU."""
+    for point in points(batch, precision.storage.itemsize) if where is None else where:
+        graph = between(*point)
+        compile_ahead(graph, batch, precision, groups(graph, batch, precision, machine, everything=True))
+
+
 def measure_map(
     ops: ModuleType,
     batch: int,
@@ -60,11 +67,10 @@ def measure_map(
         where: (filter, size, channels) of points; default: `points`.
     """
     chosen = list(points(batch, precision.storage.itemsize) if where is None else where)
+    if ops.name == "cuda":
+        compile_map(batch, precision, machine, chosen)
     graphs = [between(*point) for point in chosen]
     found = [groups(graph, batch, precision, machine, everything=True) for graph in graphs]
-    if ops.name == "cuda":
-        for graph, some in zip(graphs, found, strict=True):
-            compile_ahead(graph, batch, precision, some)
     rows = []
     for point, graph, some in zip(chosen, graphs, found, strict=True):
         (record,) = measure(graph, batch, some, clock).evidence
