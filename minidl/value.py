@@ -36,7 +36,8 @@ class Normalized:
 class Origin:
     """What a value is made of: the sum of ``terms``, each normalised or plain, then ReLU if ``relu``.
 
-    ``owner``: name of the ReLU that finished it.
+    Without terms nothing is known of what the ReLU is over: then the value's array is there. ``owner``: name of the
+    ReLU that finished it; none where a convolution did its work already.
     """
 
     terms: tuple[Normalized | Any, ...]
@@ -130,8 +131,8 @@ class MaskedGradient:
         self.relu, self.norm, self.parts = "", "", None
 
     @classmethod
-    def masked(cls, array: Any, relu: str, norm: str, parts: Any) -> MaskedGradient:
-        """One that a convolution has masked for the layer ``relu``, with what it took for the layer ``norm``."""
+    def masked(cls, array: Any, relu: str, norm: str = "", parts: Any = None) -> MaskedGradient:
+        """One that is masked for the layer ``relu`` already, with what was taken for the layer ``norm``."""
         gradient = cls(array)
         gradient.array, gradient.relu, gradient.norm, gradient.parts = array, relu, norm, parts
         return gradient

@@ -197,6 +197,8 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     dx = ops.conv2d_backward_data(dy, w, x.shape, **where)
     assert dx.shape == x.shape
     ops.conv2d_backward_data(dy, w, x.shape, bias=input_bias, add=x, **where)
+    ops.conv2d(x, w, bias, relu=True, **where)
+    ops.conv2d_backward_data(dy, w, x.shape, add=x, mask=x, **where)
     moments = ops.empty((2, x.shape[-1]), np.float32)
     for y_below, add in ((None, None), (x, x)):
         masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, y=y_below, add=add, **where)
@@ -245,6 +247,7 @@ def call_conv2d_stem() -> None:
         where = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1}
         x, w = ops.empty(shape, dtype), ops.empty((filters, *kernel, shape[-1]), dtype)
         y = ops.conv2d(x, w, *_parameters(filters), **where)
+        ops.conv2d(x, w, relu=True, **where)
         ops.conv2d_backward_weight(y, x, out=ops.empty(w.shape, np.float32), **where)
         moved = ops.empty(x.size + 1, dtype)[1:].reshape(shape)
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]

@@ -9,7 +9,7 @@ import numpy as np
 
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
-from minidl.cpu.activation import relu_backward
+from minidl.cpu.activation import activate, relu_backward
 from minidl.cpu.array import Array, cast, contiguous, empty, rows, zeros
 from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_stats, batch_norm_stats
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
@@ -74,7 +74,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
 @_QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False,
+    norm: Norm | None = None, relu: bool = False, tf32: bool = False,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
@@ -86,6 +86,7 @@ def conv2d(
         groups: channels are cut into so many groups that do not mix; ``groups == C == K`` is a depthwise convolution.
         norm: (moments, gamma, beta) of (2, C), (C,), (C,) float32, or None: the input is
             ``batch_norm_apply(x, *norm, relu=True)``.
+        relu: the result is ``relu`` of that.
 
     Returns:
         y: (N, P, Q, K), dense, dtype of ``x``.
@@ -96,6 +97,9 @@ def conv2d(
     _refuse_tf32("conv2d", tf32)
     if norm is not None:
         x = batch_norm_apply(x, *norm, relu=True)
+    if relu:
+        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return activate(conv2d(x, w, bias, **geometry), "relu")
     if _is_linear(x.shape, w.shape, padding, groups):
         return _linear(x, w, bias)
     x, stride = _skip_pixels(x, w.shape, stride, padding)
@@ -115,7 +119,7 @@ def conv2d_stats(
 @_QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    bias: Array | None = None, add: Array | None = None, tf32: bool = False,
+    bias: Array | None = None, add: Array | None = None, mask: Array | None = None, tf32: bool = False,
 ) -> Array:  # fmt: skip
     """The adjoint of `conv2d` in ``x``: the data gradient, or the forward pass of a transposed convolution.
 
@@ -126,6 +130,7 @@ def conv2d_backward_data(
         stride, padding, dilation, groups: those of the forward pass.
         bias: (C,) float32, added before the one rounding.
         add: (N, H, W, C), dtype of ``dy``, added before the one rounding.
+        mask: (N, H, W, C), the output of a ReLU whose gradient this is: the result counts where it is positive.
 
     Returns:
         dx: (N, H, W, C), dense, dtype of ``dy``.
@@ -137,6 +142,9 @@ def conv2d_backward_data(
     x_shape = tuple(x_shape)
     if add is not None:
         add = _unit_channels(add)
+    if mask is not None:
+        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return relu_backward(conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add), mask)
     if _is_linear(x_shape, w.shape, padding, groups):
         return _linear_backward_data(dy, w, bias, add)
     plan = make_plan(x_shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from minidl import checks
 from minidl.cuda import (
+    activation,
     conv2d_generic,
     conv2d_grouped,
     conv2d_hopper,
@@ -63,6 +64,7 @@ def conv2d(
     dilation: Pair,
     groups: int,
     norm: Norm | None = None,
+    relu: bool = False,
     tf32: int = False,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
@@ -74,10 +76,11 @@ def conv2d(
         norm: (moments, gamma, beta) (2, C), (C,), (C,) float32, or None: the input is
             ``batch_norm_apply(x, *norm, relu=True)``, which a kernel that can do so makes as it reads ``x``; the same
             bits either way.
+        relu: the result is ``relu`` of that, in the kernel where it can; the same bits either way.
         tf32: 1 or True: round float32 operands to TF32; 3: three TF32 products for each, near to float32's accuracy.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return _forward("conv2d", x, w, bias, geometry, norm, tf32, False)[0]
+    return _forward("conv2d", x, w, bias, geometry, norm, tf32, relu=relu)[0]
 
 
 def conv2d_stats(
@@ -99,14 +102,22 @@ def conv2d_stats(
     they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, True)
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, statistics=True)
     if stats is None:
         return y, batch_norm_stats(y)
     return y, stats.statistics() if finish else stats
 
 
 def _forward(
-    who: str, x: Any, w: Any, bias: Any, geometry: dict, norm: Norm | None, tf32: int, statistics: bool
+    who: str,
+    x: Any,
+    w: Any,
+    bias: Any,
+    geometry: dict,
+    norm: Norm | None,
+    tf32: int,
+    statistics: bool = False,
+    relu: bool = False,
 ) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
@@ -119,20 +130,26 @@ def _forward(
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
-        return y, None
+        return _rectified(y, relu), None
     choice = _choose(who, question)
     if choice.family == "stem":
-        conv2d_stem.forward(conv, x, w, bias, y)
+        conv2d_stem.forward(conv, x, w, bias, y, relu)
         return y, None
     wide = _widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
-        return y, _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics)
+        hopper = choice.family == "hopper" and not (conv.depthwise and depthwise.fits(conv, False))
+        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and hopper)
+        return _rectified(y, relu and not hopper), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
     known = statistics and conv2d_hopper.takes_statistics(conv, code)
     below = conv2d_hopper.Below(x, *norm)
-    return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below)
+    return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, relu)
+
+
+def _rectified(y: Any, relu: bool) -> Any:
+    return activation.relu(y) if relu else y
 
 
 def _normalizes(question: Question) -> bool:
@@ -154,6 +171,7 @@ def conv2d_backward_data(
     groups: int,
     bias: Any | None = None,
     add: Any | None = None,
+    mask: Any | None = None,
     tf32: int = False,
 ) -> Any:
     """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
@@ -161,6 +179,8 @@ def conv2d_backward_data(
     Args:
         bias: (C,) float32 or None: makes this the forward pass of a transposed convolution.
         add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding.
+        mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
+            where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
         stride, padding, dilation, groups, tf32: as in `conv2d`.
     """
     who = "conv2d_backward_data"
@@ -169,10 +189,32 @@ def conv2d_backward_data(
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
     dx = empty(x_shape, dy.dtype)
     code = _check_operands(who, dy, w, bias, add, dx, tf32)
-    if dx.size:
-        question = Question("backward_data", conv, code, tf32)
-        _gather(question, _choose(who, question), dy, w, bias, add, dx)
-    return dx
+    _check_alike(who, dx, mask=mask)
+    if not dx.size:
+        return dx
+    question = Question("backward_data", conv, code, tf32)
+    choice = _choose(who, question)
+    if mask is not None and bias is None and _masks(question, choice):
+        below = conv2d_hopper.NOTHING._replace(y=mask)
+        conv2d_hopper.masked_gradient(conv, code, as_rows(dy), contiguous(w), _given(as_rows, add), below, dx, choice)
+        return dx
+    _gather(question, choice, dy, w, bias, add, dx)
+    return dx if mask is None else activation.relu_backward(dx, mask)
+
+
+def _masks(question: Question, choice: Choice) -> bool:
+    """Whether the kernel that is chosen for a data gradient can mask it."""
+    conv = question.conv
+    return choice.family == "hopper" and question.code > 0 and not conv.depthwise and conv2d_hopper.masks(conv)
+
+
+def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
+    """That what a gradient is masked by is of its shape and dtype."""
+    for name, array in arrays.items():
+        if array is not None and array.shape != dx.shape:
+            raise checks.bad_shape(who, name, str(dx.shape), array.shape)
+        if array is not None and array.dtype != dx.dtype:
+            raise checks.bad_dtype(who, name, dx.dtype, array.dtype)
 
 
 def conv2d_backward_data_masked(
@@ -206,20 +248,15 @@ def conv2d_backward_data_masked(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = convolution(who, x.shape, w.shape, **geometry)
     code = _check_operands(who, dy, w, None, add, x, tf32)
-    for name, array in (("x", x), ("y", y)):
-        if array is not None and array.shape != x.shape:
-            raise checks.bad_shape(who, name, str(x.shape), array.shape)
-        if array is not None and array.dtype != dy.dtype:
-            raise checks.bad_dtype(who, name, dy.dtype, array.dtype)
-    choice = _choose(who, Question("backward_data", conv, code, tf32))
-    if x.size and code and not conv.depthwise and choice.family == "hopper":
+    _check_alike(who, x, y=y)
+    question = Question("backward_data", conv, code, tf32)
+    choice = _choose(who, question)
+    if x.size and _masks(question, choice):
         if dy.shape != conv.y_shape:
             raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
-        parts = conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
-        if parts is not None:
-            return dx, parts
+        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
     return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
 
 
@@ -347,11 +384,20 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
 
 
 def _gather(
-    question: Question, choice: Choice, source: Any, w: Any, bias: Any, add: Any, output: Any, statistics: bool = False
+    question: Question,
+    choice: Choice,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    statistics: bool = False,
+    relu: bool = False,
 ) -> Any:
     """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``.
 
-    Returns the statistics of a forward pass where they are asked for and the kernel takes them.
+    Returns the statistics of a forward pass where they are asked for and the kernel takes them. ``relu``: of a forward
+    pass by the family for Hopper.
     """
     which, conv, code, tf32 = question
     backward = which == "backward_data"
@@ -367,7 +413,7 @@ def _gather(
     elif statistics and conv2d_hopper.takes_statistics(conv, code):
         return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
     else:
-        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice)
+        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice, relu)
     return None
 
 

@@ -19,11 +19,11 @@
 //   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
 //   below        (channels, W, H, N), tiled: 64 channels x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
-// from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
+// from which conv2d_statistics.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
 // pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU; PATCHES and STAGES (of filters) of the pipeline; SLABS,
 // output buffers per warpgroup.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
@@ -50,7 +50,7 @@ static_assert(WINDOW % SLAB_LINES == 0 && PATCHES % WINDOWS == 0, "whole slabs, 
 struct Maps {
     TensorMap filter, source, output, add;
 #if MASKED
-    TensorMap below[MASKED];  // x, and y if it is read
+    TensorMap below[READ];  // x, and y if it is read; or y alone
 #endif
 };
 
@@ -146,7 +146,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         }
 #if MASKED
 #pragma unroll
-        for (int array = 0; array < MASKED; ++array)
+        for (int array = 0; array < READ; ++array)
 #pragma unroll
             for (int j = 0; j < WINDOWS; ++j) {
                 const Window window(p, tile.window + j);
@@ -293,9 +293,9 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     Tally tally;
 #if MASKED
     Masking masking(below, tile.column, p.columns);
-    u32 from[MASKED], emptied[MASKED];
+    u32 from[READ], emptied[READ];
 #pragma unroll
-    for (int array = 0; array < MASKED; ++array) {
+    for (int array = 0; array < READ; ++array) {
         barrier_wait(output.place.at.patch_filled(patches.index), patches.parity);
         from[array] = output.place.at.patch(patches.index) + columns_across();
         emptied[array] = output.place.at.patch_emptied(patches.index);
@@ -317,7 +317,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 #pragma unroll
         for (int k = 0; k < SLAB_PIXELS; k += 16) {
             const int place = s * SLAB_BYTES + k * 128;
-            masking.take(slab + columns_across() + k * 128, from[0] + place, from[MASKED - 1] + place, [&](int i) {
+            masking.take(slab + columns_across() + k * 128, from[0] + place, from[READ - 1] + place, [&](int i) {
                 return (k + i) % WIDTH < width && s * SLAB_LINES + (k + i) / WIDTH < lines;
             });
         }
@@ -334,12 +334,12 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 #if MASKED
     if (threadIdx.x % 32 == 0)
 #pragma unroll
-        for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
+        for (int array = 0; array < READ; ++array) barrier_arrive(emptied[array]);
     const float found = masking.result();
 #else
     const float found = STATISTICS ? tally.result() : 0.0f;
 #endif
-    if ((STATISTICS || MASKED) && lines > 0)
+    if ((STATISTICS || SUMS) && lines > 0)
         ColumnShare().write(partial + i64(number) * 2 * p.columns, found, tile.column, p.columns);
 }
 

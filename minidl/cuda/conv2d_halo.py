@@ -104,6 +104,7 @@ def plan_halo(
     statistics: bool = False,
     masked: int = 0,
     normalized: bool = False,
+    relu: bool = False,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -150,11 +151,11 @@ def plan_halo(
         (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
         (image(columns, h.count, w.count, columns, slab), 2),
         (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
-        *((image(columns, h.count, w.count, pitches[2 + i], window), 4 + i) for i in range(masked)),
+        *((image(columns, h.count, w.count, pitch, window), 4 + i) for i, pitch in enumerate(pitches[2:])),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics), "MASKED": masked}
-    defines["NORMALIZED"] = int(normalized)
+    defines |= {"NORMALIZED": int(normalized), "RELU": int(relu)}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

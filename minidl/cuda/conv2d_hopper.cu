@@ -25,15 +25,16 @@
 // MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
-// (patches, 2, columns).
+// (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
 // registers, in which the parameters of a chunk stay over all taps.
 //
-// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED;
-// TILE_M x TILE_N, the tile
-// of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
+//
+// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
+// RELU; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
@@ -65,7 +66,7 @@ struct Maps {
     TensorMap filter;
     TensorMap source[CLASSES], output[CLASSES], add[CLASSES];
 #if MASKED
-    TensorMap below[MASKED][CLASSES];  // x, and y if it is read
+    TensorMap below[READ][CLASSES];  // x, and y if it is read; or y alone
 #endif
 };
 
@@ -186,7 +187,7 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
     for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
 #pragma unroll
-        for (int array = 0; array < MASKED; ++array) {
+        for (int array = 0; array < READ; ++array) {
             const u32 barrier = at.filled(ring.index);
             barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
             barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
@@ -310,7 +311,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
             barrier_arrive(at.emptied(ring.index));
             if (MASKED == 2) barrier_arrive(at.emptied(other.index));
         }
-        ring.advance(MASKED);
+        ring.advance(READ);
     }
 }
 #endif
@@ -354,7 +355,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
             if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
         }
     }
-    if constexpr (STATISTICS || MASKED) {
+    if constexpr (STATISTICS || SUMS) {
         float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
 #pragma unroll
         for (int s = 0; s < Place::COUNT; s += BLOCKS)

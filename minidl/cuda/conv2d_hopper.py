@@ -46,6 +46,7 @@ __all__ = [
     "gather",
     "images_at_once",
     "masked_gradient",
+    "masks",
     "normalizes",
     "pays",
     "plan",
@@ -57,6 +58,7 @@ ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 WARPGROUPS = 2  # that share the rows of a tile
+ALONE = 3  # the macro MASKED for a ReLU without a batch norm
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 REACH = 2**40  # bytes of an image, as far as the engine counts
@@ -72,10 +74,10 @@ _PROBLEM = struct(
 
 
 class Below(NamedTuple):
-    """The ReLU and the batch norm below a convolution, for its data gradient.
+    """The ReLU and the batch norm, if there is one, below a convolution, for its data gradient.
 
     Attributes:
-        x: the batch norm's input, (N, H, W, C).
+        x: the batch norm's input, (N, H, W, C), or None.
         moments, gamma, beta: its (2, C) and (C,) float32, or None.
         y: the ReLU's output where it does not follow from ``x``, or None.
     """
@@ -147,6 +149,7 @@ def plan(
     statistics: bool = False,
     masked: int = 0,
     normalized: bool = False,
+    relu: bool = False,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -156,23 +159,26 @@ def plan(
         added: whether there is one.
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
-        masked: of a data gradient, arrays that are read for the ReLU and the batch norm below: 0, 1 or 2.
+        masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it.
+        relu: of a forward pass, whether there is a ReLU over it.
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized)
     if isinstance(tile, HaloTile):
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
+        rest = statistics, masked, normalized, relu
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        views = _views(conv, code, backward, part, pitches, tile, masked)
+        views = _views(conv, code, backward, part, pitches, tile)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
-        defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), **tile.defines}
+        defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
+        defines |= tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches
@@ -190,8 +196,12 @@ def gather(
     add: Any,
     output: Any,
     choice: Choice | None = None,
+    relu: bool = False,
 ) -> None:
-    """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary."""
+    """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary.
+
+    With ``relu``, the output of a ReLU over that.
+    """
     chosen = taken(choice, conv, backward, current_device(), code)
     if backward and not code:
         w = _turned(w, conv)
@@ -202,7 +212,7 @@ def gather(
         images = slice(i, min(i + step, conv.images))
         part = conv._replace(images=images.stop - i)
         arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen):
+        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
             start(one, *arrays)
 
 
@@ -238,39 +248,44 @@ def forward_fused(
     choice: Choice | None = None,
     statistics: bool = False,
     below: Below | None = None,
+    relu: bool = False,
 ) -> Any:
     """Forward pass into ``output`` together with what lies around it.
 
     Args:
         statistics: return those of the output, as `Sums`; where `takes_statistics`.
         below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
+        relu: as of `gather`.
     """
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     device, normalized = current_device(), below is not None
     chosen = taken(choice, conv, False, device, code, normalized)
-    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, normalized=normalized)
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, 0, normalized, relu)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)
     return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
+def masks(conv: Convolution) -> bool:
+    """Whether `masked_gradient` takes the data gradient of a convolution that the family takes: in one launch."""
+    return conv.images <= images_at_once(conv) and len(walks_of(conv, True)) <= CLASSES
+
+
 def masked_gradient(
     conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None
 ) -> Any:
-    """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, or None.
+    """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, if there is one.
 
-    None, and nothing is done, where it takes more than one launch.
+    Where `masks`.
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     arrays = [aligned(as_rows(array)) for array in (below.x, below.y) if array is not None]
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
-    if conv.images > images_at_once(conv) or len(walks_of(conv, True)) > CLASSES:
-        return None
-    chosen = taken(choice, conv, True, current_device(), code)
-    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=len(arrays))
-    partial = empty((one.patches, 2, conv.channels), float32)
+    chosen, masked = taken(choice, conv, True, current_device(), code), len(arrays) if below.x is not None else ALONE
+    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=masked)
+    partial = empty((one.patches, 2, conv.channels), float32) if masked != ALONE else None
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
-    return sums_of(partial)
+    return None if partial is None else sums_of(partial)
 
 
 def start(
@@ -352,7 +367,6 @@ def _views(
     walks: list[tuple[Walk, Walk]],
     pitches: tuple[int, ...],
     tile: HopperTile,
-    masked: int = 0,
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
     places repeat the first."""
@@ -385,5 +399,5 @@ def _views(
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
-        *((output(*pair, pitches[2 + i]), 4 + i) for i in range(masked) for pair in walks),
+        *((output(*pair, pitch), 4 + i) for i, pitch in enumerate(pitches[2:]) for pair in walks),
     )

@@ -21,6 +21,10 @@ DEVICE void finish(float (&d)[8], u32 place, bool added) {
             d[2 * i] += other[0], d[2 * i + 1] += other[1];
         }
     }
+    if constexpr (RELU) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) d[i] = clamp_below(d[i], 0.0f);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
     store_matrices<ACROSS>(place, words);
@@ -46,6 +50,7 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(other.x), "=f"(other.y) : "r"(place) : "memory");
             value.x += other.x, value.y += other.y;
         }
+        if constexpr (RELU) value = {clamp_below(value.x, 0.0f), clamp_below(value.y, 0.0f)};
         asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(place), "f"(value.x), "f"(value.y) : "memory");
     }
 }
@@ -147,6 +152,8 @@ struct Tally {
 struct Below {
     const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
 };
+constexpr bool SUMS = MASKED == 1 || MASKED == 2;  // 3: no batch norm
+constexpr int READ = MASKED == 2 ? 2 : 1;          // arrays that are read for it
 
 #if DTYPE
 struct Masking {
@@ -154,6 +161,7 @@ struct Masking {
 
     __device__ __forceinline__ Masking() {}
     __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
+        if constexpr (!SUMS) return;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const u32 thread = thread_again();
@@ -169,10 +177,28 @@ struct Masking {
         }
     }
 
+    // Masks 16 rows of a slab by the ReLU's output y alone.
+    static __device__ __forceinline__ void cut_off(u32 slab, u32 y) {
+        u32 gradients[4], outputs[4];
+        load_matrices<true>(gradients, slab);
+        load_matrices<true>(outputs, y);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float out[2];
+            unpack_word(outputs[i], out);
+            gradients[i] &= (out[0] > 0.0f ? 0xffffu : 0u) | (out[1] > 0.0f ? 0xffff0000u : 0u);
+        }
+        store_matrices<true>(slab, gradients);
+    }
+
     // Masks 16 rows of a slab, whose gradients are `inside` or do not count. MASKED 1: the mask follows from x; 2: it
-    // is read from the ReLU's output y. Addresses are those of the lane's row.
+    // is read from the ReLU's output y; 3: likewise, and there is no x. Addresses are those of the lane's row.
     template <class Inside>
     __device__ __forceinline__ void take(u32 slab, u32 x, u32 y, Inside inside) {
+        if constexpr (!SUMS) {
+            cut_off(slab, x);
+            return;
+        }
         u32 gradients[4], inputs[4], outputs[4];
         load_matrices<true>(gradients, slab);
         load_matrices<true>(inputs, x);
@@ -199,6 +225,7 @@ struct Masking {
 
     // This lane's share of both sums.
     __device__ __forceinline__ float result() {
+        if constexpr (!SUMS) return 0.0f;
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
         return ColumnShare().pick(sum, product);

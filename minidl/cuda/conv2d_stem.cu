@@ -24,7 +24,7 @@
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
 // memory and FRAGMENTS fragments of pixels share each of its loads; BLOCKS per multiprocessor that the registers must
-// leave room for; VEC_Y, channels per store.
+// leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
 // Dynamic shared memory: 2 * ROWS * LENGTH * 2 bytes, and unless RESIDENT the packed filter of a block.
@@ -166,6 +166,7 @@ struct OutputRow {
                 const float* shift = bias + first + j / 4 * 32 + j % 4 * 2;
                 low += shift[0], high += shift[1];
             }
+            if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
             part[j / 4][j % 4] = Rounding<T>::round_pair(low, high);
         }
         if constexpr (VEC_Y == 8 && PARTS == 2) {

@@ -79,20 +79,21 @@ def applies(conv: Convolution, dtype: Any) -> bool:
     )
 
 
-def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any) -> None:
-    """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises."""
+def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False) -> None:
+    """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
+
+    With ``relu``, the output of a ReLU over that.
+    """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     vectors = _row_vector(conv, x), vector_width(y)
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    grid = ceil_div(plan.size, THREADS)
-    launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=plan.defines)
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
+    launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
     arrays = x, packed, bias, y, plan.problem
-    launch(
-        "conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=plan.defines, shared=plan.shared
-    )  # fmt: skip
+    launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
 
 
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:

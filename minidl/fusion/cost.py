@@ -16,12 +16,14 @@ from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
 from minidl.fusion.sites import Site, find_sites
 from minidl.graph import Graph
+from minidl.layer import Layer
 from minidl.layers import Conv2d
 from minidl.precision import Precision, bfloat16
 
 __all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "planned_ms", "predict", "runs_as", "site_cost"]
 
 HOPPER = (9, 0)
+STEM = 4  # channels that a network's first convolution has at most
 
 
 class SiteCost(NamedTuple):
@@ -49,6 +51,7 @@ _PASSES = {
     ("sum", True): (4, 5),
     ("partner", False): (3, 5),
     ("partner", True): (1, 5),  # normalised inside the join
+    ("bare", False): (2, 3),
 }
 
 
@@ -58,9 +61,10 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     modes = modes_of(way)
     forward, backward = _PASSES[kind, "elementwise" in modes]
     forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
-    forward -= 2 * ("prologue" in modes or "pooled" in modes)  # normalised where it is read
+    forward -= 2 * bool({"prologue", "pooled", "rectified"} & {*modes})  # done where it is read, or written
     backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
-    # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output).
+    # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output); over
+    # a bare ReLU for a read of that, by a pooling before it makes it large.
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)
@@ -79,8 +83,12 @@ class Machine(NamedTuple):
             return cls(5e7, None)
         return cls(4.2e9 if device.arch >= HOPPER else 1.7e9, device.arch)
 
-    def does(self, layer: Conv2d, mode: str, precision: Precision) -> bool:
-        """Whether a convolution has kernels for a mode; else the work is done in passes of its own."""
+    def does(self, layer: Layer, mode: str, precision: Precision) -> bool:
+        """Whether a convolution, or a pooling, has kernels for a mode; else the work is done in passes of its own."""
+        if not isinstance(layer, Conv2d):
+            return True
+        if mode == "rectified" and layer.in_channels <= STEM and precision.storage.itemsize == 2:
+            return self.arch is not None
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
         return self.arch == HOPPER and aligned and narrow

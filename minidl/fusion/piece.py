@@ -1,8 +1,8 @@
 """A piece of a network, cut out to be timed: batch norms with the layers around them, on operands of their own.
 
-A piece of some batch norms holds the convolutions that write for them, the sums and ReLUs that read them, and the
-convolutions that take their gradient. It runs as `minidl.model.Model` would run these layers, whatever modes they are
-in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end,
+A piece of some batch norms holds the convolutions that write for them, the sums, ReLUs and poolings that read them, and
+the convolutions that take their gradient. It runs as `minidl.model.Model` would run these layers, whatever modes they
+are in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end,
 which no mode changes, are left out.
 """
 
@@ -20,7 +20,7 @@ from minidl.fusion.plans import MODES
 from minidl.fusion.sites import Site
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers import Add, BatchNorm2d, Conv2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Conv2d, MaxPool2d, ReLU
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
@@ -29,7 +29,7 @@ from minidl.value import Value, finished, materialize
 
 __all__ = ["Cut", "Member", "Piece", "cut"]
 
-_MEASURED = (Conv2d, BatchNorm2d, ReLU, Add)  # and no kinds of these, which may talk to other ranks
+_MEASURED = (Conv2d, BatchNorm2d, ReLU, Add, MaxPool2d)  # and no kinds of these, which may talk to other ranks
 _MOST_SETS = 8
 
 
@@ -71,13 +71,16 @@ class Cut:
 def cut(graph: Graph, sites: Sequence[Site], batch: int) -> Cut | None:
     """The piece of a network around some batch norms; None where a layer is of a kind that is not timed alone."""
     names: set[str | None] = set()
+    readers = graph.consumers()
     for site in sites:
         names |= {site.name, site.producer, *site.readers, site.taker}
+        if site.pooled is not None:
+            names |= {graph.nodes[i].name for i in readers[graph[site.pooled].index]}
     nodes = [node for node in graph.nodes if node.name in names]
     if any(type(node.layer) not in _MEASURED for node in nodes):
         return None
     below = {site.producer for site in sites} - {site.taker for site in sites}
-    readers, place = graph.consumers(), {node.index: i for i, node in enumerate(nodes)}
+    place = {node.index: i for i, node in enumerate(nodes)}
     members, operands = [], []
     for node in nodes:
         inputs = []

@@ -25,6 +25,7 @@ __all__ = [
     "candidates",
     "choose",
     "modes_of",
+    "needs",
     "obstacle",
     "switches",
     "way_of",
@@ -42,7 +43,7 @@ class Mode(NamedTuple):
         where: the field of `Site` that names this layer, or several; None there: the site cannot have the mode.
         by: the field that names the convolution whose kernels do it; None: kernels of their own.
         passes: those that run other kernels for it.
-        needs: modes without which it does nothing.
+        needs: modes without which it does nothing, of those that the site can have.
         costs: how much longer the convolution takes, forward and backward, in passes over the batch norm's tensor:
             about the median over ResNet-50 (batch 256, bf16) on an H200.
         lacking: what a site is told that cannot have it.
@@ -71,7 +72,7 @@ MODES = {
         "the max pooling above normalises what it reads; backward, sums are taken of what was pooled",
     ),
     "statistics": Mode(
-        "statistics", "producer", "producer", ("forward",), (), (0.3, 0.0),
+        "statistics", "summed", "producer", ("forward",), (), (0.3, 0.0),
         "no convolution writes for it alone",
         "the convolution below takes the statistics of what it writes (F3, J3)",
     ),
@@ -80,10 +81,15 @@ MODES = {
         "it is not over a concatenation",
         "statistics of a concatenation are those of its parts, each taken once (DenseNet's composite layers)",
     ),
+    "rectified": Mode(
+        "rectifies", "rectifier", "producer", ("forward",), (), (0.05, 0.0),
+        "it is no ReLU over a convolution",
+        "the convolution below writes what the ReLU would",
+    ),
     "gradients": Mode(
         "masks", "taker", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
         "no convolution has the last gradient of the ReLU above it",
-        "the data gradient of the convolution above masks and sums what it writes (B3)",
+        "the gradient of the convolution or pooling above masks what it writes, and sums it for the batch norm (B3)",
     ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
@@ -96,9 +102,9 @@ MODES = {
 PLANS = {
     UNFUSED: (),
     "elementwise": ("elementwise", "pooled"),
-    "statistics": ("elementwise", "pooled", "statistics", "joined"),
-    "gradients": ("elementwise", "pooled", "statistics", "joined", "gradients"),
-    "bnff": ("elementwise", "pooled", "statistics", "joined", "gradients", "prologue"),
+    "statistics": ("elementwise", "pooled", "statistics", "joined", "rectified"),
+    "gradients": ("elementwise", "pooled", "statistics", "joined", "rectified", "gradients"),
+    "bnff": ("elementwise", "pooled", "statistics", "joined", "rectified", "gradients", "prologue"),
 }
 
 
@@ -145,7 +151,12 @@ def candidates(site: Site) -> list[str]:
     """Every way of running a site: unfused first, then by the number of modes."""
     possible = [name for name in MODES if obstacle(site, name) is None]
     sets = itertools.chain.from_iterable(itertools.combinations(possible, n) for n in range(len(possible) + 1))
-    return [way_of(modes) for modes in sets if all(set(MODES[name].needs) <= set(modes) for name in modes)]
+    return [way_of(modes) for modes in sets if all(needs(site, name) <= set(modes) for name in modes)]
+
+
+def needs(site: Site, mode: str) -> set[str]:
+    """Modes without which this one does nothing at this site."""
+    return {name for name in MODES[mode].needs if obstacle(site, name) is None}
 
 
 @dataclass(frozen=True)
@@ -248,4 +259,4 @@ def choose(sites: Sequence[Site], how: str) -> Plan:
 def fixed_way(site: Site, how: str) -> str:
     """The way of one of `PLANS` at this site."""
     possible = {mode for mode in PLANS[how] if obstacle(site, mode) is None}
-    return way_of(mode for mode in possible if set(MODES[mode].needs) <= possible)
+    return way_of(mode for mode in possible if needs(site, mode) <= possible)

@@ -1,4 +1,4 @@
-"""Every batch norm of a graph, and what reads it."""
+"""Every batch norm of a graph, and what reads it; and every ReLU over a convolution."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Site", "find_sites"]
 
 @dataclass(frozen=True)
 class Site:
-    """One batch norm with the layers that can share its passes.
+    """One batch norm with the layers that can share its passes; or a ReLU without one.
 
     Attributes:
-        name: of the batch norm.
-        kind: "relu" (a ReLU reads it), "join" (a residual sum with a ReLU over it), "sum" (a residual sum alone) or
-            "alone" (nothing that it can share a pass with).
+        name: of the batch norm, or of the ReLU.
+        kind: "relu" (a ReLU reads it), "join" (a residual sum with a ReLU over it), "sum" (a residual sum alone),
+            "alone" (nothing that it can share a pass with); "bare": a ReLU over a convolution.
         readers: names of those layers, nearest first.
         partner: at a join of two batch norms, the other one's name.
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
@@ -25,7 +25,8 @@ class Site:
         producer: name of the convolution below it, if it alone reads that.
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
-            sum of all; at a join of two batch norms, of the first summand only.
+            sum of all; at a join of two batch norms, of the first summand only. Over a bare ReLU also that of a max
+            pooling, if it alone reads that.
         sole: whether nobody else reads that ReLU.
         pooled: name of the ReLU above it if a max pooling alone reads that.
         why: of one that stands alone, the reason.
@@ -46,9 +47,19 @@ class Site:
     @property
     def shared(self) -> str | None:
         """The batch norm's name if its normalisation can be part of another layer's pass."""
-        return None if self.kind == "alone" else self.name
+        return None if self.kind in ("alone", "bare") else self.name
 
     pooled: str | None = None
+
+    @property
+    def summed(self) -> str | None:
+        """The convolution that can take the batch norm's statistics."""
+        return None if self.kind == "bare" else self.producer
+
+    @property
+    def rectifier(self) -> str | None:
+        """The convolution that can do a bare ReLU's work."""
+        return self.producer if self.kind == "bare" else None
 
     @property
     def passed_on(self) -> str | None:
@@ -57,7 +68,7 @@ class Site:
 
 
 def find_sites(graph: Graph) -> list[Site]:
-    """All batch norms, in execution order. Pure: the graph may or may not belong to a model."""
+    """All batch norms and bare ReLUs, in execution order. Pure: the graph may or may not belong to a model."""
     readers = graph.consumers()
     sites = []
     for node in graph.nodes:
@@ -67,7 +78,18 @@ def find_sites(graph: Graph) -> list[Site]:
             below = {"producer": _producer(graph, node, readers), "joined": _joined(graph, node, readers)}
             pooled = _pooled(graph, site, readers)
             sites.append(replace(site, **below, taker=taker, sole=sole, pooled=pooled))
+        elif isinstance(node.layer, ReLU) and (producer := _producer(graph, node, readers)) is not None:
+            sites.append(_bare(graph, node, producer, readers))
     return sites
+
+
+def _bare(graph: Graph, node: Node, producer: str, readers: list[list[int]]) -> Site:
+    above = [graph.nodes[i] for i in readers[node.index]]
+    taken = bool(above) and (
+        isinstance(above[0].layer, Conv2d) or (len(above) == 1 and type(above[0].layer) is MaxPool2d)
+    )
+    taker = above[0].name if taken and node is not graph.output_node else None
+    return Site(node.name, "bare", (), None, True, node.shape, producer=producer, taker=taker)
 
 
 def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:

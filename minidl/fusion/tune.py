@@ -21,7 +21,7 @@ from minidl.cuda.launch import dry_run
 from minidl.fusion.chain import Term, best
 from minidl.fusion.cost import Machine, predict, runs_as, site_cost
 from minidl.fusion.piece import Cut, Piece, cut
-from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, switches, way_of
+from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, needs, switches, way_of
 from minidl.fusion.sites import Site, find_sites
 from minidl.graph import Graph
 from minidl.precision import Precision
@@ -233,7 +233,7 @@ def _asked_of_convolutions(group: Group) -> list[tuple[Site, str]]:
 
 
 def _extra(piece: Cut, which: str, a: tuple[Site, str], b: tuple[Site, str], timed: _Remembering) -> float:
-    ways = [[(site, way_of(MODES[mode].needs)), (site, way_of((mode, *MODES[mode].needs)))] for site, mode in (a, b)]
+    ways = [[(s, way_of(needs(s, mode))), (s, way_of({mode} | needs(s, mode)))] for s, mode in (a, b)]
     variants = [switches(*p, which) | switches(*q, which) for p, q in itertools.product(*ways)]
     took = timed(piece, which, list(dict.fromkeys(variants)))
     neither, second, first, both = (took[on].ms for on in variants)

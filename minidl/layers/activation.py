@@ -9,7 +9,7 @@ from typing import Any
 from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.value import MaskedGradient, Normalized, PooledGradient, Value, materialize
+from minidl.value import MaskedGradient, Normalized, Origin, PooledGradient, Value, materialize
 
 __all__ = ["GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 
@@ -20,6 +20,8 @@ class ReLU(Layer):
     Under it a batch norm, or a join of some, may be unfinished: it is then finished here, in one pass with the ReLU,
     and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm the output is not kept,
     and by the mode ``deferred`` of a fusion plan not made either: who reads it does both.
+
+    Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it.
     """
 
     accepts_add = True
@@ -36,10 +38,15 @@ class ReLU(Layer):
         return Cost(forward=PassCost(n, 2 * n * itemsize), backward_data=PassCost(n, 3 * n * itemsize))
 
     def compute(self, x: Any) -> Any:
-        if not isinstance(x, Value) or x.array is not None:
-            y = self.ops.relu(x.array if isinstance(x, Value) else x)
+        if not isinstance(x, Value):
+            y = self.ops.relu(x)
             self.save(y=y, finished=False)
             return y
+        if x.array is not None:
+            rectified = x.origin is not None and x.origin.relu
+            y = x.array if rectified else self.ops.relu(x.array)
+            self.save(y=y, finished=False)
+            return Value(y, origin=Origin((), relu=True, owner=self.name)) if self._grad_enabled else y
         done = Value(origin=replace(x.origin, relu=True, owner=self.name))
         first, *others = x.origin.terms
         if not others and isinstance(first, Normalized):

@@ -87,10 +87,11 @@ class Conv2d(_Convolution):
 
     accepts_unfinished = True  # a ReLU over a batch norm; and for what a finished one was made of
     # Modes of a fusion plan: in training, take the batch norm's statistics of the output on the way; mask the input's
-    # gradient for the ReLU below, and sum it for a batch norm under that.
+    # gradient for the ReLU below, and sum it for a batch norm under that; do the work of the ReLU above.
     statistics = False
     masks = False
-    modes = ("training", "statistics", "masks")
+    rectifies = False
+    modes = ("training", "statistics", "masks", "rectifies")
 
     def __init__(
         self,
@@ -149,12 +150,18 @@ class Conv2d(_Convolution):
         if self.statistics and self.training:
             y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
             return Value(y, stats=stats)
+        if self.rectifies:
+            return Value(self.ops.conv2d(x, weight, bias, **options, relu=True), origin=Origin((), relu=True))
         return self.ops.conv2d(x, weight, bias, **options)
 
     def _below(self, origin: Origin | None) -> dict[str, Any]:
-        """What the gradient of an input needs to be masked: of a ReLU over a batch norm, or over a sum with some."""
-        norms = [term for term in origin.terms if isinstance(term, Normalized)] if self.masks and origin else []
-        if not norms or not origin.relu:
+        """What the gradient of an input needs to be masked: of a ReLU over a convolution, a batch norm, or a sum."""
+        if not self.masks or origin is None or not origin.relu:
+            return {}
+        if not origin.terms:
+            return {"relu": origin.owner}
+        norms = [term for term in origin.terms if isinstance(term, Normalized)]
+        if not norms:
             return {}
         norm, sole = norms[0], len(origin.terms) == 1
         # The parameters are no activations: as a tuple they stay where they are.
@@ -174,6 +181,9 @@ class Conv2d(_Convolution):
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}
+        if hasattr(kept, "relu"):
+            dx = self.ops.conv2d_backward_data(dy, weight, kept.x.shape, mask=kept.x, **options)
+            return MaskedGradient.masked(dx, kept.relu)
         if not self.masks or not hasattr(kept, "below"):
             shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
             return self.ops.conv2d_backward_data(dy, weight, shape, **options)

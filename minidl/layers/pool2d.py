@@ -10,7 +10,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, ceil_div, pool_output_size
-from minidl.value import PooledGradient, Value, materialize, owed
+from minidl.value import MaskedGradient, PooledGradient, Value, materialize, owed
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
@@ -63,7 +63,9 @@ class MaxPool2d(_Pool):
         x (N, H, W, C) → (N, P, Q, C).
     """
 
-    accepts_unfinished = True  # a ReLU over a batch norm
+    accepts_unfinished = True  # a ReLU over a batch norm; and to know that there is a ReLU below
+    masks = False  # a fusion plan's mode: mask the gradient for the ReLU below, while it is small
+    modes = ("training", "masks")
 
     def __init__(
         self,
@@ -101,15 +103,21 @@ class MaxPool2d(_Pool):
                 )
                 self.save(index=index, shape=x.shape, y=y, largest=largest)
                 return y
-            x = materialize(self.ops, x).array
+            x = materialize(self.ops, x)
+        relu = x.origin.owner if self.masks and isinstance(x, Value) and x.origin and x.origin.relu else ""
+        x = x.array if isinstance(x, Value) else x
         y, index = self.ops.max_pool2d(x, **options)
-        self.save(index=index, shape=x.shape)
+        self.save(index=index, shape=x.shape, **({"relu": relu, "y": y} if relu else {}))
         return y
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
         if hasattr(kept, "largest"):
             return PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
+        if hasattr(kept, "relu"):
+            dy = self.ops.relu_backward(dy, kept.y)  # a window's largest is positive where its output is
+            dx = self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
+            return MaskedGradient.masked(dx, kept.relu)
         return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
 
 

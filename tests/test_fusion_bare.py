@@ -1,0 +1,184 @@
+"""ReLUs without a batch norm: the convolution below does their work, gradients are masked where they are made."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import minidl as m
+from minidl import fusion, models
+from minidl.compile import CompiledStep
+from minidl.fusion import cost
+from minidl.fusion.plans import candidates, fingerprint
+from minidl.fusion.tune import groups
+from minidl.precision import precision as parse
+from minidl.step import EagerStep
+from tests.test_compile import assert_same, batches, take
+from tests.test_fusion import BOUND, fused, run
+from tests.test_fusion_tune import BF16, FP32, H200, Piece, cut, distance, outcome
+
+
+def bare(width=12, first=3):
+    """ReLUs over convolutions: two in a row, one that a pooling reads, one that two convolutions read, and the last."""
+    graph = m.Graph()
+
+    def rectified(x, name, kernel=3, **options):
+        x = m.Conv2d(x.shape[-1], width, kernel, padding=kernel // 2, name=f"{name}.conv", **options)(x)
+        return m.ReLU(name=f"{name}.relu")(x)
+
+    x = rectified(rectified(graph.input((8, 8, first)), "a"), "b")
+    x = rectified(m.MaxPool2d(3, 2, 1, name="pool")(x), "c")
+    x = m.Add(name="add")(rectified(x, "d"), rectified(x, "e", 1, bias=False))
+    x = rectified(m.MaxPool2d(2, name="pool2")(m.ReLU(name="over a sum")(x)), "f")
+    return graph.output(m.Linear(4 * width, 5, name="fc")(m.Flatten()(x)))
+
+
+def wide():
+    """The same with channels in multiples of eight, which Hopper's kernels take."""
+    return bare(24)
+
+
+def pooled():
+    """A network's first batch norm, whose ReLU a pooling reads."""
+    graph = m.Graph()
+    x = m.Conv2d(3, 8, 3, padding=1, bias=False, name="stem")(graph.input((8, 8, 3)))
+    x = m.MaxPool2d(3, 2, 1, name="pool")(m.ReLU(name="relu")(m.BatchNorm2d(8, name="bn")(x)))
+    return graph.output(m.Linear(128, 5, name="fc")(m.Flatten()(x)))
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        np.testing.assert_array_equal(value, b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("frozen", [(), ("a.*", "b.*", "c.*"), ("*.weight",)], ids=["all", "top", "biases"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("build", [bare, wide])
+def test_every_plan_gives_the_same_bits(ops, build, precision, frozen):
+    plain, *others = (
+        run(fused(build, how, ops, precision=precision, frozen=frozen)) for how in (*fusion.PLANS, "auto")
+    )
+    for other in others:
+        assert_same_bits(plain, other)
+
+
+@pytest.mark.parametrize("build", [bare, wide])
+def test_every_way_of_every_one_gives_the_same_bits(ops, build):
+    """Every eleventh combination of all that there are."""
+    sites = fusion.find_sites(build())
+    plain = run(fused(build, "none", ops, precision="bf16"), steps=1)
+    ways = [candidates(site) for site in sites]
+    for chosen in itertools.islice(itertools.product(*ways), 0, None, 41):
+        plan = fusion.Plan(dict(zip((s.name for s in sites), chosen, strict=True)), fingerprint(sites))
+        assert_same_bits(plain, run(fused(build, plan, ops, precision="bf16"), steps=1))
+
+
+@pytest.mark.parametrize("how", ["none", "gradients"])
+def test_what_is_not_finite_goes_where_it_goes_unfused(ops, how, rng):
+    def gradients(how):
+        model = fused(wide, how, ops, precision="bf16", input_grad=True)
+        x = rng.standard_normal((4, 8, 8, 3)).astype(model.precision.storage)
+        x[0, 2, 3], x[1, 5, 5] = np.nan, np.inf
+        y = model.forward(ops.from_host(x))
+        dx = model.backward(ops.from_host(np.ones(y.shape, x.dtype)))
+        return {name: ops.to_host(a).astype(np.float32) for name, a in (("y", y), ("dx", dx))}
+
+    rng = np.random.default_rng(3)
+    found = gradients(how)
+    rng = np.random.default_rng(3)
+    assert_same_bits(gradients("none"), found)
+    assert np.isnan(found["y"]).any() and np.isfinite(found["dx"][2]).all()
+
+
+def test_sites_of_bare_relus():
+    graph = bare()
+    sites = {site.name: site for site in fusion.find_sites(graph)}
+    assert list(sites) == ["a.relu", "b.relu", "c.relu", "d.relu", "e.relu", "f.relu"]
+    assert all(site.kind == "bare" and site.producer == name.replace("relu", "conv") for name, site in sites.items())
+    takers = [site.taker for site in sites.values()]
+    assert takers == ["b.conv", "pool", "d.conv", None, None, None]
+    assert candidates(sites["b.relu"]) == ["none", "rectified", "gradients", "rectified+gradients"]
+    assert candidates(sites["d.relu"]) == ["none", "rectified"]
+    plan = cost.heuristic(graph, list(sites.values()), FP32, H200)
+    assert plan.sites["b.relu"] == "gradients" and plan.sites["d.relu"] == "none", "12 channels suit no kernel"
+    graph = wide()
+    plan = cost.heuristic(graph, fusion.find_sites(graph), BF16, H200)
+    assert set(plan.sites.values()) == {"rectified+gradients", "rectified"}
+
+
+def test_passes_over_bare_relus_are_counted():
+    (site, *_) = fusion.find_sites(wide())
+    passes = {way: fusion.site_cost(site, way, 1, 1)[:2] for way in candidates(site)}
+    assert passes == {"none": (2, 3), "rectified": (0, 3), "gradients": (2, 1), "rectified+gradients": (0, 1)}
+
+
+def test_no_pass_of_a_bare_relu_is_left(cpu_ops, monkeypatch):
+    """But over the sum; and over a pooling's output, which is a quarter as large."""
+    calls = {"relu": [], "relu_backward": []}
+    for name, sizes in calls.items():
+        own = getattr(cpu_ops, name)
+        counted = lambda *a, own=own, sizes=sizes, **o: sizes.append(a[0].shape[1]) or own(*a, **o)  # noqa: E731
+        monkeypatch.setattr(cpu_ops, name, counted)
+    run(fused(bare, "gradients", cpu_ops), steps=1)
+    assert calls == {"relu": [4], "relu_backward": [2, 4, 4, 4, 4]}  # f; the sum; d and e; the pooling's, for b
+
+
+def test_as_much_is_kept_as_before(cpu_ops):
+    kept = set()
+    for how in fusion.PLANS:
+        model = fused(bare, how, cpu_ops)
+        model.forward(np.zeros((3, 8, 8, 3), np.float32))
+        kept.add(model.store.saved_bytes)
+    assert len(kept) <= 2 and max(kept) - min(kept) <= 3 * 4 * 4 * 12 * 4, (
+        "the pooling's output, which c.conv keeps too"
+    )
+
+
+def test_inference_is_the_same(ops, rng):
+    x = rng.standard_normal((3, 8, 8, 3)).astype(np.float32)
+    found = []
+    for how in ("none", "gradients"):
+        model = fused(bare, how, ops)
+        model.eval()
+        found.append(ops.to_host(model.forward(ops.from_host(x))))
+        assert not model.store.saved_bytes
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("build", [wide, pooled])
+def test_pieces_compute_the_same_in_every_way(ops, build):
+    graph = build()
+    for group in groups(graph, 2, BF16, H200, everything=True):
+        exact, narrow = (
+            {ways: outcome(Piece(cut(graph, group.sites, 2), ops, mode, 0), group, ways) for ways in group.ways}
+            for mode in (FP32, BF16)
+        )
+        plain = group.ways[0]
+        for ways in group.ways[1:]:
+            for a, b in zip(exact[plain], exact[ways], strict=True):
+                assert np.abs(a - b).max() <= 4 * BOUND * np.abs(a).max(), (group.names, ways)
+            errors = [distance(exact[plain], narrow[which]) for which in (plain, ways)]
+            assert 0 < errors[1] <= 1.25 * errors[0], (group.names, ways)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+def test_compiled_steps_of_vgg_have_the_bits_of_unfused_ones(precision, cuda_ops):
+    steps = []
+    for kind, how in ((EagerStep, "none"), (CompiledStep, "auto"), (CompiledStep, "gradients")):
+        graph = models.build("vgg16", (32, 32, 3), 4)
+        for layer in graph.layers:
+            if isinstance(layer, m.Dropout):
+                layer.p = 0.0
+        model = m.Model(graph, device=cuda_ops.name, precision=precision, seed=1)
+        fusion.fuse(model, how)
+        steps.append(kind(model, m.SGD(model, 0.01, 0.9), m.SoftmaxCrossEntropy()))
+    assert steps[1].model.modes() != steps[0].model.modes() or precision == "tf32"
+    for number, batch in enumerate(zip(*(batches(step, 5) for step in steps), strict=True)):
+        losses = [take(step, x, labels, number) for step, (x, labels) in zip(steps, batch, strict=True)]
+        assert losses[0] == losses[1] == losses[2]
+    assert_same(steps[0], steps[1])
+    assert_same(steps[0], steps[2])
+    assert parse(precision) == steps[0].model.precision
