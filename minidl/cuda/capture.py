@@ -202,6 +202,9 @@ def release() -> None:
     import_cupy().get_default_memory_pool().free_all_blocks()
 
 
+_NO_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
 class Room:
     """A stream and memory of their own, for graphs that never run at the same time.
 
@@ -232,7 +235,7 @@ def _never_taken_back(size: int) -> Any:
         try:
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            if error.status != cupy.cuda.runtime.errorMemoryAllocation:
+            if error.status != _NO_MEMORY:
                 raise
             if last:
                 raise MemoryError(f"capture: no {size:,} bytes left on the device; capture fewer graphs") from error
