@@ -46,13 +46,20 @@ def random_trace(
 
 
 def small_graph(name: str, image: int, *, width: int = 8) -> m.Graph:
-    """A library model, a U-Net of ``width``, or "mixed": dropout, a view, a dense join and linear layers in one."""
+    """A library model, a U-Net of ``width``, or "mixed": dropout, a view, a dense join and linear layers in one; or
+    "bare": convolutions and ReLUs without batch norms, with a pooling.
+    """
     if name == "unet":
         return models.build(name, (image, image, 3), 2, width=width, depth=3)
-    if name != "mixed":
+    if name not in ("mixed", "bare"):
         return models.build(name, (image, image, 3), 10)
     graph = m.Graph()
     x = graph.input((image, image, 3))
+    if name == "bare":
+        for i in range(6):
+            x = m.ReLU(name=f"r{i}")(m.Conv2d(x.shape[-1], width, 3, padding=1, name=f"c{i}")(x))
+            x = m.MaxPool2d(2, name="pool")(x) if i == 2 else x
+        return graph.output(m.Linear(width * (image // 2) ** 2, 10, name="l")(m.Flatten(name="f")(x)))
     y = m.ReLU(name="r1")(m.Conv2d(3, 8, 3, padding=1, name="c1")(x))
     z = m.Dropout(0.3, name="d1")(m.Conv2d(8, 8, 3, padding=1, name="c2")(y))
     y = m.MaxPool2d(2, name="p1")(m.BatchNorm2d(16, name="b1")(m.Concat(name="cat")(y, z)))

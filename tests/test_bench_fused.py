@@ -103,6 +103,11 @@ def test_who_does_the_work_by_hand():
         "whose sums are of what is pooled"
     )
     assert found["relu", "forward"] == "maxpool", "which normalises what it reads"
+    _, kernels, found = dry("gradients", "vgg16")
+    (first, second), pools = [[f"features.{i}" for i in pair] for pair in ((0, 2), (3, 4))]
+    assert found["features.1", "forward"] == first and found["features.1", "backward_data"] == second
+    assert found[pools[0], "backward_data"] == pools[1]
+    assert not kernels[pools[0], "forward"] and len(kernels[pools[1], "backward_data"]) == 2, "mask, then scatter"
     _, _, found = dry("bnff", "resnet50", 64)
     assert found["layer1.0.relu1", "forward"] == "layer1.0.conv2", "which normalises what it reads"
 

@@ -78,12 +78,17 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
     """For each pass that a fusion plan leaves without a kernel of its own, the layer whose kernels do its work.
 
     Forward that is the next reader with kernels, which normalises and sums; backward the convolution above that masks
-    and sums, where the plan has one, else the batch norm, which masks.
+    and sums, where the plan has one, else the batch norm, which masks. Of a ReLU without a batch norm it is the
+    convolution below, and backward the layer above.
     """
     found: dict[Key, str] = {}
     readers = graph.consumers()
     for site in find_sites(graph):
         modes = modes_of(plan.sites[site.name])
+        if site.kind == "bare":
+            for pass_name, by in (("forward", site.producer), ("backward_data", site.taker)):
+                if kernels.get((site.name, pass_name)) == [] and by is not None:
+                    found[site.name, pass_name] = by
         if not modes or not site.readers:
             continue
         above = site.taker if "gradients" in modes else site.name
