@@ -30,12 +30,6 @@ CASES = [
     ("mixed", 16, 3, "fp32"),
     ("bare", 32, 8, "bf16"),
 ]
-    ("resnet20", 32, 8, "bf16"),
-    ("resnet50", 64, 2, "tf32"),
-    ("unet", 64, 2, "bf16"),
-    ("mixed", 16, 3, "fp32"),
-    ("bare", 32, 8, "bf16"),
-]
 
 
 def _labels(name: str, image: int, batch: int) -> tuple[int, ...]:
