@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from result_files import Row, load, machine_of, machines
 
+from minidl.profile import plots
 from minidl.profile.tables import markdown
 
-__all__ = ["choices", "fused_pairs", "fused_steps"]
+__all__ = ["choices", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps"]
 
 _SHOWN = 12  # rows of a table that shows the worst only
 
@@ -63,6 +67,54 @@ def fused_steps() -> str:
         return ""
     head = ["network", "machine", "dtype", *arms, "best fixed / auto", "best fixed / adaptive", "PyTorch"]
     return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+
+
+def fused_sites() -> str:
+    """What choosing for each site could gain: the sums of all sites' times by plan, and with the best way at each."""
+    cases: dict[tuple[str, ...], list[Row]] = {}
+    for machine, row in _fusion("sites"):
+        cases.setdefault((row["case"], machine, row["dtype"]), []).append(row)
+    lines = []
+    for case, rows in cases.items():
+        sums, best = _sums(rows)
+        plans = [plan for plan in sums if plan not in ("auto", "adaptive")]
+        fixed = min(plans, key=sums.__getitem__)
+        gain = sums[fixed] / best
+        cells = [f"{sums[plan]:.2f}" for plan in (*plans, "auto")]
+        lines.append((gain, [*case, *cells, f"{best:.2f}", f"{gain:.3f} ({fixed})", f"{sums['auto'] / best:.3f}"]))
+    if not lines:
+        return ""
+    head = ["network", "machine", "dtype", *plans, "auto", "best of each", "best fixed / best", "auto / best"]
+    return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+
+
+def _sums(rows: list[Row]) -> tuple[dict[str, float], float]:
+    """(milliseconds of all sites by plan, and by the best way of each)"""
+    ways: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        entry = ways.setdefault((row["site"], row["arm"]), {**row, "ms": 0.0})
+        entry["ms"] += row["ms"]
+    sums: dict[str, float] = {}
+    best: dict[str, float] = {}
+    for (site, _), row in ways.items():
+        ms = row["count"] * row["ms"]
+        best[site] = min(best.get(site, ms), ms)
+        for plan in row["plans"]:
+            sums[plan] = sums.get(plan, 0.0) + ms
+    return sums, sum(best.values())
+
+
+def fusion_maps() -> dict[str, Callable[[], Any]]:
+    """The pictures of the fastest way over sizes and channels: name without suffix, and what draws it."""
+    maps: dict[tuple[str, str, str], list[Row]] = {}
+    for machine, row in _fusion("map"):
+        maps.setdefault((machine, row["case"], row["dtype"]), []).append(row)
+    found = {}
+    for (machine, case, dtype), rows in maps.items():
+        batch = case.partition("/b")[2]
+        words = "The fastest way of running a batch norm", f"{machine}, batch {batch}, {dtype}"
+        found[f"fusion-map-{dtype}-b{batch}"] = partial(plots.fusion, rows, *words)
+    return found
 
 
 def fused_pairs() -> str:

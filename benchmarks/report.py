@@ -70,7 +70,11 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "scaling": lambda: rank_tables.scaling(everywhere("bench_scaling")),
         "shared layers": rank_tables.shared_layers,
     },
-    "docs/fusion.md": {"fused steps": kernel_tables.fused_steps, "fused pairs": kernel_tables.fused_pairs},
+    "docs/fusion.md": {
+        "fused steps": kernel_tables.fused_steps,
+        "fused sites": kernel_tables.fused_sites,
+        "fused pairs": kernel_tables.fused_pairs,
+    },
     "docs/memory.md": {
         "pinning": memory_tables.pinning,
         "predicted": memory_tables.predicted_steps,
@@ -108,6 +112,8 @@ def draw() -> None:
     for name, _, figure in layer_pages.pictures(RESULTS):
         save(figure(), folder / f"{name}.png")
         made.add(f"{name}.png")
+    for name, figure in kernel_tables.fusion_maps().items():
+        save(figure(), ROOT / "docs" / "images" / f"{name}.png")
     for path in folder.glob("*.png"):
         if path.name not in made:
             path.unlink()
