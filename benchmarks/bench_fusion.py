@@ -52,6 +52,7 @@ from minidl.profile.timing import Timing
 
 Row = dict[str, Any]
 LOSSES = 3  # steps whose losses are compared
+STEPS = 5  # of a sample
 TOLERANCE = 2e-2  # of their losses, in 16 bits
 CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen
 
@@ -262,9 +263,9 @@ def _in_turns(everyone: dict[str, Callable[[], Any]], wait: Callable[[], None], 
     for one in everyone.values():
         bench_train.block_ms(one, 2, wait)
     taken: dict[str, list[float]] = {arm: [] for arm in everyone}
-    for _ in range(samples):
-        for arm, one in everyone.items():
-            taken[arm].append(bench_train.block_ms(one, 3, wait))
+    for turn in range(samples):  # every other one backwards: what ran before changes the clock of what runs next
+        for arm in list(everyone)[:: 1 if turn % 2 == 0 else -1]:
+            taken[arm].append(bench_train.block_ms(everyone[arm], STEPS, wait))
     return {arm: Timing(tuple(ms)) for arm, ms in taken.items()}
 
 

@@ -87,9 +87,9 @@ def test_in_float32(cuda_ops, case, tf32, rng):
 @pytest.mark.parametrize("before", [1, 8])
 @cases(FEW)
 def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng):  # noqa: F811
-    y, dy, w = below(rng, case, storage), draw(rng, case.y, storage), draw(rng, case.w, storage)
-    dy, w, mask = put(forced_ops, dy, w, y)
-    wide = pitched(forced_ops, mask, before, 16)
+    y = below(rng, case, storage)
+    dy, w, mask = put(forced_ops, draw(rng, case.y, storage), draw(rng, case.w, storage), y)
+    wide = pitched(forced_ops, y, before, 16)
     found = [forced_ops.conv2d_backward_data(dy, w, case.x, mask=m, **case.options) for m in (mask, wide)]
     assert bits(forced_ops, found[0]) == bits(forced_ops, found[1])
 

@@ -132,13 +132,19 @@ class Piece:
         storage = precision.storage
         moved = storage.itemsize * sum(map(prod, (*cut.operands, *(m.shape for m in cut.members))))
         self.sets = min(input_sets(moved, cache_bytes), _MOST_SETS) if ops.name == "cuda" else 1
-        self._operands = [
-            [noise(ops, shape, storage, seed=i + k) for k, shape in enumerate(cut.operands)] for i in range(self.sets)
-        ]
-        self._gradients = [
-            [noise(ops, m.shape, storage, seed=100 + i) if m.outside else None for m in cut.members]
-            for i in range(self.sets)
-        ]
+        self._operands = self._copies([noise(ops, shape, storage, seed=k) for k, shape in enumerate(cut.operands)])
+        self._gradients = self._copies([noise(ops, m.shape, storage, 100) if m.outside else None for m in cut.members])
+
+    def _copies(self, arrays: Sequence[Any]) -> list[list[Any]]:
+        """The arrays and copies of them, one list for each set; random numbers come from the host, which is slow."""
+        sets = [list(arrays)]
+        for _ in range(self.sets - 1):
+            copies = [None if array is None else self.ops.empty(array.shape, array.dtype) for array in arrays]
+            for to, array in zip(copies, arrays, strict=True):
+                if array is not None:
+                    self.ops.copy_into(to, array)
+            sets.append(copies)
+        return sets
 
     def calls(self, which: str, on: Set[tuple[str, str]]) -> list[Callable[[], Any]]:
         """Calls of a pass, "forward" or "backward", one for each set of operands.
