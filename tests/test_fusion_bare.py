@@ -16,7 +16,7 @@ from minidl.fusion.tune import groups
 from minidl.precision import precision as parse
 from minidl.step import EagerStep
 from tests.test_compile import assert_same, batches, take
-from tests.test_fusion import BOUND, fused, run
+from tests.test_fusion import BOUND, fused, preactivation, residual, run
 from tests.test_fusion_tune import BF16, FP32, H200, Piece, cut, distance, outcome
 
 
@@ -146,6 +146,43 @@ def test_inference_is_the_same(ops, rng):
         found.append(ops.to_host(model.forward(ops.from_host(x))))
         assert not model.store.saved_bytes
     np.testing.assert_array_equal(*found)
+
+
+def test_a_folded_convolution_does_the_work_of_the_relu_above(cpu_ops, rng, monkeypatch):
+    """But not over a sum, nor where the batch norm is the output or has other readers."""
+    calls, own = [], cpu_ops.relu
+    monkeypatch.setattr(cpu_ops, "relu", lambda x: calls.append(x.shape) or own(x))
+    for build, left in ((pooled, 0), (residual, 2), (preactivation, 3)):
+        model = m.Model(build()).eval()
+        x = rng.standard_normal((2, *model.graph.nodes[0].shape)).astype(np.float32)
+        before = model.forward(x)
+        calls.clear()
+        fusion.fold(model)
+        np.testing.assert_allclose(model.forward(x), before, rtol=1e-4, atol=1e-5)
+        assert len(calls) == left
+        assert not any(layer.folded for layer in model.train().layers)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["none", "elementwise", "bnff"])
+def test_folding_has_the_bits_of_a_relu_apart(ops, how, precision, rng):
+    """Of networks whose ReLUs keep a ReLU's class to themselves."""
+
+    class Apart(m.ReLU):
+        pass
+
+    x, found = rng.standard_normal((4, 8, 8, 3)), []
+    for relu in (m.ReLU, Apart):
+        graph = m.Graph()
+        y = graph.input((8, 8, 3))
+        for i in range(3):
+            y = m.Conv2d(y.shape[-1], 16, 3, padding=1, bias=False, name=f"c{i}")(y)
+            y = relu(name=f"r{i}")(m.BatchNorm2d(16, name=f"b{i}")(y))
+        model = m.Model(graph.output(y), device=ops.name, precision=precision)
+        fusion.fuse(model, how)
+        fusion.fold(model.eval())
+        found.append(ops.to_host(model.forward(ops.from_host(x.astype(model.precision.storage)))))
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 @pytest.mark.parametrize("build", [wide, pooled])

@@ -2,7 +2,8 @@
 
 In evaluation a batch norm is a scale and a shift per channel, constants of the trained network. A convolution whose
 output only the batch norm reads takes them over: ``w[k] * s[k]`` and ``b[k] * s[k] + t[k]``, with ``s = gamma * rstd``
-and ``t = beta - mean * s``, computed in float64 and rounded once.
+and ``t = beta - mean * s``, computed in float64 and rounded once. Where a ReLU alone reads the batch norm, the
+convolution does its work, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from minidl import checks
-from minidl.layers import BatchNorm2d, Conv2d, RowParallelConv2d
+from minidl.layers import BatchNorm2d, Conv2d, ReLU, RowParallelConv2d
 from minidl.model import Model
 from minidl.precision import float32
 
@@ -38,7 +39,9 @@ def fold(model: Model) -> list[str]:
             continue
         source = model.graph.nodes[node.inputs[0]]
         if type(source.layer) in _FOLDABLE and len(readers[source.index]) == 1:
-            source.layer.folded = _filters(model, source.layer, node.layer)
+            above = [model.graph.nodes[i].layer for i in readers[node.index]]
+            relu = len(above) == 1 and type(above[0]) is ReLU and node is not model.output_node
+            source.layer.folded = *_filters(model, source.layer, node.layer), relu and type(source.layer) is Conv2d
             node.layer.folded = True
             folded.append(node.name)
     return folded

@@ -105,11 +105,11 @@ class BatchNorm2d(Layer):
         return comm if comm is not None and comm.size > 1 else None
 
     def compute(self, x: Any) -> Any:
+        if self.folded is not None:
+            return x  # and whether the convolution did the work of the ReLU above, too
         stats = None
         if isinstance(x, Value):
             stats, x = x.stats, materialize(self.ops, x).array
-        if self.folded is not None:
-            return x
         moments, count = self._batch_moments(x, stats) if self.training else (self._running_moments(), None)
         self.save(x=x, moments=moments, count=count)
         return self._normalized(x, moments)

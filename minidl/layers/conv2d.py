@@ -146,11 +146,11 @@ class Conv2d(_Convolution):
             x = materialize(self.ops, x)
             self.save(x=x.array, **self._below(x.origin))
             x = x.array
-        weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
+        weight, bias, relu = self.folded or (self.params["weight"], self.params.get("bias"), self.rectifies)
         if self.statistics and self.training:
             y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
             return Value(y, stats=stats)
-        if self.rectifies:
+        if relu:
             return Value(self.ops.conv2d(x, weight, bias, **options, relu=True), origin=Origin((), relu=True))
         return self.ops.conv2d(x, weight, bias, **options)
 

@@ -84,7 +84,7 @@ class RowParallelConv2d(Conv2d):
 
     def compute(self, x: Any) -> Any:
         x = self.ops.contiguous(x)
-        weight, bias = self.folded or (self.params["weight"], self.params.get("bias"))
+        weight, bias, _ = self.folded or (self.params["weight"], self.params.get("bias"), False)
         edges = self._plan.forward
         received, work = self._exchange(x, edges, self._plan.rows, "halo")
         y = self._local(x, weight, bias)
