@@ -9,10 +9,11 @@ from typing import Any
 
 from result_files import Row, load, machine_of, machines
 
+from minidl.fusion import PLANS
 from minidl.profile import plots
 from minidl.profile.tables import markdown
 
-__all__ = ["choices", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps"]
+__all__ = ["choices", "each_site", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps"]
 
 _SHOWN = 12  # rows of a table that shows the worst only
 
@@ -86,6 +87,33 @@ def fused_sites() -> str:
         return ""
     head = ["network", "machine", "dtype", *plans, "auto", "best of each", "best fixed / best", "auto / best"]
     return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+
+
+def each_site() -> str:
+    """Every distinct site by network: forward + backward microseconds by plan, and of the best way."""
+    cases: dict[tuple[str, ...], dict[str, list[Row]]] = {}
+    for machine, row in _fusion("sites"):
+        cases.setdefault((row["case"], machine, row["dtype"]), {}).setdefault(row["site"], []).append(row)
+    parts = []
+    for case, of_sites in cases.items():
+        lines = sorted((_site_line(rows) for rows in of_sites.values()), key=lambda line: line[0])
+        head = ["batch norm", "shape", "times", *PLANS, "best", "best plan / best", "by"]
+        parts.append(f"### {', '.join(case)}\n\n{markdown(head, [line for _, line in lines])}")
+    return "\n\n".join(parts)
+
+
+def _site_line(rows: list[Row]) -> tuple[float, list[str]]:
+    """(what the best way gains over the best fixed plan, the cells of a site)"""
+    ways: dict[str, list[Row]] = {}
+    for row in rows:  # forward before backward
+        ways.setdefault(row["arm"], []).append(row)
+    ms = {way: sum(row["ms"] for row in both) for way, both in ways.items()}
+    best = min(ms, key=ms.__getitem__)
+    by_plan = {plan: way for way, (first, _) in ways.items() for plan in first["plans"]}
+    cells = [" + ".join(f"{1e3 * row['ms']:.0f}" for row in ways[way]) for way in (*map(by_plan.get, PLANS), best)]
+    gain = min(ms[by_plan[plan]] for plan in PLANS) / ms[best]
+    shape = "x".join(map(str, rows[0]["shape"]))
+    return gain, [rows[0]["site"], shape, str(rows[0]["count"]), *cells, f"{gain:.3f}", best]
 
 
 def _sums(rows: list[Row]) -> tuple[dict[str, float], float]:

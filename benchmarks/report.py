@@ -75,6 +75,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "fused sites": kernel_tables.fused_sites,
         "fused pairs": kernel_tables.fused_pairs,
     },
+    "docs/fusion_sites.md": {"each site": kernel_tables.each_site},
     "docs/memory.md": {
         "pinning": memory_tables.pinning,
         "predicted": memory_tables.predicted_steps,

@@ -122,8 +122,9 @@ def _summary(title: str, sites: Sequence[Site], plan: Plan, batch: int, itemsize
 def _row(site: Site, plan: Plan, before: SiteCost, after: SiteCost) -> list[str]:
     passes = lambda cost: f"{cost.forward} + {cost.backward}"  # noqa: E731
     mega = lambda count: f"{count / 1e6:.1f}"  # noqa: E731
+    beside = site.why or ", ".join(site.readers or filter(None, (site.producer, site.taker)))
     return [
-        site.name, _sizes(site.shape), site.kind, site.why or ", ".join(site.readers), plan.sites[site.name],
+        site.name, _sizes(site.shape), site.kind, beside, plan.sites[site.name],
         passes(before), passes(after), mega(before.bytes), mega(after.bytes), mega(before.bytes - after.bytes),
     ]  # fmt: skip
 
