@@ -55,18 +55,19 @@ def fused_steps() -> str:
     for machine, row in _fusion("steps"):
         cases.setdefault((row["case"], machine, row["dtype"]), {})[row["arm"]] = row
     arms = list(dict.fromkeys(arm for rows in cases.values() for arm in rows))
+    chosen = [arm for arm in ("auto", "adaptive") if arm in arms]
     lines = []
     for case, rows in cases.items():
         fixed = min(row["ms"] for arm, row in rows.items() if arm not in ("auto", "adaptive"))
         peers = rows[next(iter(rows))]["peers"]
         best = min(peers.items(), key=lambda item: item[1], default=None)
-        gains = [f"{fixed / rows[arm]['ms']:.3f}" if arm in rows else "" for arm in ("auto", "adaptive")]
+        gains = [f"{fixed / rows[arm]['ms']:.3f}" if arm in rows else "" for arm in chosen]
         beside = [f"{best[1]:.2f} ({best[0]})" if best else ""]
         times = [f"{rows[arm]['ms']:.2f}" if arm in rows else "" for arm in arms]
         lines.append((fixed / rows["adaptive"]["ms"] if "adaptive" in rows else 0.0, [*case, *times, *gains, *beside]))
     if not lines:
         return ""
-    head = ["network", "machine", "dtype", *arms, "best fixed / auto", "best fixed / adaptive", "PyTorch"]
+    head = ["network", "machine", "dtype", *arms, *(f"best fixed / {arm}" for arm in chosen), "PyTorch"]
     return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 

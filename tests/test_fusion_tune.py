@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +19,12 @@ from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way_of
 from minidl.fusion.tune import DeviceClock, groups, measure, tune
 from minidl.precision import precision
+from minidl.profile.results import load
 from minidl.profile.timing import Budget, Timing
 from minidl.train import Trainer
 from tests.test_fusion import BOUND, preactivation, residual, stack, wide
 
+ROOT = Path(__file__).parents[1]
 H200 = cost.Machine(4.2e9, cost.HOPPER)
 BF16, FP32 = precision("bf16"), precision("fp32")
 
@@ -231,6 +234,41 @@ def test_the_heuristic_needs_no_clock_and_no_batch():
             assert times[plan.sites[site.name]] == min(times.values())
         ways = cost.heuristic(graph, sites, FP32, H200).sites
         assert ways == {s.name: "elementwise+pooled" if s.pooled else "elementwise" for s in sites}
+
+
+def test_the_model_chooses_as_the_measurements_do():
+    """Of four networks on an H200: no fixed plan is a hundredth faster, nor would choosing for each be by much."""
+    found = {}
+    for path in sorted((ROOT / "benchmarks" / "results" / "h200").glob("bench_fusion*.json*")):
+        for row in load(path)["rows"]:
+            if row["part"] == "sites":
+                found.setdefault(row["case"], {}).setdefault(row["site"], {}).setdefault(row["arm"], []).append(row)
+    assert len(found) >= 4
+    for case, measured in found.items():
+        name, image, _ = case.split("/")
+        size = int(image.split("x")[0])
+        graph = models.build(name, (size, size, 3), 2 if name == "unet" else 1000)
+        sites = {site.name: site for site in fusion.find_sites(graph)}
+        plans = {how: fusion.choose(list(sites.values()), how).sites for how in fusion.PLANS}
+        plans["auto"] = cost.heuristic(graph, list(sites.values()), BF16, H200).sites
+        ms = dict.fromkeys([*plans, "best"], 0.0)
+        for group, ways in measured.items():
+            took = {way: rows[0]["count"] * sum(row["ms"] for row in rows) for way, rows in ways.items()}
+            ms["best"] += min(took.values())
+            for how, plan in plans.items():
+                runs = (cost.runs_as(graph, sites[one], plan[one], BF16, H200) for one in group.split(" and "))
+                ms[how] += took[" and ".join(runs)]
+        assert ms["auto"] <= 1.01 * min(ms[how] for how in fusion.PLANS), (case, ms)
+        assert ms["auto"] <= 1.02 * ms["best"], (case, ms)
+
+
+def test_statistics_that_a_piece_does_not_see_are_the_models():
+    """Those of a concatenation are joined outside: the measured plan joins them, however it measures the rest."""
+    graph = models.build("densenet121", (64, 64, 3), 10)
+    for seed in range(2):
+        plan = tune(graph, 8, BF16, H200, Fake(seed), everything=True)
+        joined = [site for site in fusion.find_sites(graph) if site.joined]
+        assert joined and all("joined" in modes_of(plan.sites[site.name]) for site in joined)
 
 
 # -- the plan that is kept ------------------------------------------------------------------------------------------

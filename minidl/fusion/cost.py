@@ -24,6 +24,9 @@ __all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "planned_ms", "predi
 
 HOPPER = (9, 0)
 STEM = 4  # channels that a network's first convolution has at most
+# The prologue of a convolution that waits for memory: its costs in passes, and where, from the measurements of 94 batch
+# norms of ResNet-50, DenseNet-121, U-Net and VGG-16 on an H200 (docs/fusion_sites.md), and the map of docs/fusion.md.
+CHEAP, MOST_PRODUCTS, MOST_FILTERS, LARGE = (0.1, 0.6), 9 * 64, 256, 28 * 28
 
 
 class SiteCost(NamedTuple):
@@ -118,9 +121,24 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
     way = runs_as(graph, site, way, precision, machine)
     cost = site_cost(site, way, batch, precision.storage.itemsize)
     of_pass = batch * prod(site.shape) * precision.storage.itemsize / machine.bytes_per_ms
-    forward = cost.forward + sum(MODES[mode].costs[0] for mode in modes_of(way))
-    backward = cost.backward + sum(MODES[mode].costs[1] for mode in modes_of(way))
-    return Predicted(of_pass * forward, of_pass * backward)
+    costs = [_costs(graph, site, mode) for mode in modes_of(way)]
+    forward, backward = (sum(cost[i] for cost in costs) for i in range(2))
+    return Predicted(of_pass * (cost.forward + forward), of_pass * (cost.backward + backward))
+
+
+def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
+    """What a mode costs the convolution that does it, forward and backward, in passes over the site's tensor."""
+    return CHEAP if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site) else MODES[mode].costs
+
+
+def _waits_for_memory(conv: Conv2d, site: Site) -> bool:
+    """Whether a convolution has time to normalise what it reads: few products for each value, on large images.
+
+    With many filters beside its channels it has more statistics of its own output to take than time.
+    """
+    few = prod(conv.kernel_size) * conv.out_channels <= MOST_PRODUCTS
+    few = few and conv.out_channels <= min(MOST_FILTERS, 2 * conv.in_channels)
+    return few and conv.stride == (1, 1) and site.shape[0] * site.shape[1] >= LARGE
 
 
 def planned_ms(graph: Graph, plan: Plan, batch: int, precision: Precision, machine: Machine) -> float:

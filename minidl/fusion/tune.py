@@ -185,7 +185,7 @@ def _time_group(graph: Graph, group: Group, batch: int, timed: _Remembering) -> 
         variants = {which: {ways: group.on(ways, which) for ways in group.timed} for which in PASSES}
         passes = {which: timed(piece, which, list(dict.fromkeys(on.values()))) for which, on in variants.items()}
         took = {ways: [passes[which][variants[which][ways]] for which in PASSES] for ways in group.timed}
-    ms = {ways: sum(timing.ms for timing in timings) for ways, timings in took.items()}
+    ms = {ways: sum(timing.ms for timing in timings) + _unseen(group, ways, piece) for ways, timings in took.items()}
     fastest = min(ms, key=ms.__getitem__, default=None)
     for ways in group.ways:
         if ways not in ms:
@@ -193,6 +193,16 @@ def _time_group(graph: Graph, group: Group, batch: int, timed: _Remembering) -> 
             base = ms[fastest] + max(behind, 0.0) if fastest else behind
             ms[ways] = ms.get(group.same[ways], base)
     return Term(group.names, ms), _record(group, batch, ms, took)
+
+
+def _unseen(group: Group, ways: Ways, piece: Cut) -> float:
+    """What modes of layers outside the piece save, by the model: statistics joined for a concatenation."""
+    inside = {member.layer.name for member in piece.members}
+    seen = tuple(
+        way_of(mode for mode in modes_of(way) if any(name in inside for name, _ in switches(site, mode)))
+        for site, way in zip(group.sites, ways, strict=True)
+    )
+    return group.predicted_ms[ways] - group.predicted_ms[seen]
 
 
 def _record(
