@@ -214,6 +214,21 @@ def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
 
 
 @pytest.mark.alone
+def test_the_energy_of_each_pass_is_about_its_time_times_a_boards_power(cuda_ops):
+    from minidl.profile.energy import Meter
+
+    meter = Meter(cuda_ops)
+    if meter.reason is not None:
+        pytest.skip(meter.reason)
+    options = layers.Options(("replayed",), layers.budget_on("cuda", 5), energy=meter.energy_per_call)
+    case = layer_case("Conv2d(256, 256, 3, padding=1)", ["64x28x28x256"])
+    rows = layers.measure([case], "t", ops=cuda_ops, precision=precision("bf16"), options=options)
+    assert {row["pass"] for row in rows} == {"forward", "backward_data", "backward_weight"}
+    for row in rows:
+        assert 200 < row["energy_mj"] / row["ms"] < 1000, "an idle H100 or H200 draws some 100 W, and 700 at most"
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize(("model", "batch", "eager"), [("resnet50", 64, 0.80), ("unet", 32, 0.95)])
 def test_a_gpu_network_closes_eager_and_captured(model, batch, eager, cuda_ops):
     """Launched eagerly, 64 images of ResNet-50 leave the host little time, but not none; a U-Net keeps the GPU busy."""

@@ -74,9 +74,9 @@ def board(monkeypatch):
 def test_energy_of_a_call_is_power_times_its_time(board):
     meter = Meter(board.ops)
     assert meter.reason is None
-    # The counter's renewal is noticed up to a batch of calls late, at both ends of half a second.
+    # The counter's renewal is noticed up to a batch of calls late, at both ends.
     expected = POWER_W * CALL * 1e3
-    assert meter.energy_per_call(board.work) == pytest.approx(expected, rel=2 * energy.BATCH_SECONDS / 0.5)
+    assert meter.energy_per_call(board.work) == pytest.approx(expected, rel=2 * energy.BATCH_SECONDS / energy.SECONDS)
     assert meter.energy_per_call(board.work, seconds=20.0) == pytest.approx(expected, rel=2e-3)
 
 

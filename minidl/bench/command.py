@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
     )
+    p.add_argument(
+        "--samples",
+        type=int,
+        default=layers.SAMPLES,
+        help="of each pass alone, in a quarter of a second at most",
+    )
     p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
     p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
     p.add_argument("--torch", metavar="MODULE:NAME", help="the same table for a torch.nn.Module instead")
@@ -93,7 +100,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
-    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML, half a second each")
+    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML, a third of a second")
     p.add_argument("--nvtx", action="store_true", help="mark each pass for NVIDIA's profilers")
     p.add_argument(
         "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"
@@ -147,16 +154,23 @@ def _layers(a: argparse.Namespace) -> int:
     return _status(a, [content])
 
 
+_OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "nvtx", "strict", "model", "classes")  # and of networks
+
+
 def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply together are errors."""
     if a.layer and not a.input:
         raise checks.bad_value("bench", "--input", "the shape of the layer's input, such as 32x56x56x64", a.input)
     if a.input and not a.layer:
         raise checks.bad_value("bench", "--input", "left out without --layer: networks take --image-size", a.input)
-    if a.layer and a.trace:
-        raise checks.bad_value("bench", "--trace", "left out with --layer, which takes no steps", a.trace)
     if a.torch and (a.layer or a.peer):
         raise checks.bad_value("bench", "--torch", "without --layer and --peer", a.torch)
+    usual = parser_of("layers").get_default
+    for one, others in (("layer", (*_OF_STEPS, "image_size", "batch")), ("torch", (*_OF_STEPS, "kernels", "energy"))):
+        for other in others if getattr(a, one) else ():
+            if getattr(a, other) != usual(other):
+                name = other.replace("_", "-")
+                raise checks.bad_value("bench", f"--{name}", f"left out with --{one}", getattr(a, other))
 
 
 def _need_a_gpu(a: argparse.Namespace, device: str) -> None:
@@ -175,12 +189,12 @@ def _energy(a: argparse.Namespace) -> Energy | None:
 
 
 def _options(a: argparse.Namespace, device: str) -> layers.Options:
-    peers = {}
+    budget, peers = layers.budget_on(device, checks.at_least("bench", "--samples", a.samples, 2)), {}
     if a.peer:
         from minidl.bench.torch_peer import peer_ms
 
-        peers["torch"] = peer_ms
-    return layers.Options(a.ways, None, a.kernels, _energy(a), peers)
+        peers["torch"] = partial(peer_ms, budget=budget)
+    return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,8 @@ __all__ = ["Energy", "Meter", "clock_warnings"]
 Energy = Callable[[Callable[[], Any], int], float | None]
 
 LOW_CLOCK = 0.75  # of the maximum: below it a timing says more about the clock than about the kernel
-BATCH_SECONDS = 0.01  # of calls between two looks at the counter
+SECONDS = 0.25  # of calls that a figure is taken of
+BATCH_SECONDS = 0.005  # of calls between two looks at the counter
 SLOWEST_TICK = 0.25  # seconds; a counter that stands still for longer than this under load does not count
 
 # NVML's bits. An idle GPU (bit 0) is not slowed down, and clocks that its user set (bit 1) are as they should be.
@@ -73,11 +74,11 @@ class Meter:
             raise RuntimeError(f"no energy can be read: {self.reason}")
         return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
 
-    def energy_per_call(self, replay: Callable[[], Any], calls: int = 1, seconds: float = 0.5) -> float | None:
+    def energy_per_call(self, replay: Callable[[], Any], calls: int = 1, seconds: float = SECONDS) -> float | None:
         """Millijoules of one of the ``calls`` calls that ``replay`` makes on the current stream; None with a `reason`.
 
         Repeated for at least ``seconds``, from one renewal of the counter to another, so that the error is that of
-        knowing when it was renewed, some 20 ms in all. What the board draws when idle is not subtracted.
+        knowing when it was renewed, 10 ms in all at most. What the board draws when idle is not subtracted.
         """
         if self.reason is not None:
             return None
