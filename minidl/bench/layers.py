@@ -33,7 +33,7 @@ Baseline = Callable[[Case, Precision, str, int], dict[str, float | None]]
 def budget_on(device: str, samples: int = SAMPLES) -> Budget:
     """How long each pass is timed alone, ours and a peer's."""
     if device == "cuda":
-        return Budget(samples=samples, seconds=0.25, least=5, rest=_REST)
+        return Budget(samples=samples, seconds=0.25, least=5, sample_ms=1.0, rest=_REST)
     return Budget(samples=samples, seconds=0.25, least=7)
 
 
