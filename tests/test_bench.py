@@ -381,6 +381,15 @@ def test_networks_whose_energy_was_measured_show_it_by_image(content):
     assert [line[columns.index("mJ/image")] for line in cells] == ["-", "22"]
 
 
+def test_what_messages_add_to_a_step_is_beside_it(content):
+    """Not only what waits for them: passes beside a message are slower, too."""
+    several = json.loads(json.dumps(with_batch(content, 4)))
+    several["step"]["eager_compute_only"] = several["step"]["eager"] | {"ms": several["step"]["eager"]["ms"] / 1.25}
+    assert "messages add" not in networks(runs(content, "x.json"))[1]
+    _, columns, cells = networks(runs(merged([content, several]), "both.json"))
+    assert [line[columns.index("messages add")] for line in cells] == ["-", "25.0%"]
+
+
 def test_a_view_of_what_no_network_has_is_one_line(content):
     whole = only(content | {"rows": [row for row in content["rows"] if row["pass"] == "forward"]})
     with pytest.raises(NotInFile, match=r"file.json: no networks: no row of a whole step; run minidl bench model"):
