@@ -13,7 +13,7 @@ from typing import Any
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
 from minidl.bench.run import bench_layer, bench_network, merged, new_step
-from minidl.bench.setup import Setup, device_of, join, layer_case
+from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.config import Help
 from minidl.dist.communicator import Communicator
@@ -31,7 +31,6 @@ __all__ = ["VERBS", "add_arguments", "parser_of", "run"]
 
 _NORMS = ("BatchNorm2d", "GroupNorm", "LayerNorm")
 _UNACCOUNTED = 3  # exit status of --strict
-_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +67,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
     p.add_argument("--layer", metavar="TEXT", help="one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
     p.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of its input; once for each input")
     p.add_argument("--batch", type=int, default=32, help="samples of each rank")
-    p.add_argument("--precision", default="fp32", choices=_PRECISIONS)
+    p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     p.add_argument(
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
     )
@@ -88,12 +87,11 @@ def _add_model(p: argparse.ArgumentParser) -> None:
     _add_network(p)
     p.add_argument("--model", nargs="+", default=["resnet20"], help=f"of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each rank")
-    p.add_argument("--precision", nargs="+", default=["fp32"], choices=_PRECISIONS)
+    p.add_argument("--precision", nargs="+", default=["fp32"], choices=PRECISIONS)
 
 
 def _add_network(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int, help="default: usual for the network")
+    add_images(p)
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
