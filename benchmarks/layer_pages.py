@@ -275,7 +275,7 @@ def _way(run: Run) -> str:
 def _single(results: Path, network: str) -> list[Run]:
     """The runs whose files hold one network alone, with its memory and every pass by itself."""
     files = {_key(run): run for run in _every(results) if "points" not in run.content and run.network == network}
-    return sorted(files.values(), key=lambda run: run.file)
+    return sorted(files.values(), key=lambda run: (run.ranks, run.dtype, run.fusion != "none", run.rank_batch))
 
 
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
