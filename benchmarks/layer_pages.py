@@ -178,17 +178,20 @@ def _over_ranks(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
 
 
 def _every_layer(members: Sequence[Run]) -> str:
-    """Share of the step and FLOP per byte of each layer, a column for each batch size."""
+    """Share of the step and FLOP per byte of each layer, a column for each batch size; energy where it was measured."""
     columns = [{block.name: block for block in singles(run)} for run in members]
+    powered = [i for i, column in enumerate(columns) if any(block.energy_mj for block in column.values())]
     head = ["layer", "type", "output", *(f"share, b{run.rank_batch}" for run in members)]
     head += [f"FLOP/B, b{run.rank_batch}" for run in members]
+    head += [f"mJ/image, b{members[i].rank_batch}" for i in powered]
     lines = []
     for name in order([list(column.values()) for column in columns]):
         found = [column.get(name) for column in columns]
         first = next(block for block in found if block is not None)
         shape = "×".join(map(str, first.shape[1:])) if first.shape else ""
         cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
-        lines.append([name, first.type or "", shape, *cells, *map(_intensity, found)])
+        cells += [*map(_intensity, found), *(_energy(found[i], members[i]) for i in powered)]
+        lines.append([name, first.type or "", shape, *cells])
     return markdown(head, lines)
 
 
@@ -219,6 +222,10 @@ def _exposed(block: Block | None, run: Run) -> str:
 
 def _intensity(block: Block | None) -> str:
     return "" if block is None or not block.flop else f"{block.intensity:.1f}"
+
+
+def _energy(block: Block | None, run: Run) -> str:
+    return f"{block.energy_mj / run.rank_batch:.2f}" if block is not None and block.energy_mj else ""
 
 
 def _communication(block: Block | None) -> str:

@@ -90,6 +90,20 @@ def test_a_line_for_each_network_and_a_page_with_each_layer(pages, content, tmp_
     assert content["command"] in page and "benchmarks/results/cpu/bench_model_small.json" in page
 
 
+def test_the_energy_of_a_layer_is_shown_where_it_was_measured(pages, content, tmp_path):
+    write(tmp_path / "cpu" / "bench_model_a.json", content)
+    assert "mJ/image" not in pages.page(tmp_path, "lenet")
+    forget(pages)
+    powered = json.loads(json.dumps(content))
+    for row in powered["rows"]:
+        if row["layer"] == "conv1" and row["case"].endswith("b4"):
+            row["energy_mj"] = 6.0  # of each of its two passes, on four images
+    write(tmp_path / "cpu" / "bench_model_a.json", powered)
+    page = pages.page(tmp_path, "lenet")
+    (head,), (conv1,), (relu1,) = (cells(page, name) for name in ("layer", "conv1", "relu1"))
+    assert head[-1] == "mJ/image, b4" and conv1[-1] == "3.00" and relu1[-1] == ""
+
+
 def test_a_file_that_is_dropped_in_is_shown(pages, content, tmp_path):
     write(tmp_path / "cpu" / "bench_model_a.json", content)
     assert "Over ranks" not in pages.page(tmp_path, "lenet")

@@ -98,9 +98,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
-    p.add_argument(
-        "--energy", action="store_true", help="of a step and each pass alone, by NVML"
-    )
+    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML")
     p.add_argument("--nvtx", action="store_true", help="mark each pass for NVIDIA's profilers")
     p.add_argument(
         "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"

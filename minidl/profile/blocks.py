@@ -25,6 +25,7 @@ class Block:
         parts: milliseconds of each pass within the step, exposed communication, and what is unaccounted for.
         flop, bytes: of all passes, for the batch of one rank.
         wire_bytes: what one rank sends of its gradients.
+        energy_mj: of its passes alone; 0 where it was not measured.
         type, shape: of a single layer and its output.
     """
 
@@ -33,6 +34,7 @@ class Block:
     flop: int = 0
     bytes: int = 0
     wire_bytes: float = 0.0
+    energy_mj: float = 0.0
     type: str | None = None
     shape: tuple[int, ...] | None = None
 
@@ -61,6 +63,7 @@ class Block:
         self.flop += other.flop
         self.bytes += other.bytes
         self.wire_bytes += other.wire_bytes
+        self.energy_mj += other.energy_mj
 
 
 def singles(run: Run) -> list[Block]:
@@ -80,7 +83,7 @@ def _work(row: Row, ms: float) -> Block:
     if row["pass"] == "all_reduce":
         return Block("", {COMMUNICATION: ms}, wire_bytes=row.get("wire_bytes") or 0.0)
     part = COMMUNICATION if row["pass"] == "wait" else row["pass"]
-    return Block("", {part: ms}, row.get("flop") or 0, row.get("bytes") or 0)
+    return Block("", {part: ms}, row.get("flop") or 0, row.get("bytes") or 0, energy_mj=row.get("energy_mj") or 0.0)
 
 
 def blocks(run: Run, most: int = MOST) -> list[Block]:
