@@ -192,7 +192,7 @@ def _every_layer(members: Sequence[Run]) -> str:
         cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
         cells += [*map(_intensity, found), *(_energy(found[i], members[i]) for i in powered)]
         lines.append([name, first.type or "", shape, *cells])
-    return markdown(head, lines)
+    return markdown(head, lines, words=(0, 1))
 
 
 def _of_ranks(members: Sequence[Run]) -> str:

@@ -37,7 +37,7 @@ def _options(parser: argparse.ArgumentParser) -> str:
             shown = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or [])) or "VALUE")
             name = " ".join([*action.option_strings[-1:], shown + " ..." * (action.nargs == "+")]).strip()
             lines.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
-    return markdown(["option", "", "default"], lines)
+    return markdown(["option", "", "default"], lines, words=range(3))
 
 
 def _default(action: argparse.Action) -> str:

@@ -60,7 +60,7 @@ def headline() -> str:
     """Whole steps as training runs them, and the convolutions and operations that they consist of; worst first."""
     lines = sorted([*_usual_steps(), *_all_convolutions(), *_all_operations()])
     head = ["what", "on", "beside", "speed against it", "worst of them"]
-    return markdown(head, [[*what, f"{speed:.2f}", worst] for speed, *what, worst in lines])
+    return markdown(head, [[*what, f"{speed:.2f}", worst] for speed, *what, worst in lines], words=(0, 1, 2, 4))
 
 
 def _usual_steps() -> Iterator[tuple]:
@@ -107,9 +107,8 @@ def training() -> str:
         peer, ms = _peer(row)
         figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{speed:.2f}"]
         rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
-    return markdown(
-        ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"], rows
-    )
+    head = ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"]
+    return markdown(head, rows, words=range(4))
 
 
 def operations() -> str:
@@ -135,7 +134,7 @@ def convolutions() -> str:
         groups.setdefault((row["case"].split()[0], machine, row["dtype"], row["pass"]), []).append(speed)
     lines = sorted((statistics.geometric_mean(speeds), *key, min(speeds)) for key, speeds in groups.items())
     head = ["convolutions of", "machine", "dtype", "pass", "speed against cuDNN or oneDNN, mean", "worst layer"]
-    return markdown(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines])
+    return markdown(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines], words=range(4))
 
 
 def learning() -> str:
@@ -173,4 +172,4 @@ def commands() -> str:
             head = TABLES[name]().splitlines()[0].split("|")[1].strip()
             cells = [f"`{path.relative_to(RESULTS)}`", head, str(file["commit"]), f"`{file['command']}`"]
             lines.append(cells)
-    return markdown(["file of results", "table", "commit", "command"], lines)
+    return markdown(["file of results", "table", "commit", "command"], lines, words=range(4))
