@@ -5,7 +5,7 @@ and ranks; made from the files of `minidl bench model` and `minidl bench layers`
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -177,59 +177,78 @@ def _over_ranks(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
             yield f"Over ranks: {model}, batch {batch} on each, {dtype}, {machine}", members
 
 
+Cell = Callable[[Block, Run], str]
+
+
 def _every_layer(members: Sequence[Run]) -> str:
-    """Share of the step and FLOP per byte of each layer, a column for each batch size; energy where it was measured."""
-    columns = [{block.name: block for block in singles(run)} for run in members]
-    powered = [i for i, column in enumerate(columns) if any(block.energy_mj for block in column.values())]
-    head = ["layer", "type", "output", *(f"share, b{run.rank_batch}" for run in members)]
-    head += [f"FLOP/B, b{run.rank_batch}" for run in members]
-    head += [f"mJ/image, b{members[i].rank_batch}" for i in powered]
-    lines = []
-    for name in order([list(column.values()) for column in columns]):
-        found = [column.get(name) for column in columns]
-        first = next(block for block in found if block is not None)
-        shape = "×".join(map(str, first.shape[1:])) if first.shape else ""
-        cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
-        cells += [*map(_intensity, found), *(_energy(found[i], members[i]) for i in powered)]
-        lines.append([name, first.type or "", shape, *cells])
-    return markdown(head, lines, words=(0, 1))
+    """Of each layer its share of the step and of its roof, a column for each batch size, and FLOP per byte at the least
+    and the largest; energy where it was measured.
+    """
+    columns = [singles(run) for run in members]
+    fused = any(run.fusion != "none" for run in members)  # kernels then do the work of several layers
+    every, powered = range(len(members)), [i for i, some in enumerate(columns) if any(b.energy_mj for b in some)]
+    kinds: list[tuple[str, Iterable[int], Cell]] = [
+        ("share", every, _share),
+        ("roof", [] if fused else every, _roof),
+        ("FLOP/B", dict.fromkeys((0, len(members) - 1)), _intensity),
+        ("mJ/image", powered, _energy),
+    ]
+    head, lines = _lines(columns, members, kinds, lambda run: f"b{run.rank_batch}")
+    known = {block.name: block for column in reversed(columns) for block in column}
+    for line in lines:
+        block = known[line[0]]
+        line[1:1] = [block.type or "", "×".join(map(str, block.shape[1:])) if block.shape else ""]
+    return markdown(["layer", "type", "output", *head], lines, words=(0, 1))
 
 
 def _of_ranks(members: Sequence[Run]) -> str:
     """Share of the step, how much of it is exposed communication, and FLOP per wire byte of each block."""
-    columns = [{block.name: block for block in blocks(run)} for run in members]
     several = [i for i, run in enumerate(members) if run.ranks > 1]
-    head = ["layers", *(f"share, {run.ranks} rank{'s' * (run.ranks > 1)}" for run in members)]
-    head += [f"exposed, {members[i].ranks} ranks" for i in several]
-    head += [f"FLOP/wire B, {members[i].ranks} ranks" for i in several]
-    lines = []
-    for name in order([list(column.values()) for column in columns]):
-        found = [column.get(name) for column in columns]
-        cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
-        cells += [_exposed(found[i], members[i]) for i in several]
-        lines.append([name, *cells, *(_communication(found[i]) for i in several)])
-    return markdown(head, lines)
+    kinds = ("share", range(len(members)), _share), ("exposed", several, _exposed)
+    kinds = *kinds, ("FLOP/wire B", several, _communication)
+    columns = [blocks(run) for run in members]
+    head, lines = _lines(columns, members, kinds, lambda run: f"{run.ranks} rank{'s' * (run.ranks > 1)}")
+    return markdown(["layers", *head], lines)
 
 
-def _share(block: Block | None, run: Run) -> str:
-    return "" if block is None else f"{block.ms / run.total_ms:.1%}"
+def _lines(
+    columns: Sequence[Sequence[Block]], members: Sequence[Run], kinds: Iterable[tuple[str, Iterable[int], Cell]],
+    words: Callable[[Run], str],
+) -> tuple[list[str], list[list[str]]]:  # fmt: skip
+    """(heads, a line for each name that any run has): of each kind a cell for some of the runs."""
+    shown = [(name, i, tell) for name, some, tell in kinds for i in some]
+    found = [{block.name: block for block in column} for column in columns]
+    head = [f"{name}, {words(members[i])}" for name, i, _ in shown]
+    names = order(columns)
+    return head, [
+        [name, *(tell(found[i][name], members[i]) if name in found[i] else "" for _, i, tell in shown)]
+        for name in names
+    ]
 
 
-def _exposed(block: Block | None, run: Run) -> str:
-    ms = block.parts.get("communication", 0.0) if block is not None else 0.0
+def _share(block: Block, run: Run) -> str:
+    return f"{block.ms / run.total_ms:.1%}"
+
+
+def _roof(block: Block, run: Run) -> str:
+    return "" if block.roof is None else f"{block.roof:.0%}"
+
+
+def _exposed(block: Block, run: Run) -> str:
+    ms = block.parts.get("communication", 0.0)
     return f"{ms / run.total_ms:.1%}" if ms else ""
 
 
-def _intensity(block: Block | None) -> str:
-    return "" if block is None or not block.flop else f"{block.intensity:.1f}"
+def _intensity(block: Block, run: Run) -> str:
+    return f"{block.intensity:.1f}" if block.flop else ""
 
 
-def _energy(block: Block | None, run: Run) -> str:
-    return f"{block.energy_mj / run.rank_batch:.2f}" if block is not None and block.energy_mj else ""
+def _energy(block: Block, run: Run) -> str:
+    return f"{block.energy_mj / run.rank_batch:.2f}" if block.energy_mj else ""
 
 
-def _communication(block: Block | None) -> str:
-    return f"{block.communication_intensity:,.0f}" if block is not None and block.communication_intensity else ""
+def _communication(block: Block, run: Run) -> str:
+    return f"{block.communication_intensity:,.0f}" if block.communication_intensity else ""
 
 
 def _commands(found: Sequence[Run]) -> str:

@@ -80,13 +80,16 @@ def test_a_line_for_each_network_and_a_page_with_each_layer(pages, content, tmp_
     assert "(layers/lenet.md)" in overview
     page = pages.page(tmp_path, "lenet")
     (head, *layers) = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
-    assert "share, b2 | share, b4 | FLOP/B, b2 | FLOP/B, b4" in head
+    assert "share, b2 | share, b4 | roof, b2 | roof, b4 | FLOP/B, b2 | FLOP/B, b4" in head
     names = [row["layer"] for row in content["rows"] if row["case"].endswith("b2") and row["index"] is not None]
     assert [line.split(" | ")[0].strip("| ") for line in layers] == [
         *dict.fromkeys(names), "loss", "optimizer", "unaccounted",
     ]  # fmt: skip
     shares = [float(cell.rstrip("%")) for line in layers if (cell := line.split("|")[4].strip())]
     assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    rows = [row for row in content["rows"] if row["case"].endswith("b2") and row["layer"] == "conv1"]
+    roof = sum(row["floor_ms"] for row in rows) / sum(row["timings"]["step"]["ms"] for row in rows)
+    assert cells(page, "conv1")[0][5] == f"{roof:.0%}"
     assert content["command"] in page and "benchmarks/results/cpu/bench_model_small.json" in page
 
 
