@@ -204,8 +204,11 @@ def _every_layer(members: Sequence[Run]) -> str:
 def _of_ranks(members: Sequence[Run]) -> str:
     """Share of the step, how much of it is exposed communication, and FLOP per wire byte of each block."""
     several = [i for i, run in enumerate(members) if run.ranks > 1]
-    kinds = ("share", range(len(members)), _share), ("exposed", several, _exposed)
-    kinds = *kinds, ("FLOP/wire B", several, _communication)
+    kinds: list[tuple[str, Iterable[int], Cell]] = [
+        ("share", range(len(members)), _share),
+        ("exposed", several, _exposed),
+        ("FLOP/wire B", several, _communication),
+    ]
     columns = [blocks(run) for run in members]
     head, lines = _lines(columns, members, kinds, lambda run: f"{run.ranks} rank{'s' * (run.ranks > 1)}")
     return markdown(["layers", *head], lines)
@@ -219,10 +222,9 @@ def _lines(
     shown = [(name, i, tell) for name, some, tell in kinds for i in some]
     found = [{block.name: block for block in column} for column in columns]
     head = [f"{name}, {words(members[i])}" for name, i, _ in shown]
-    names = order(columns)
     return head, [
         [name, *(tell(found[i][name], members[i]) if name in found[i] else "" for _, i, tell in shown)]
-        for name in names
+        for name in order(columns)
     ]
 
 
