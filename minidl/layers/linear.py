@@ -12,8 +12,7 @@ from minidl.dist.communicator import Work
 from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
 from minidl.params import LayerParams
-from minidl.profile import Cost, PassCost
-from minidl.shapes import round_up
+from minidl.profile import Cost, PassCost, factors
 
 __all__ = ["Linear"]
 
@@ -21,7 +20,6 @@ TILE_BYTES = 64 << 20
 """A gradient beyond this is made in tiles of at most so much, so that a ring of gradients need not hold all of it."""
 
 _ROWS = 128  # of a tile are a multiple of this, as kernels multiply
-_ALIGN = 64  # elements, between the rows of different samples
 _POINT = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 
@@ -79,14 +77,14 @@ class Linear(Layer):
         if rows is None:
             return None
         ends, width = [0, *accumulate(rows)], self.in_features + self.out_features
-        pitch = round_up(width, _ALIGN)
-        both = self.ops.empty((ends[-1], pitch), dy.dtype)
+        both = self.ops.empty((ends[-1], factors.pitch(self.in_features, self.out_features)), dy.dtype)
         own = both[ends[self.comm.rank] : ends[self.comm.rank + 1]]
         self.ops.copy_into(own[:, : self.in_features], self.saved().x)
         self.ops.copy_into(own[:, self.in_features : width], dy)
         self.recall(SimpleNamespace(x=both[:, : self.in_features], dy=both[:, self.in_features : width]))
         span = partial(self.profiler.span, self.name, "all_reduce")
-        return self.comm.start_all_gather(both.reshape(-1), [pitch * end for end in ends], span, self.name)
+        cuts = [end * both.shape[1] for end in ends]
+        return self.comm.start_all_gather(both.reshape(-1), cuts, span, self.name)
 
     def backward_weight(self, dy: Any) -> None:
         rows = self.specs[0].rows or self.out_features

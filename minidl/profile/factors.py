@@ -7,9 +7,12 @@ via Sufficient Factor Broadcasting", UAI 2016). For the first one of VGG-16 and 
 
 from __future__ import annotations
 
-__all__ = ["LEAST_BYTES", "most_rows"]
+from minidl.shapes import round_up
+
+__all__ = ["LEAST_BYTES", "most_rows", "pitch", "row_bytes"]
 
 LEAST_BYTES = 8 << 20  # of a gradient that is worth a message to itself
+_ALIGN = 64  # elements
 _TIMES_FEWER = 4  # bytes, as every rank multiplies the rows of all
 
 
@@ -25,3 +28,13 @@ def most_rows(inputs: int, outputs: int, itemsize: int, sent_itemsize: int, devi
     if device == "cpu" or 4 * elements < LEAST_BYTES:
         return 0
     return elements * sent_itemsize // (_TIMES_FEWER * (inputs + outputs) * itemsize)
+
+
+def pitch(inputs: int, outputs: int) -> int:
+    """Elements from one sample's factors to those of the next: x, then dy, then what aligns them."""
+    return round_up(inputs + outputs, _ALIGN)
+
+
+def row_bytes(inputs: int, outputs: int, itemsize: int) -> int:
+    """Of one sample's factors on their way."""
+    return pitch(inputs, outputs) * itemsize
