@@ -202,7 +202,7 @@ def _gathered_bytes(table: Table, case: Case) -> int:
     rows = table.batch * model.comm.size
     if rows > model.arena.factored.get(case.layer.name, 0):
         return 0
-    outputs, inputs = case.layer.params["weight"].shape
+    outputs, inputs = case.layer.specs[0].shape
     return rows * factors.row_bytes(inputs, outputs, itemsize)
 
 
