@@ -112,7 +112,7 @@ def test_transfer_wait_and_exposed_of_a_message():
 
 
 def test_factors_are_a_row_of_what_they_send(monkeypatch):
-    """Two ranks of two samples each: a rank gives the other its rows of x and dy, 48 + 128 elements and 16 of padding."""
+    """Two ranks of two samples each: one gives the other its rows of x and dy, 48 + 128 elements and 16 of padding."""
     monkeypatch.setattr("minidl.model.most_rows", lambda inputs, *others: 4 * (inputs == 48))
     step = TrainingStep(models.build("mlp", (4, 4, 3), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
     found, times = cases(models.build("mlp", (4, 4, 3), 3), 2), network.measure(step, seconds=0.01)
