@@ -294,15 +294,9 @@ class Arena:
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
         held = {name: [s for s in self._layers[name] if s.trainable] for name in reversed(self._layers)}
         spans = {name: (mine[0].offset, mine[-1].stop) for name, mine in held.items() if mine}
-        runs: list[list[tuple[str, int]]] = [[]]
-        for name, (begin, end) in spans.items():
-            apart = name in self.factored and comm.size > 1  # has a message to itself
-            if apart or held[name][0].rows:  # what is made in tiles begins a message
-                runs.append([])
-            runs[-1].append((name, 4 * (end - begin)))
-            if apart:
-                runs.append([])
-        groups = [names for run in runs for names in cut(run, group_bytes)]
+        sizes = [(name, 4 * (end - begin)) for name, (begin, end) in spans.items()]
+        tiled = {name for name in spans if held[name][0].rows}
+        groups = cut(sizes, group_bytes, tiled, self.factored if comm.size > 1 else ())
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
         self._share_out()
