@@ -53,9 +53,8 @@ class Model:
             By layer: what is enough for a message that ends there (`minidl.profile.neighbourhood.by_neighbourhood` of
             `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB.
         factors: on several GPUs, the rows whose product a large fully connected layer's gradient is may travel in its
-            place, where they take less (`minidl.profile.factors`). Without them each rank's gradient is rounded once,
-            and sums are in rank order. They are not used with micro-batches, gradients in the momentum, or gradients
-            looked at for NaN.
+            place, where they take less (`minidl.profile.factors`); sums then differ in their last bits. They are not
+            used with micro-batches, gradients in the momentum, gradients looked at for NaN, or a limit of memory.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
         input_grad: `backward` returns the gradient of the input, too.

@@ -242,6 +242,13 @@ class Arena:
         if self.slots:
             self.ring(self.slots, self._update)
 
+    def sum_all(self) -> None:
+        """Send no factors from now on, for those who count on what one rank does; a collective."""
+        if self.factored:
+            self.factored = {}
+            self.connect(self.comm, self.group_bytes, self.wire.dtype)
+            self.settle()
+
     def add_to(self, sums: Any, prepare: Callable[[], None]) -> None:
         """Add gradients to ``sums``, which an update needs anyway, instead of holding them apart.
 

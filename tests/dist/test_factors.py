@@ -24,6 +24,9 @@ def assert_the_same(answers, ranks):
             assert found["sent"] == [0, 2 * STEPS * travels], way
             assert found["off"] <= (limit if travels else 0), (way, found["off"])
             assert found["weights"] == first["weights"], f"{way}: ranks must agree to the bit"
+        sums, factors = first["messages"]
+        assert (sums == factors) == (way in ("frozen weight", "summed after all"))
+        assert sums == factors or {"fc1", "fc2"} <= {layers[0] for layers in factors if len(layers) == 1}
     for answer in answers:
         assert answer["exact"] == [[0.0, 0.0]] * 3
 

@@ -32,6 +32,7 @@ WAYS = {
     "micro-batches": ({}, 2, False),
     "in momentum": ({}, 1, False),
     "few rows": ({}, 1, False),
+    "summed after all": ({}, 1, False),
 }
 
 
@@ -50,6 +51,8 @@ def build(way: str, comm, device: str, *, factors: bool):
         optimizer.update_in_backward(2)
     if way == "in momentum":
         optimizer.gradients_in_momentum()
+    if way == "summed after all":
+        model.arena.sum_all()
     return EagerStep(model, optimizer, m.SoftmaxCrossEntropy(comm=comm), accumulate=parts)
 
 
@@ -120,6 +123,7 @@ def main(out: Path, device: str, engine: str = "") -> None:
         answer[way] = {
             "losses": losses, "sent": counts, "weights": digest(steps[1].model),
             "off": off(*(step.model.state_dict() for step in steps)),
+            "messages": [[message.layers for message in step.model.arena.messages] for step in steps],
         }  # fmt: skip
     answer["exact"] = [exact(comm, device, rows) for rows in (5, 3 + comm.rank, 2 * (comm.rank != 0))]
     if device == "cuda":
