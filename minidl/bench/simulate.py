@@ -216,7 +216,7 @@ def group_name(o: Outcome) -> str:
         return "near"
     if o.group_bytes == 0:
         return "a layer"
-    return "all" if len(o.messages) == 1 else f"{o.group_bytes / _MIB:g}"
+    return "all" if o.group_bytes >= scaling.ALL or len(o.messages) == 1 else f"{o.group_bytes / _MIB:g}"
 
 
 def _ends(layers: Sequence[str]) -> str:

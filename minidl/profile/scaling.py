@@ -24,6 +24,7 @@ from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 __all__ = [
+    "ALL",
     "GROUPS",
     "INTERFERENCE",
     "NEAR",
@@ -40,7 +41,8 @@ __all__ = [
 ]
 
 NEAR = -1  # as group_bytes: large beside products, small beside what the memory bounds (`by_neighbourhood`)
-GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 1 << 40, NEAR)  # bytes; 1 << 40: one message for all
+ALL = 1 << 40  # one message for all
+GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, ALL, NEAR)  # bytes
 _TYPES = {"bf16": 2, "fp16": 2}  # bytes of a stored element; else 4
 _ROUNDED_BYTES = 1.5  # that rounding reads and writes for each byte of float32 gradients
 _MEMORY_BYTES_PER_MS = 4.2e9  # of the GPU whose messages are rounded, an H200
