@@ -319,12 +319,16 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
             r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
             f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", "" if events is None else f"{events:.3f}",
         ])  # fmt: skip
-        for p in (p for p in peers if p in r["peers"]):
-            cells[-1] += [
-                f"{r['peers'][p]:.3f}", f"{r['peer_images_per_s'][p]:.0f}", f"{r['peer_efficiency'][p]:.2%}",
-                f"{r['peer_exposed_ms'][p]:.3f}", f"{r['peers'][p] / r['ms']:.2f}",
-            ]  # fmt: skip
+        for p in peers:
+            cells[-1] += _theirs(r, p) if p in r["peers"] else [""] * 5
     show(f"training steps on {rows[0]['ranks']} ranks, worst efficiency first", columns, cells)
+
+
+def _theirs(r: dict[str, Any], peer: str) -> list[str]:
+    return [
+        f"{r['peers'][peer]:.3f}", f"{r['peer_images_per_s'][peer]:.0f}", f"{r['peer_efficiency'][peer]:.2%}",
+        f"{r['peer_exposed_ms'][peer]:.3f}", f"{r['peers'][peer] / r['ms']:.2f}",
+    ]  # fmt: skip
 
 
 def clean(device: str) -> None:

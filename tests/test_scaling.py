@@ -35,8 +35,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ALONE = RESULTS / "h200-x1" / "bench_model_bf16.json.gz"
 SEVERAL = [RESULTS / f"h200-x{n}" / "bench_model_bf16.json.gz" for n in (2, 4)]
 RESNET50 = RESULTS / "h200" / "bench_model_bf16_resnet50.json.gz"
-SCALING, VGG16, ALL_REDUCES = (
-    RESULTS / "h200-x2" / f"bench_{name}.json" for name in ("scaling", "scaling_vgg16", "all_reduce")
+SCALING, VGG16, UNET, ALL_REDUCES = (
+    RESULTS / "h200-x2" / f"bench_{name}.json" for name in ("scaling", "scaling_vgg16", "scaling_unet", "all_reduce")
 )
 
 
@@ -204,8 +204,9 @@ def test_interference_is_read_off_what_tune_comm_measured():
 def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
     links = [sums_of(load(ALL_REDUCES), "all-reduces")]
     found = [case for file in SEVERAL for case in measurements(cases(ALONE), str(file))]
-    later = measurements(cases(RESNET50), str(SCALING), links) + measurements(cases(ALONE), str(VGG16), links)
-    assert len(found) == 24 and len(later) == len(load(SCALING)["rows"]) + len(load(VGG16)["rows"]) == 8
+    later = measurements(cases(RESNET50), str(SCALING), links)
+    later += [case for file in (VGG16, UNET) for case in measurements(cases(ALONE), str(file), links)]
+    assert len(found) == 24 and len(later) == sum(len(load(file)["rows"]) for file in (SCALING, VGG16, UNET)) == 11
 
     def worst(interference):
         return max(abs(case.simulated(interference).ms / case.ms - 1) for case in (*found, *later))
