@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from minidl.shapes import round_up
 
-__all__ = ["LEAST_BYTES", "most_rows", "pitch", "row_bytes"]
+__all__ = ["most_rows", "pitch", "row_bytes"]
 
-LEAST_BYTES = 8 << 20  # of a gradient that is worth a message to itself
+_LEAST_BYTES = 8 << 20  # of a gradient that is worth a message to itself
 _ALIGN = 64  # elements
 _TIMES_FEWER = 4  # bytes, as every rank multiplies the rows of all
 
@@ -25,7 +25,7 @@ def most_rows(inputs: int, outputs: int, itemsize: int, sent_itemsize: int, devi
         itemsize, sent_itemsize: bytes of an element of the factors, and of the gradient as it would be sent.
     """
     elements = inputs * outputs
-    if device == "cpu" or 4 * elements < LEAST_BYTES:
+    if device == "cpu" or 4 * elements < _LEAST_BYTES:
         return 0
     return elements * sent_itemsize // (_TIMES_FEWER * (inputs + outputs) * itemsize)
 
