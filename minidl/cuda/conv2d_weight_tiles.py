@@ -129,7 +129,11 @@ class HaloTile(NamedTuple):
     """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
 
     stages: int
-    name = "halo"
+    name, threads = "halo", 512
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"STAGES": self.stages}
 
 
 HALO = HaloTile(5)
