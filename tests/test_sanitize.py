@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TOOL = """#!/bin/sh
-[ "$1 $3 $4" = "--tool --error-exitcode 9" ] || exit 3
+[ "$1 $2 $3 $4" = "--tool memcheck --error-exitcode 9" ] || exit 3
 """
 
 
@@ -37,6 +37,23 @@ def test_every_law_is_one_process_and_has_its_cases(few, cases, jobs):
         assert len(taken) == min(cases, count)
         gaps = [(later - one) % count for one, later in zip(taken, [*taken[1:], taken[0]], strict=True)]
         assert max(gaps) - min(gaps) <= 1, "not evenly"
+
+
+RACE = """tests/test_a.py::test_b[c] ========= Error: Race reported between Write access at f(int)+0x10 in {}:87
+=========     and Read access at f(int)+0x20 in {}:85 [24 hazards]
+=========     and Read access at f(int)+0x30 in {}:85 [12 hazards]
+========= {}
+PASSED [ 3%]
+"""
+
+
+def test_races_are_told_but_where_racecheck_sees_no_barrier(few):
+    races = sys.modules["sanitize"].races
+    text = RACE.format("csb.cu", "csb.cu", "csb.cu", "") + RACE.format("hopper.cuh", "hopper.cuh", "csb_rows.cu", "")
+    (one,) = races(text + RACE.replace("Error", "Warning").format(*["csb.cu"] * 3, ""))
+    assert one.startswith("Error: Race reported between Write") and one.count("csb.cu:85") == 2
+    assert len(races(RACE.format("mma.cuh", "stem.cuh", "stem.cuh", ""))) == 1
+    assert not races("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 
 
 @pytest.mark.parametrize(
