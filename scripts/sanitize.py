@@ -32,9 +32,9 @@ LAWS = (
 )  # fmt: skip
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9  # the exit status of a process in which memcheck found something
-# Reports of racecheck that are none. Warps hand stages on by barriers in shared memory (mbarrier), which copies complete
-# by cp.async.mbarrier.arrive or by the copy engine: it does not see those arrive. Lists of csb_dots.cu compare the upper
-# halves of words whose lowest bit is being set.
+# Reports of racecheck that are none. Warps hand stages on by barriers in shared memory (mbarrier), which copies
+# complete by cp.async.mbarrier.arrive or by the copy engine: it does not see those arrive. Lists of csb_dots.cu compare
+# the upper halves of words whose lowest bit is being set.
 KNOWN = re.compile(r" in (hopper\.cuh|csb_tensor\.cuh|csb_rows\.cu):| at list\(.* in csb_dots\.cu:")
 MARK = "========= "  # how the tool begins its lines
 SMALL = "not large and not to_the_31 and not at_size and not every_16_bit"
