@@ -56,10 +56,6 @@ def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, sampl
     return rows
 
 
-def _speed(row: dict[str, Any]) -> float:
-    return row["peers"]["cudnn"] / row["ms"]
-
-
 def _cells(row: dict[str, Any]) -> list[str]:
     ours, theirs = (row["alone_ms"], row["ms"]), (row["peers_alone"]["cudnn"], row["peers"]["cudnn"])
     return [
@@ -104,15 +100,14 @@ def main() -> None:
         for network in a.network:
             for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
                 rows += _measure(layer, name, a.passes, traffic, a.samples)
-                if a.json and comm.rank == 0:  # what there is, in case that the rest takes too long
-                    more = {"all_reduce_ms": traffic.ms}
-                    write(a.json, result("bench_conv_beside", sorted(rows, key=_speed), machine_record(), **more))
     if comm.rank == 0:
-        rows.sort(key=_speed)
+        rows.sort(key=lambda row: row["peers"]["cudnn"] / row["ms"])
         columns = ["layer and pass", "type", "alone ms", "beside ms", "spread", "ratio", "cudnn alone ms"]
         columns += ["cudnn beside ms", "its spread", "its ratio", "speed alone", "speed beside"]
         title = f"beside all-reduces of {a.message:g} MiB ({traffic.ms:.3f} ms) on {comm.size} GPUs, worst first"
         show(title, columns, list(map(_cells, rows)), notes=_totals(rows))
+        if a.json:
+            write(a.json, result("bench_conv_beside", rows, machine_record(), all_reduce_ms=traffic.ms))
     comm.close()
 
 
