@@ -96,7 +96,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     traffic, rows = Traffic(comm, int(a.message * 2**20)), []
     for name in a.precision:
-        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
+        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32 == 1
         for network in a.network:
             for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
                 rows += _measure(layer, name, a.passes, traffic, a.samples)
