@@ -147,7 +147,7 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, transposed
         with route("generic"):
             expected = a.matmul(x, **where)
         for units, vec in itertools.product((4, 16), (1, 2, 3, 4) if features_last else (1, 2, 4)):
-            tile = csb_rows.RowsTile(units, vec, part, part * density >= 4, 3072, 2)
+            tile = csb_rows.RowsTile(units, vec, part, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
@@ -224,6 +224,57 @@ def test_sampled_products_of_float32_are_exact_on_whole_numbers(
 ):
     a = Matrix(cuda_ops, rng, shape, side, density)
     _check_dots(cuda_ops, rng, a, samples, features_last)
+
+
+SPLIT_SAMPLED = [
+    ((300, 262), 64, 0.3, 133), ((257, 300), 256, 0.1, 1001), ((1, 72), 64, 0.5, 64), ((513, 1032), 128, 0.05, 5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", SPLIT_SAMPLED)
+def test_split_sampled_products_multiply_rests(cuda_ops, rng, shape, side, density, samples, features_last):
+    """Numbers of 13 bits need a rest; where only one operand has them nothing is left out."""
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    for limits in ((4095, 3), (3, 4095)):
+        dy, x = (
+            draw_integers(rng, (samples, f) if features_last else (f, samples), float32, limit=limit)
+            for f, limit in zip(shape, limits, strict=True)
+        )
+        out = cuda_ops.from_host(np.ones(a.values.size, float32))
+        _split_sampled(cuda_ops, a, dy, x, features_last, out, True)
+        expected = 1 + reference.sampled(a.mask, dy.astype(float), x.astype(float), side, features_last=features_last)
+        np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", SPLIT_SAMPLED)
+def test_split_sampled_products_keep_their_bound(cuda_ops, rng, shape, side, density, samples, features_last):
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    dy, x = (draw(rng, (samples, f) if features_last else (f, samples), float32) for f in shape)
+    out = cuda_ops.empty(a.values.size, float32)
+    _split_sampled(cuda_ops, a, dy, x, features_last, out, False)
+    first = cuda_ops.to_host(out)
+    _split_sampled(cuda_ops, a, dy, x, features_last, out, False)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), first, err_msg="other bits on another run")
+    wide = dy.astype(float), x.astype(float)
+    expected = reference.sampled(a.mask, *wide, side, features_last=features_last)
+    magnitude = reference.sampled(a.mask, *map(np.abs, wide), side, features_last=features_last)
+    bound = (3.02 * 2.0**-16 + 3 * samples / 8 * 2.0**-23) * magnitude
+    assert (np.abs(first - expected) <= bound).all()
+    assert np.abs(first - expected).max() > 0, "float32 would not be tested"
+
+
+def _split_sampled(cuda_ops, a, dy, x, features_last, out, accumulate):
+    from minidl.cuda.device import current_device
+
+    shape, side = a.place
+    samples = dy.shape[0 if features_last else 1]
+    if not csb_sampled_hopper.splits("bf16x3", side, shape, a.values.size, samples, current_device()):
+        pytest.skip("needs a Hopper GPU")
+    given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
+    options = {"features_last": features_last, "out": out, "accumulate": accumulate}
+    cuda_ops.csb_sampled(*a.pattern, *given, shape, side, split="bf16x3", **options)
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -336,5 +387,6 @@ def test_regions_of_sampled_products_fit_the_device_and_what_they_hold():
 
 def test_chunks_of_sampled_products_are_never_empty():
     for shape, samples in itertools.product(((64, 64), (128, 256), (4096, 4096)), (1, 63, 64, 5000, 10**6)):
-        chunks = csb_sampled_hopper.chunks_of(shape, samples)
-        assert 1 <= chunks <= max(1, -(-samples // csb_sampled_hopper.DEPTH))
+        for products in (1, csb_sampled_hopper.PRODUCTS):
+            steps = products * -(-samples // csb_sampled_hopper.DEPTH)
+            assert 1 <= csb_sampled_hopper.chunks_of(shape, steps) <= steps

@@ -355,6 +355,8 @@ def call_csb_sampled() -> None:
             ops.csb_sampled(
                 indptr, indices, dy, operand, (m, k), side, features_last=last, out=out, accumulate=accumulate
             )
+        if dtype == float32:
+            ops.csb_sampled(indptr, indices, dy, wide, (m, k), side, features_last=last, out=out, split="bf16x3")
 
 
 def call_loss() -> None:

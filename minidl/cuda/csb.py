@@ -157,18 +157,25 @@ def csb_sampled(
     features_last: bool = False,
     out: Any,
     accumulate: bool = False,
+    split: str | None = None,
 ) -> None:
     """The gradient of the values: ``out`` (nnz,) float32 = ``dy @ x.T`` at the pattern only; overwritten, or added to.
 
     Args:
         dy: (M, samples), or (samples, M) with ``features_last``.
         x: (K, samples), or (samples, K); the dtype of dy; any row pitch.
+        split: "bf16x3" allows float32 products as three bfloat16 products, where they are faster; "tf32x3" changes
+            nothing.
 
     Samples are summed in chunks that depend on the sizes alone, and the chunks in order.
+
+    Raises:
+        ValueError: shapes that do not fit; ``split`` of 16-bit arrays.
     """
     who = "csb_sampled"
     check_sum(who, out)
     code = storage_code(who, "dy", dy, x)
+    check_split(who, split, code)
     dy, x = as_rows(dy), as_rows(x)
     spans = rows(dy), rows(x)
     samples = spans[0][0 if features_last else 1]
@@ -181,10 +188,13 @@ def csb_sampled(
     if out.size == 0 or samples == 0:
         sum_partials(None, 0, out, accumulate)
         return
-    if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
+    device = current_device()
+    if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, device) or csb_sampled_hopper.splits(
+        split, side, shape, out.size, samples, device
+    ):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
-    if csb_dots.applies(side, x.dtype, shape, out.size, features_last, current_device()):
+    if csb_dots.applies(side, x.dtype, shape, out.size, features_last, device):
         csb_dots.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
     tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)

@@ -9,7 +9,7 @@
 // lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
 // several, x with each.
 //
-//   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
+//   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, 4)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
@@ -22,8 +22,8 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS
-// (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES,
+// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
 // x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
 // copies no x).
 #include "csb_tensor.cuh"
@@ -43,7 +43,7 @@ struct Problem {
 };
 
 constexpr int UNIT = 16;
-constexpr int HEADER = 4;  // slots
+constexpr int FRONT = 16;  // bytes of a list before its items
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
@@ -163,56 +163,56 @@ DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
     }
 }
 
-// The next COUNT items of one output feature.
-template <int COUNT>
-DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
-    u32 offset[COUNT];
-    float weight[COUNT], values[COUNT][VEC];
-    if constexpr (COUNT == 1) {
-        const uint2 item = *reinterpret_cast<const uint2*>(items);
-        offset[0] = item.x, weight[0] = __uint_as_float(item.y);
-    } else {
+// Rows of a list are short where matrices are sparse, so what holds a warp up is the way to an item and from there to
+// x: a pair of items is fetched, and its values of x are on their way, while the pair before is added, across the ends
+// of rows.
+struct Pair {
+    float weight[2], values[2][VEC];
+
+    __device__ __forceinline__ void load(const uint4& items, const unsigned char* x) {
+        weight[0] = __uint_as_float(items.y), weight[1] = __uint_as_float(items.w);
+        if (items.x != NONE) load_x(values[0], x, items.x);
+        if (items.z != NONE) load_x(values[1], x, items.z);
+    }
+    __device__ __forceinline__ void add(float (&sum)[VEC], bool both) const {
 #pragma unroll
-        for (int k = 0; k < COUNT; k += 2) {
-            const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
-            offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
-            offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
+        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[0], values[0][v], sum[v]);
+        if (both) {
+#pragma unroll
+            for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[1], values[1][v], sum[v]);
         }
     }
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, offset[k]);
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k)
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
-}
+};
 
-// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
-// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
 DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
-    const unsigned char* items = list + 8 * HEADER;
+    const unsigned char* items = list + FRONT;
+    const auto four_words = [&] { return *reinterpret_cast<const uint4*>(items); };
+    Pair pair;
+    pair.load(four_words(), x);
+    items += 16;
+    uint4 next = four_words();
     u32 counts = 0;  // of four output features
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
-        u32 count = counts >> 8 * (i % 4) & 255;
-#if FOURS
+        const unsigned char* const last = items + 8 * (counts >> 8 * (i % 4) & 255) - 8;
 #pragma unroll 1
-        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
-        if (count & 2) take<2>(sum[i], items, x), items += 16;
-#else
-#pragma unroll 1
-        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
-#endif
-        if (count & 1) take<1>(sum[i], items, x), items += 16;
+        while (items <= last) {
+            pair.add(sum[i], items < last);
+            pair.load(next, x);
+            items += 16;
+            next = four_words();
+        }
     }
 }
 
-// Bias and ReLU.
-DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int feature) {
+// Bias and ReLU. `fours`: the first of each four features of the unit.
+DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p,
+                   const int* __restrict__ fours) {
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        const float shift = bias && feature + i < p.features ? bias[feature + i] : 0.0f;
+        const int feature = fours[i / 4] + i % 4;
+        const float shift = bias && feature < p.features ? bias[feature] : 0.0f;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             if (bias) sum[i][v] += shift;
@@ -240,7 +240,8 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
 
 #endif
 
-DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int feature) {
+DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
+                  const int* __restrict__ fours) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
 #pragma unroll
@@ -250,7 +251,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
         if constexpr (VEC_Y == 4) {
             swap_fours(v);
-            const int first = feature + lane % 4 * 4;
+            const int first = fours[lane % 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
@@ -261,32 +262,34 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         } else {
             const i64 sample = tile + 32 * j + lane;
 #pragma unroll
-            for (int i = 0; i < UNIT; ++i)
-                if (sample < p.samples && feature + i < p.features) y[sample * p.features + feature + i] = v[i];
+            for (int i = 0; i < UNIT; ++i) {
+                const int feature = fours[i / 4] + i % 4;
+                if (sample < p.samples && feature < p.features) y[sample * p.features + feature] = v[i];
+            }
         }
     }
 #else
     const i64 sample = tile + lane * VEC;
-    float* to = y + feature * p.samples + sample;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (feature + i < p.features) {
-            if constexpr (VEC_Y == VEC) {
-                if (sample < p.samples) store<float, VEC>(to, sum[i]);
-            } else {
+        const int feature = fours[i / 4] + i % 4;
+        if (feature >= p.features) continue;
+        float* const to = y + feature * p.samples + sample;
+        if constexpr (VEC_Y == VEC) {
+            if (sample < p.samples) store<float, VEC>(to, sum[i]);
+        } else {
 #pragma unroll
-                for (int j = 0; j < VEC; ++j)
-                    if (sample + j < p.samples) to[j] = sum[i][j];
-            }
+            for (int j = 0; j < VEC; ++j)
+                if (sample + j < p.samples) to[j] = sum[i][j];
         }
-        to += p.samples;
     }
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const float* __restrict__ x,
-                const float* __restrict__ bias, float* __restrict__ y, const __grid_constant__ Problem p) {
+csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const int* __restrict__ order,
+                const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
+                const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
     const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + 32, full = notes + STAGES * NOTES;
     const u32 empty = full + 8 * STAGES;
@@ -330,8 +333,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        const int feature = (tile % p.tiles_down * UNITS + warp) * UNIT;
-        if (bias || p.relu) finish(sum, bias, p, feature);
-        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, feature);
+        const int* const fours = order + (tile % p.tiles_down * UNITS + warp) * 4;
+        if (bias || p.relu) finish(sum, bias, p, fours);
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, fours);
     }
 }

@@ -104,7 +104,7 @@ class _CSBLayer(Layer):
         if (weight := self.grad("weight")) is not None:
             self.ops.csb_sampled(
                 *self.pattern.on(self.ops), dy, x, *self._where, features_last=True, out=weight.view,
-                accumulate=not weight.first,
+                accumulate=not weight.first, split=SPLITS[self.tf32],
             )  # fmt: skip
         self._backward_bias(dy)
 
