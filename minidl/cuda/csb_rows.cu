@@ -65,21 +65,26 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
 #pragma unroll 8
     for (int i = 0; i < DOWN / STEP; ++i) {
         const int pixel = pixels[row + i * STEP];
-        const bool valid = inside && pixel >= 0;
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, valid ? x + pixel * p.x_pitch + feature + column : x, valid);
+        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, x + pixel * p.x_pitch + feature + column,
+                              inside && pixel >= 0);
     }
 #else
+    constexpr int GROUP = 8;  // copies whose bounds are known from one number
     const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
                                       : x + (feature + row) * p.x_pitch + sample + column;
     const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
-    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature;
-    const int rows = inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0;
-    const i64 step = STEP * p.x_pitch;
-#pragma unroll 8
-    for (int i = 0; i < DOWN / STEP; ++i) {
-        const bool valid = row + i * STEP < rows;
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, valid ? from : x, valid);
-        from += step;
+    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature, step = STEP * p.x_pitch;
+    int there = (inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0) - row;
+    static_assert(DOWN / STEP % GROUP == 0, "whole groups");
+#pragma unroll 1
+    for (int i = 0; i < DOWN / STEP; i += GROUP) {
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * g, from, g * STEP < there);
+            from += step;
+        }
+        to += 4 * PITCH * STEP * GROUP;
+        there -= GROUP * STEP;
     }
 #endif
 }

@@ -1,0 +1,337 @@
+// The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output
+// is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
+//
+// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
+// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages.
+// Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles. Each of UNITS warps multiplies its
+// unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
+// With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
+// lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
+// several, x with each.
+//
+//   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
+//   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
+//   y         dense in the same orientation;  bias (features) or null                             float32
+//
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * RowsTile.stage_bytes
+// + 32 + 4 * SAMPLES.
+// FLOP: 2 nnz samples. Bytes: 8 nnz per sample tile, x once per tile of output features, y once. The bound is shared
+// memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
+// After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
+//
+// With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
+// a part of the pixels that a tap meets (csb_window.cuh).
+//
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS
+// (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
+// copies no x).
+#include "csb_tensor.cuh"
+#include "csb_window.cuh"
+
+struct Problem {
+    i64 x_pitch, samples;
+    int features, depth;
+    int units, steps;  // of the lists
+    int tiles_down;    // tiles of output features
+    int tiles;
+    int relu;
+#if CONV
+    int parts;  // steps of a tap
+    Window window;
+#endif
+};
+
+constexpr int UNIT = 16;
+constexpr int HEADER = 4;  // slots
+constexpr int SAMPLES = 32 * VEC;
+constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
+constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
+constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
+constexpr int STAGE = X_BYTES + 8 * CAPACITY;
+constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
+constexpr u32 NONE = 0xffffffffu;
+
+// ---- what the fetching warps do
+
+// `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
+    constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
+    constexpr int STEP = FETCHERS / ACROSS;
+    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
+    to += 4 * (row * PITCH + column);
+#if CONV
+    const bool inside = feature + column < p.depth;
+#pragma unroll 8
+    for (int i = 0; i < DOWN / STEP; ++i) {
+        const int pixel = pixels[row + i * STEP];
+        const bool valid = inside && pixel >= 0;
+        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, valid ? x + pixel * p.x_pitch + feature + column : x, valid);
+    }
+#else
+    const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
+                                      : x + (feature + row) * p.x_pitch + sample + column;
+    const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
+    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature;
+    const int rows = inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0;
+    const i64 step = STEP * p.x_pitch;
+#pragma unroll 8
+    for (int i = 0; i < DOWN / STEP; ++i) {
+        const bool valid = row + i * STEP < rows;
+        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, valid ? from : x, valid);
+        from += step;
+    }
+#endif
+}
+
+struct Fetch {
+    u32 shared, notes, full, empty;
+    int* pixels;
+    Ring<STAGES> ring;
+
+#if CONV
+    // Finds the pixels of another tap or tile; the barrier keeps fetching warps from reading them too early or late.
+    __device__ __forceinline__ void find_pixels(const Problem& p, i64 sample, int tap) {
+        warpgroup_sync(1);
+        const int thread = threadIdx.x - 32 * UNITS;
+        if (thread < SAMPLES)
+            pixels[thread] = sample + thread < p.samples
+                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + thread), tap)) : -1;
+        warpgroup_sync(1);
+    }
+#endif
+
+    // One part of one tile; `list`: this lane's unit. All fetching warps take the same decisions.
+    __device__ __forceinline__ void part(const uint2* __restrict__ slots, uint2 list, const float* __restrict__ x,
+                                         const Problem& p, i64 sample, int step) {
+#if CONV
+        const int tap = step / p.parts, feature = (step - tap * p.parts) * PART;
+        if (feature == 0) find_pixels(p, sample, tap);
+#else
+        const int feature = step * PART;
+#endif
+        const int lane = threadIdx.x % 32;
+        const bool leads = threadIdx.x / 32 == UNITS;
+        u32 todo = __ballot_sync(0xffffffffu, list.y > 0);
+        do {
+            const u32 size = todo >> lane & 1 ? list.y : 0;
+            u32 sum = size;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
+                if (lane >= step) sum += other;
+            }
+            const u32 taken = todo & __ballot_sync(0xffffffffu, sum <= CAPACITY);
+            todo &= ~taken;
+            const u32 stage = shared + ring.index * STAGE, barrier = full + 8 * ring.index;
+            barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
+            if (leads) {
+                const bool mine = taken >> lane & 1;
+                const u32 total = 8 * __reduce_max_sync(0xffffffffu, mine ? sum : 0);
+                const u32 note = notes + ring.index * NOTES;
+                if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
+                if (lane == 0) store_word(note + 4 * UNITS, step + 1 == p.steps && todo == 0);
+                __syncwarp();
+                if (lane == 0) barrier_expect(barrier, total);
+                __syncwarp();
+                if (mine) copy_bulk(stage + X_BYTES + 8 * (sum - size), slots + list.x, 8 * size, barrier);
+            }
+#if PHASE == 2
+            barrier_arrive(barrier);
+#else
+            fetch_x(stage, x, p, sample, feature, pixels);
+            barrier_arrive_copied(barrier);
+#endif
+            ring.advance();
+        } while (todo);
+    }
+
+    static __device__ __forceinline__ void store_word(u32 address, u32 word) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+    }
+};
+
+// ---- what the multiplying warps do
+
+// VEC values of x of this lane's samples, `offset` bytes from the first summed feature's.
+DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
+    if constexpr (FEATURES_LAST) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) v[j] = *reinterpret_cast<const float*>(x + offset + j * 128 * PITCH);
+    } else {
+        load<float, VEC>(reinterpret_cast<const float*>(x + offset), v);
+    }
+}
+
+// The next COUNT items of one output feature.
+template <int COUNT>
+DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
+    u32 offset[COUNT];
+    float weight[COUNT], values[COUNT][VEC];
+    if constexpr (COUNT == 1) {
+        const uint2 item = *reinterpret_cast<const uint2*>(items);
+        offset[0] = item.x, weight[0] = __uint_as_float(item.y);
+    } else {
+#pragma unroll
+        for (int k = 0; k < COUNT; k += 2) {
+            const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
+            offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
+            offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, offset[k]);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k)
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
+}
+
+// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
+// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
+DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
+    const unsigned char* items = list + 8 * HEADER;
+    u32 counts = 0;  // of four output features
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
+        u32 count = counts >> 8 * (i % 4) & 255;
+#if FOURS
+#pragma unroll 1
+        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
+        if (count & 2) take<2>(sum[i], items, x), items += 16;
+#else
+#pragma unroll 1
+        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
+#endif
+        if (count & 1) take<1>(sum[i], items, x), items += 16;
+    }
+}
+
+// Bias and ReLU.
+DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int feature) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        const float shift = bias && feature + i < p.features ? bias[feature + i] : 0.0f;
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) {
+            if (bias) sum[i][v] += shift;
+            if (p.relu) sum[i][v] = clamp_below(sum[i][v], 0.0f);
+        }
+    }
+}
+
+#if FEATURES_LAST
+// Four lanes swap fours of values: lane i gets the i-th four of each.
+DEVICE void swap_fours(float (&v)[UNIT]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            if (i / 4 & bit) continue;
+            const float given = upper ? v[i] : v[i + 4 * bit];
+            const float taken = __shfl_xor_sync(0xffffffffu, given, bit);
+            if (upper) v[i] = taken;
+            else v[i + 4 * bit] = taken;
+        }
+    }
+}
+
+#endif
+
+DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int feature) {
+    const int lane = threadIdx.x % 32;
+#if FEATURES_LAST
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        float v[UNIT];
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
+        if constexpr (VEC_Y == 4) {
+            swap_fours(v);
+            const int first = feature + lane % 4 * 4;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
+                if (sample < p.samples && first < p.features)
+                    *reinterpret_cast<float4*>(y + sample * p.features + first) =
+                        make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+            }
+        } else {
+            const i64 sample = tile + 32 * j + lane;
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i)
+                if (sample < p.samples && feature + i < p.features) y[sample * p.features + feature + i] = v[i];
+        }
+    }
+#else
+    const i64 sample = tile + lane * VEC;
+    float* to = y + feature * p.samples + sample;
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        if (feature + i < p.features) {
+            if constexpr (VEC_Y == VEC) {
+                if (sample < p.samples) store<float, VEC>(to, sum[i]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < VEC; ++j)
+                    if (sample + j < p.samples) to[j] = sum[i][j];
+            }
+        }
+        to += p.samples;
+    }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const float* __restrict__ x,
+                const float* __restrict__ bias, float* __restrict__ y, const __grid_constant__ Problem p) {
+    extern __shared__ __align__(128) unsigned char stages[];
+    const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + 32, full = notes + STAGES * NOTES;
+    const u32 empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (warp >= UNITS) {
+        if constexpr (UNITS == 16) give_registers<56>();
+        Fetch fetch = {shared, notes, full, empty, reinterpret_cast<int*>(stages + (empty + 8 * STAGES - shared))};
+        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+            const int unit = tile % p.tiles_down * UNITS + lane;
+            const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
+            const bool there = lane < UNITS && unit < p.units;
+            const uint2* const lists = units + i64(unit) * p.steps;
+            uint2 next = there ? lists[0] : make_uint2(0, 0);
+            for (int step = 0; step < p.steps; ++step) {
+                const uint2 list = next;
+                if (there && step + 1 < p.steps) next = lists[step + 1];
+                fetch.part(slots, list, x, p, sample, step);
+            }
+        }
+        return;
+    }
+    if constexpr (UNITS == 16) take_registers<104>();
+    Ring<STAGES> ring;
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        float sum[UNIT][VEC] = {};
+        bool last;
+        do {
+            barrier_wait(full + 8 * ring.index, ring.parity);
+            const unsigned char* const stage = stages + ring.index * STAGE;
+            const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
+            const u32 list = note[warp];
+            last = note[UNITS];
+            if (PHASE != 1 && list != NONE)
+                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * ring.index);
+            ring.advance();
+        } while (!last);
+        const int feature = (tile % p.tiles_down * UNITS + warp) * UNIT;
+        if (bias || p.relu) finish(sum, bias, p, feature);
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, feature);
+    }
+}
