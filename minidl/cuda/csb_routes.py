@@ -83,19 +83,20 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     return name
 
 
-def conv_routes(side: int, dtype: Any, device: DeviceRecord) -> list[str]:
+def conv_routes(side: int, dtype: Any, tf32: int, device: DeviceRecord) -> list[str]:
     """The routes of a convolution, `minidl.cuda.csb_conv2d`, the fastest first."""
-    fits = {"rows": csb_rows.applies(side, dtype, device), "dense": dtype.itemsize == 2, "generic": True}
+    dense = dtype.itemsize == 2 or tf32 > 0
+    fits = {"dense": dense, "rows": csb_rows.applies(side, dtype, device), "generic": True}
     return [name for name, fit in fits.items() if fit]
 
 
-def choose_conv_route(side: int, dtype: Any, device: DeviceRecord) -> str:
+def choose_conv_route(side: int, dtype: Any, tf32: int, device: DeviceRecord) -> str:
     """The forced route; else the fastest.
 
     Raises:
         ValueError: when the forced route cannot do it.
     """
-    names, forced = conv_routes(side, dtype, device), _forced.get()
+    names, forced = conv_routes(side, dtype, tf32, device), _forced.get()
     if forced is None:
         return names[0]
     if forced not in names:
