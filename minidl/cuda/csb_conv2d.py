@@ -1,8 +1,8 @@
 """Convolution with a filter in Compressed Sparse Blocks, as in `minidl.cpu.csb_conv2d`: no matrix of patches is made.
 
-Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types, and float32 where
-``tf32`` permits, on the dense convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN
-reaches every output whose window holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient is the dense
+Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types, and float32 with
+``tf32``, on the dense convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches
+every output whose window holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient is the dense
 convolution's, of which the pattern's elements are taken, or made of dense tiles of which nothing else is written
 (csb_sampled.cu).
 """
@@ -132,7 +132,8 @@ def csb_conv2d_backward_weight(
     Args:
         dy, x: (N, P, Q, K) and (N, H, W, C) of one dtype; all else as `csb_conv2d`.
 
-    Pixels are summed in chunks that depend on the sizes alone (a dense convolution's as it says), and the chunks in order.
+    Pixels are summed in chunks that depend on the sizes alone, and the chunks in order; on the dense route as
+    `minidl.cuda.conv2d_backward_weight` says.
     """
     who = "csb_conv2d_backward_weight"
     check_sum(who, out)
@@ -201,7 +202,7 @@ def _product(
     name: str, indptr: Any, indices: Any, values: Any, source: Any, shape: Pair, side: int, axes: Axes, features: int,
     transposed: bool, bias: Any, code: int,
 ) -> Any:  # fmt: skip
-    """The product whose samples are the places of the grid of ``axes`` in each image of ``source``, by the route ``name``."""
+    """The product whose samples are the places of the grid of ``axes`` in each image, by the route ``name``."""
     source = as_rows(source)
     y = empty((source.shape[0], axes[0][1], axes[1][1], features), source.dtype)
     if name == "rows":
