@@ -304,6 +304,28 @@ def _check_dots(cuda_ops, rng, a, samples, features_last):
     np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
 
 
+@pytest.mark.parametrize("storage,split", [(float32, None), (float32, "bf16x3"), (bfloat16, None)])
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+def test_more_than_two_to_the_31_elements(cuda_ops, rng, features_last, storage, split):
+    """Offsets are 64 bits wide: the last samples of many equal the same samples alone, and give the whole gradient."""
+    a = Matrix(cuda_ops, rng, (8, 64), 64, 0.3, storage)
+    few, samples = 64, 2**25 + 64
+    last = draw_integers(rng, (few, 64), storage)
+    x = cuda_ops.zeros((samples, 64) if features_last else (64, samples), storage)
+    assert x.size > 2**31
+    where = (slice(-few, None), slice(None))[:: 1 if features_last else -1]
+    x[where] = cuda_ops.from_host(np.ascontiguousarray(last if features_last else last.T))
+    y = cuda_ops.csb_matmul(*a.pattern, a.values, x, *a.place, features_last=features_last, split=split)
+    expected = reference.matmul(a.dense, last.astype(float), features_last=True).astype(storage)
+    got = cuda_ops.to_host(cuda_ops.contiguous(y[where]))
+    np.testing.assert_array_equal((got if features_last else got.T).astype(float), expected.astype(float))
+    assert not (y[:1000] if features_last else y[:, :1000]).any()
+    out = cuda_ops.empty(a.values.size, float32)
+    cuda_ops.csb_sampled(*a.pattern, y, x, *a.place, features_last=features_last, out=out, split=split)
+    sampled = reference.sampled(a.mask, expected.astype(float), last.astype(float), 64, features_last=True)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), sampled)
+
+
 # -- which route ------------------------------------------------------------------------------------------------------
 
 
