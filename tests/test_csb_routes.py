@@ -130,6 +130,9 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
+TILES = [(16, 4, 4, True), (16, 4, 8, True), (16, 4, 16, False), (4, 3, 8, True), (4, 2, 16, True), (8, 1, 4, False)]
+
+
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("part,density", [(64, 0.3), (128, 0.03)])
@@ -146,8 +149,10 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, transposed
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for units, vec in itertools.product((4, 16), (1, 2, 3, 4) if features_last else (1, 2, 4)):
-            tile = csb_rows.RowsTile(units, vec, part, 3072, 2)
+        for units, vec, run, ahead in TILES:
+            tile = csb_rows.RowsTile(
+                units, vec - (vec == 3 and not features_last), part, run, ahead, not ahead, 3072, 2
+            )
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
@@ -270,7 +275,7 @@ def _split_sampled(cuda_ops, a, dy, x, features_last, out, accumulate):
 
     shape, side = a.place
     samples = dy.shape[0 if features_last else 1]
-    if not csb_sampled_hopper.splits("bf16x3", side, shape, a.values.size, samples, current_device()):
+    if not csb_sampled_hopper.splits("bf16x3", side, shape, a.values.size, samples, features_last, current_device()):
         pytest.skip("needs a Hopper GPU")
     given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
     options = {"features_last": features_last, "out": out, "accumulate": accumulate}

@@ -343,8 +343,6 @@ def call_csb_conv2d() -> None:
         assert dy.shape[3] == k and dx.shape == x.shape
         out = ops.empty(1000, np.float32)
         ops.csb_conv2d_backward_weight(*pattern, dy, x, shape, side, **geometry, out=out)
-        with route("generic"):
-            ops.csb_conv2d_backward_weight(*pattern, dy, x, shape, side, **geometry, out=out)
         if dtype == float32:
             ops.csb_conv2d(*pattern, values, x, shape, side, **geometry, tf32=1)
 

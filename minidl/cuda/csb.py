@@ -189,9 +189,8 @@ def csb_sampled(
         sum_partials(None, 0, out, accumulate)
         return
     device = current_device()
-    if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, device) or csb_sampled_hopper.splits(
-        split, side, shape, out.size, samples, device
-    ):
+    hopper = csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, device)
+    if hopper or csb_sampled_hopper.splits(split, side, shape, out.size, samples, features_last, device):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
     if csb_dots.applies(side, x.dtype, shape, out.size, features_last, device):
@@ -207,7 +206,7 @@ def csb_sampled(
     )  # fmt: skip
     widest = ACCESS // dy.itemsize
     defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": SAMPLED_TILE, "TILE_N": SAMPLED_TILE}
-    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last), "CONV": 0}
+    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last)}
     defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": min(widest, vector_width(x))}
     grid = tiles[0] * tiles[1] * chunks
     assert grid < 2**31, (shape, samples)

@@ -3,13 +3,11 @@
 Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types, and float32 with
 ``tf32``, on the dense convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches
 every output whose window holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient is the dense
-convolution's, of which the pattern's elements are taken, or made of dense tiles of which nothing else is written
-(csb_sampled.cu).
+convolution's, of which the pattern's elements are taken.
 """
 
 from __future__ import annotations
 
-import math
 from math import prod
 from typing import Any
 
@@ -18,15 +16,11 @@ from minidl.cuda import csb_rows
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import check_sum, sum_partials
 from minidl.cuda.conv2d import check_tf32, conv2d, conv2d_backward_data, conv2d_backward_weight
-from minidl.cuda.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
+from minidl.cuda.conv2d_plan import argument, struct
 from minidl.cuda.csb import (
     MOST_ROWS,
     PRODUCT_FIELDS,
-    SAMPLED_FIELDS,
-    SAMPLED_TILE,
-    STAGES,
     THREADS,
-    WARPS,
     csb_expand,
     csb_pick,
     storage_code,
@@ -35,7 +29,7 @@ from minidl.cuda.csb import (
 from minidl.cuda.csb_routes import choose_conv_route
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, rows, vector_width
+from minidl.cuda.rows import rows
 from minidl.cuda.widen import widen
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, conv_output_size, tap_axes
@@ -43,7 +37,6 @@ from minidl.shapes import Pair, ceil_div, conv_output_size, tap_axes
 __all__ = ["csb_conv2d", "csb_conv2d_backward_data", "csb_conv2d_backward_weight"]
 
 _PRODUCT = struct(PRODUCT_FIELDS[0], PRODUCT_FIELDS[1] + " steps blocks", ("window", csb_rows.WINDOW))
-_SAMPLED = struct(*SAMPLED_FIELDS, ("window", csb_rows.WINDOW))
 
 Axes = tuple[tuple[int, ...], ...]
 
@@ -132,8 +125,7 @@ def csb_conv2d_backward_weight(
     Args:
         dy, x: (N, P, Q, K) and (N, H, W, C) of one dtype; all else as `csb_conv2d`.
 
-    Pixels are summed in chunks that depend on the sizes alone, and the chunks in order; on the dense route as
-    `minidl.cuda.conv2d_backward_weight` says.
+    As `minidl.cuda.conv2d_backward_weight`, whose dense result is a workspace.
     """
     who = "csb_conv2d_backward_weight"
     check_sum(who, out)
@@ -143,35 +135,12 @@ def csb_conv2d_backward_weight(
     if out.size == 0 or dy.size == 0:
         sum_partials(None, 0, out, accumulate)
         return
-    if choose_conv_route(side, dy.dtype, tf32, current_device()) == "dense":
-        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1, "tf32": tf32}
-        picked = _picked(indptr, indices, dy, x, shape, side, kernel, geometry)
-        sum_partials(picked, 1, out, accumulate)
-        return
-    dy, x = as_rows(dy), as_rows(x)
-    samples, taps = prod(dy.shape[:3]), prod(kernel)
-    room = shape[1] // taps
-    axes = tap_axes(x.shape[1:3], dy.shape[1:3], kernel, stride, padding, dilation)
-    tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
-    chunk = pixel_chunk(samples, tiles[0] * tiles[1])
-    chunks = ceil_div(samples, chunk)
-    problem = argument(
-        _SAMPLED, dy_pitch=rows(dy)[2], x_pitch=rows(x)[2], samples=samples, chunk=chunk, nnz=out.size, rows=shape[0],
-        columns=shape[1], across=ceil_div(shape[1], side), tiles_m=tiles[0], tiles_n=tiles[1],
-        accumulate=accumulate and chunks == 1, window=(*axes, x.shape[3], room),
-    )  # fmt: skip
-    widest = ACCESS // dy.itemsize
-    defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": SAMPLED_TILE, "TILE_N": SAMPLED_TILE}
-    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": 1, "CONV": 1}
-    defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": math.gcd(widest, vector_width(x), room)}
-    grid = tiles[0] * tiles[1] * chunks
-    assert grid < 2**31 and samples < 2**32, (shape, samples)
-    shared = max(STAGES * DEPTH_BYTES * 2 * SAMPLED_TILE, 4 * SAMPLED_TILE**2)
-    partials = out if chunks == 1 else empty((chunks, out.size), float32)
-    launch("csb_sampled", "csb_sampled_kernel", grid, 32 * WARPS**2, indptr, indices, dy, x, partials, problem,
-           defines=defines, shared=shared)  # fmt: skip
-    if chunks > 1:
-        sum_partials(partials, chunks, out, accumulate)
+    channels, room = x.shape[3], shape[1] // prod(kernel)
+    dense = empty((shape[0], *kernel, channels), float32)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1, "tf32": tf32}
+    conv2d_backward_weight(dy, x, **geometry, out=dense)
+    wide = dense if channels == room else widen(dense, room)
+    sum_partials(csb_pick(indptr, indices, wide.reshape(shape), shape, side), 1, out, accumulate)
 
 
 def _checked(who: str, name: str, first: Any, x: Any, tf32: int) -> int:
@@ -185,17 +154,6 @@ def _filters(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, ker
     """The dense (K, R, S, C) filter."""
     wide = csb_expand(indptr, indices, values, shape, side).reshape(shape[0], *kernel, shape[1] // prod(kernel))
     return contiguous(wide[..., :channels])
-
-
-def _picked(
-    indptr: Any, indices: Any, dy: Any, x: Any, shape: Pair, side: int, kernel: Pair, geometry: dict
-) -> Any:  # fmt: skip
-    """The dense gradient's elements at the pattern, (nnz,) float32."""
-    channels, room = x.shape[3], shape[1] // prod(kernel)
-    dense = empty((shape[0], *kernel, channels), float32)
-    conv2d_backward_weight(dy, x, **geometry, out=dense)
-    wide = dense if channels == room else widen(dense, room)
-    return csb_pick(indptr, indices, wide.reshape(shape), shape, side)
 
 
 def _product(

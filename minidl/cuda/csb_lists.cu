@@ -3,8 +3,8 @@
 //
 // The matrix (transposed: its transpose) is cut into parts of OUT output features x PART summed ones, of a convolution's
 // filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp. As
-// warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units by fours,
-// those with most elements first, each to the unit that has least so far.
+// warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
+// time, those with most elements first, each to the unit that has least so far.
 // A unit's list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is the summed feature
 // within the part times `scale`. Items of a feature lie in the order of the summed one, two by two: where they are odd
 // the last has NONE beside it; a pair of these ends the list.
@@ -12,7 +12,7 @@
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
 //   units     (units, parts of summed ones): first slot, number of slots or 0 without an element
-//   order     (units, 4): the first of each four features
+//   order     (units, 16 / RUN): the first of each RUN features; null with RUN 16, where features stay as they lie
 //   used      slots taken so far: where a part's lists lie depends on the run, what is in them does not
 //
 // Elements are ranked by counting bits of a mask per output feature (integer atomicOr, whose order does not matter), so
@@ -21,13 +21,13 @@
 // (SIDE / 64)^2 times from L2, 8 (nnz + pads) written.
 // After R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), for the dealing.
 //
-// Macros: SIDE, TRANSPOSED, OUT (64, 128, 256), PART (64, 128).
+// Macros: SIDE, TRANSPOSED, OUT (64, 128, 256), RUN (4, 8, 16), PART (64, 128).
 #include "csb.cuh"
 
 constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads that share a band of output features
 constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
 constexpr int FRONT = 2, END = 2;  // slots of a list beside its items
-constexpr int FOURS = OUT / 4, COUNTERS = 1024;
+constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
 constexpr u32 NONE = 0xffffffffu;
 
 struct Problem {
@@ -39,32 +39,41 @@ struct Problem {
     int scale;
 };
 
-// Elements of a four, capped: sums of four of them and a number of a unit fit a word.
-constexpr int MOST = 1 << 22;
+// Elements of a feature, capped: the sum of sixteen and the number of a unit fit a word.
+constexpr int MOST = 1 << 20;
 
 struct Dealing {
     int count[OUT];
-    int elements[FOURS], sorted[FOURS];
+    int elements[RUNS], sorted[RUNS];
 };
 
-// Counts the elements of the output features from `first` on; a warp takes blocks in turn, and each lane a run of their
-// elements, so that lanes seldom meet one counter.
+// Counts the elements of the output features from `first` on; a warp takes blocks in turn, and each lane a few
+// neighbours of their elements, so that lanes seldom meet one counter.
 DEVICE void count_elements(int (&count)[OUT], const int* __restrict__ indptr, const u16* __restrict__ indices,
                            const Problem& p, int first) {
     const int lane = threadIdx.x % 32, features = TRANSPOSED ? p.room : p.a.rows;
     const int left = features - first < OUT ? features - first : OUT, inner = first % SIDE;
     const int bands = ceil_div(inner + left, SIDE);  // blocks that the features take
-    const int others = TRANSPOSED ? ceil_div(p.a.rows, SIDE) * p.taps : p.a.across;
-    for (int i = threadIdx.x / 32; i < bands * others; i += COUNTERS / 32) {
-        const int band = i % bands, other = i / bands;
-        const i64 block = TRANSPOSED ? i64(other / p.taps) * p.a.across + (other % p.taps * p.room + first) / SIDE + band
-                                     : i64(first / SIDE + band) * p.a.across + other;
-        const int begin = indptr[block], end = indptr[block + 1], run = ceil_div(end - begin, 32);
-        const int last = begin + (lane + 1) * run < end ? begin + (lane + 1) * run : end;
+    const int others = TRANSPOSED ? ceil_div(p.a.rows, SIDE) * p.taps : p.a.across, blocks = bands * others;
+    for (int round = threadIdx.x / 32; round < blocks; round += COUNTERS) {
+        const int mine = round + COUNTERS / 32 * lane;
+        int bounds[2] = {}, place = 0;
+        if (mine < blocks) {
+            const int band = mine % bands, other = mine / bands;
+            const i64 block = TRANSPOSED
+                ? i64(other / p.taps) * p.a.across + (other % p.taps * p.room + first) / SIDE + band
+                : i64(first / SIDE + band) * p.a.across + other;
+            bounds[0] = indptr[block], bounds[1] = indptr[block + 1], place = band * SIDE - inner;
+        }
+        for (int i = 0; i < 32 && round + COUNTERS / 32 * i < blocks; ++i) {
+            const int begin = __shfl_sync(0xffffffffu, bounds[0], i), end = __shfl_sync(0xffffffffu, bounds[1], i);
+            const int from = __shfl_sync(0xffffffffu, place, i), some = ceil_div(end - begin, 32);
+            const int last = begin + (lane + 1) * some < end ? begin + (lane + 1) * some : end;
 #pragma unroll 4
-        for (int e = begin + lane * run; e < last; ++e) {
-            const int out = (TRANSPOSED ? indices[e] & 255 : indices[e] >> 8) + band * SIDE - inner;
-            if (0 <= out && out < OUT) atomicAdd(&count[out], 1);
+            for (int e = begin + lane * some; e < last; ++e) {
+                const int out = (TRANSPOSED ? indices[e] & 255 : indices[e] >> 8) + from;
+                if (0 <= out && out < OUT) atomicAdd(&count[out], 1);
+            }
         }
     }
 }
@@ -79,17 +88,17 @@ csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     __syncthreads();
     count_elements(s.count, indptr, indices, p, first);
     __syncthreads();
-    if (thread < FOURS) {
+    if (thread < RUNS) {
         int elements = 0;
-        for (int i = 0; i < 4; ++i) elements += s.count[4 * thread + i] < MOST / 4 ? s.count[4 * thread + i] : MOST / 4;
+        for (int i = 0; i < RUN; ++i) elements += s.count[RUN * thread + i] < MOST ? s.count[RUN * thread + i] : MOST;
         s.elements[thread] = elements;
     }
     __syncthreads();
-    if (thread < FOURS) {
+    if (thread < RUNS) {
         const int mine = s.elements[thread];
         int rank = 0;
 #pragma unroll 8
-        for (int i = 0; i < FOURS; ++i) rank += s.elements[i] > mine || (s.elements[i] == mine && i < thread);
+        for (int i = 0; i < RUNS; ++i) rank += s.elements[i] > mine || (s.elements[i] == mine && i < thread);
         s.sorted[rank] = thread;
     }
     __syncthreads();
@@ -97,11 +106,11 @@ csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     u32 load = 0;
     int taken = 0;
 #pragma unroll 4
-    for (int i = 0; i < FOURS; ++i) {
-        const int four = s.sorted[i], elements = s.elements[four];
-        const u32 key = lane < UNITS && taken < 4 ? load * 32 + lane : NONE;
+    for (int i = 0; i < RUNS; ++i) {
+        const int run = s.sorted[i], elements = s.elements[run];
+        const u32 key = lane < UNITS && taken < EACH ? load * 32 + lane : NONE;
         if (lane == static_cast<int>(__reduce_min_sync(0xffffffffu, key) % 32)) {
-            order[(blockIdx.x * UNITS + lane) * 4 + taken] = first + 4 * four;
+            order[(blockIdx.x * UNITS + lane) * EACH + taken] = first + RUN * run;
             load += elements;
             ++taken;
         }
@@ -111,7 +120,7 @@ csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
 struct Shared {
     u32 mask[OUT][WORDS];  // by place of the output feature, over the summed ones
     int begin[OUT];        // slot of the feature's first item, from the part's first
-    int place[FOURS];      // of each four features, in fours
+    int place[RUNS];       // of each run of features, in runs
     int unit[UNITS];       // slots of each unit
     u32 first;             // slot of the part
 };
@@ -126,7 +135,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     const Matrix a = {p.a.rows, (tap + 1) * p.room, p.a.across};  // up to the tap's last column
     const auto for_part = [&](auto visit) {
         const int band = thread / SHARE * BAND, share = thread % SHARE, out = out_part * OUT + band;
-        const auto at = [&](int o) { return s.place[(band + o) / 4] * 4 + o % 4; };
+        const auto at = [&](int o) { return RUN == UNIT ? band + o : s.place[(band + o) / RUN] * RUN + o % RUN; };
         if constexpr (TRANSPOSED)
             for_elements<SHARE, PART, BAND>(indptr, indices, a, summed_part, tap * p.room + out, share,
                                             [&](int e, int row, int column) { visit(e, at(column), row); });
@@ -135,7 +144,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
                                             [&](int e, int row, int column) { visit(e, at(row), column); });
     };
     for (int i = thread; i < OUT * WORDS; i += THREADS) (&s.mask[0][0])[i] = 0;
-    if (thread < FOURS) s.place[order[out_part * FOURS + thread] / 4 - out_part * FOURS] = thread;
+    if (RUN < UNIT && thread < RUNS) s.place[order[out_part * RUNS + thread] / RUN - out_part * RUNS] = thread;
     __syncthreads();
     for_part([&](int, int place, int summed) { atomicOr(&s.mask[place][summed / 32], 1u << summed % 32); });
     __syncthreads();

@@ -9,7 +9,7 @@
 // lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
 // several, x with each.
 //
-//   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, 4)
+//   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
@@ -22,8 +22,8 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES,
-// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN,
+// AHEAD, FOURS (of items, unless AHEAD), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
 // x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
 // copies no x).
 #include "csb_tensor.cuh"
@@ -168,6 +168,7 @@ DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
     }
 }
 
+#if AHEAD
 // Rows of a list are short where matrices are sparse, so what holds a warp up is the way to an item and from there to
 // x: a pair of items is fetched, and its values of x are on their way, while the pair before is added, across the ends
 // of rows.
@@ -210,13 +211,68 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const u
         }
     }
 }
+#else
+// The next COUNT items of one output feature.
+template <int COUNT>
+DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
+    u32 offset[COUNT];
+    float weight[COUNT], values[COUNT][VEC];
+    if constexpr (COUNT == 1) {
+        const uint2 item = *reinterpret_cast<const uint2*>(items);
+        offset[0] = item.x, weight[0] = __uint_as_float(item.y);
+    } else {
+#pragma unroll
+        for (int k = 0; k < COUNT; k += 2) {
+            const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
+            offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
+            offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, offset[k]);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k)
+#pragma unroll
+        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
+}
 
-// Bias and ReLU. `fours`: the first of each four features of the unit.
-DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p,
-                   const int* __restrict__ fours) {
+// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
+// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
+DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
+    const unsigned char* items = list + FRONT;
+    u32 counts = 0;  // of four output features
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        const int feature = fours[i / 4] + i % 4;
+        if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
+        u32 count = counts >> 8 * (i % 4) & 255;
+#if FOURS
+#pragma unroll 1
+        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
+        if (count & 2) take<2>(sum[i], items, x), items += 16;
+#else
+#pragma unroll 1
+        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
+#endif
+        if (count & 1) take<1>(sum[i], items, x), items += 16;
+    }
+}
+#endif
+
+// The output features of a unit.
+struct Features {
+    const int* __restrict__ runs;  // the first of each RUN
+    int first;                     // with RUN 16
+
+    __device__ __forceinline__ int operator[](int i) const {
+        return RUN == UNIT ? first + i : __ldg(runs + i / RUN) + i % RUN;
+    }
+};
+
+// Bias and ReLU.
+DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, const Features& features) {
+#pragma unroll
+    for (int i = 0; i < UNIT; ++i) {
+        const int feature = features[i];
         const float shift = bias && feature < p.features ? bias[feature] : 0.0f;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
@@ -246,7 +302,7 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
 #endif
 
 DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
-                  const int* __restrict__ fours) {
+                  const Features& features) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
 #pragma unroll
@@ -256,7 +312,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
         if constexpr (VEC_Y == 4) {
             swap_fours(v);
-            const int first = fours[lane % 4];
+            const int first = features[lane % 4 * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
@@ -268,7 +324,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
             const i64 sample = tile + 32 * j + lane;
 #pragma unroll
             for (int i = 0; i < UNIT; ++i) {
-                const int feature = fours[i / 4] + i % 4;
+                const int feature = features[i];
                 if (sample < p.samples && feature < p.features) y[sample * p.features + feature] = v[i];
             }
         }
@@ -277,7 +333,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
     const i64 sample = tile + lane * VEC;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        const int feature = fours[i / 4] + i % 4;
+        const int feature = features[i];
         if (feature >= p.features) continue;
         float* const to = y + feature * p.samples + sample;
         if constexpr (VEC_Y == VEC) {
@@ -338,8 +394,9 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        const int* const fours = order + (tile % p.tiles_down * UNITS + warp) * 4;
-        if (bias || p.relu) finish(sum, bias, p, fours);
-        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, fours);
+        const int unit = tile % p.tiles_down * UNITS + warp;
+        const Features features = {order + unit * (UNIT / RUN), unit * UNIT};
+        if (bias || p.relu) finish(sum, bias, p, features);
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features);
     }
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import empty
+from minidl.cuda.array import empty, zeros
 from minidl.cuda.conv2d_plan import argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
@@ -26,6 +26,8 @@ ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 UNIT = 16  # output features of a warp
 HEADER = 4  # slots of a list beside its items
+AHEAD = {False: True, True: True}  # by features last
+RUN = {False: 4, True: 8}  # by features last, neighbours that one warp takes: the more even, the more scattered stores
 FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
@@ -49,6 +51,9 @@ class RowsTile(NamedTuple):
     units: int
     vec: int
     part: int
+    run: int
+    ahead: bool
+    fours: bool
     capacity: int
     stages: int
 
@@ -95,7 +100,8 @@ def choose_tile(
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    tile = RowsTile(units, vec, part, 0, 0)
+    ahead = AHEAD[features_last]
+    tile = RowsTile(units, vec, part, RUN[features_last], ahead, not ahead and part * density >= 4, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -122,14 +128,17 @@ def lists(
     # Each output feature of a part may have a pad, each unit a header.
     slots = empty((indices.size + out * steps * tile.units * (UNIT + HEADER) + 2, 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
-    units, order = empty((out * tile.units, steps, 2), np.uint32), empty((out * tile.units, 4), np.int32)
+    units = empty((out * tile.units, steps, 2), np.uint32)
     problem = argument(
         _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
         room=room, scale=scale,
     )  # fmt: skip
-    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "PART": tile.part}
-    used = empty(1, np.uint32)
-    launch("csb_lists", "csb_order_kernel", out, 1024, indptr, indices, order, used, problem, defines=defines)
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "RUN": tile.run, "PART": tile.part}
+    if tile.run == UNIT:
+        order, used = None, zeros(1, np.uint32)
+    else:
+        order, used = empty((out * tile.units, UNIT // tile.run), np.int32), empty(1, np.uint32)
+        launch("csb_lists", "csb_order_kernel", out, 1024, indptr, indices, order, used, problem, defines=defines)
     arrays = indptr, indices, values, order, slots, units, used
     launch("csb_lists", "csb_lists_kernel", out * steps, 2 * wide, *arrays, problem, defines=defines)
     return slots, units, order
@@ -186,7 +195,8 @@ def multiply(
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "AHEAD": int(tile.ahead),
+        "FOURS": int(tile.fours), "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip

@@ -23,7 +23,7 @@ DEPTH, TILE_M, TILE_N, STAGES = 64, 128, 256, 4
 SHARED_BYTES = STAGES * DEPTH * 2 * (TILE_M + TILE_N) + 1024
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
 LEAST_STEPS = 8  # stages of a chunk: below that filling the pipeline and the partial sums cost more than they save
-SPLIT_FROM = 0.03  # density from which three products of dense tiles beat float32 ones of elements
+SPLIT_FROM = {True: 0.01, False: 0.03}  # by features last, density from which split products beat csb_dots.cu
 PRODUCTS = 3  # of a split one
 _PROBLEM = struct("nnz", "rows columns across tiles_m tiles_n steps chunks accumulate")
 _SPLIT = struct("x_pitch rows", "columns pitch vectors")
@@ -38,10 +38,12 @@ def applies(side: int, dtype: Any, shape: Pair, samples: int, features_last: boo
     )  # fmt: skip
 
 
-def splits(split: str | None, side: int, shape: Pair, nnz: int, samples: int, device: DeviceRecord) -> bool:
+def splits(
+    split: str | None, side: int, shape: Pair, nnz: int, samples: int, features_last: bool, device: DeviceRecord
+) -> bool:
     """Whether a float32 product is taken as three of bfloat16, where ``split`` permits it."""
     fits = split == "bf16x3" and side >= LEAST_SIDE and device.arch == ARCH and samples < 2**31 - DEPTH
-    return fits and nnz >= SPLIT_FROM * shape[0] * shape[1]
+    return fits and nnz >= SPLIT_FROM[features_last] * shape[0] * shape[1]
 
 
 def chunks_of(shape: Pair, steps: int) -> int:
