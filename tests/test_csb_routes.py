@@ -90,25 +90,32 @@ def test_every_route_of_float32_is_exact_on_whole_numbers(
                 np.testing.assert_array_equal(y, expected, err_msg=f"{name}, {split}, {samples} samples")
 
 
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     "shape,density", [((304, 136), 0.1), ((64, 64), 1.0), ((600, 2048), 0.7), ((8, 1032), 0.5), ((4096, 1040), 0.1)]
 )
-def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
+def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(
+    cuda_ops, rng, shape, density, storage, transposed, features_last
+):
     from minidl.cuda.device import current_device
 
     a = Matrix(cuda_ops, rng, shape, 64, density, storage)
-    where = {"transposed": transposed, "features_last": True}
+    where = {"transposed": transposed, "features_last": features_last}
     for samples in (1, 11, 16, 27, 32, 64, 133):
-        x = _operand(rng, a, samples, transposed, True, storage, _small)
+        x = _operand(rng, a, samples, transposed, features_last, storage, _small)
         bias = draw_integers(rng, shape[1 if transposed else 0], float32)
-        expected = reference.matmul(a.dense, x.astype(float), bias=bias, relu=True, **where).astype(storage)
-        fits = a.product(samples, storage, transposed, True).fits(current_device())
-        for name in (name for name in ROUTES if fits[name]):
-            with route(name):
-                y = a.matmul(cuda_ops.from_host(x), bias=cuda_ops.from_host(bias), relu=True, **where)
-            np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=f"{name}, {samples} samples")
+        product = a.product(samples, storage, transposed, features_last)
+        for shift in (None, bias):
+            fits = product._replace(bias=shift is not None).fits(current_device())
+            expected = reference.matmul(a.dense, x.astype(float), bias=shift, relu=True, **where).astype(storage)
+            given = None if shift is None else cuda_ops.from_host(shift)
+            for name in (name for name in ROUTES if fits[name]):
+                with route(name):
+                    y = a.matmul(cuda_ops.from_host(x), bias=given, relu=True, **where)
+                message = f"{name}, {samples} samples"
+                np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=message)
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])

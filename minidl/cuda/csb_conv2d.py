@@ -129,7 +129,7 @@ def csb_conv2d_backward_weight(
     """
     who = "csb_conv2d_backward_weight"
     check_sum(who, out)
-    code = _checked(who, "dy", dy, x, tf32)
+    _checked(who, "dy", dy, x, tf32)
     if out.shape != indices.shape:
         raise checks.bad_shape(who, "out", str(indices.shape), out.shape)
     if out.size == 0 or dy.size == 0:

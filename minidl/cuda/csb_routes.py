@@ -37,6 +37,7 @@ class Product(NamedTuple):
     transposed: bool
     features_last: bool
     split: str | None
+    bias: bool = False
 
     @property
     def features(self) -> int:
@@ -52,6 +53,11 @@ class Product(NamedTuple):
     def density(self) -> float:
         return self.nnz / max(self.shape[0] * self.shape[1], 1)
 
+    @property
+    def _as_filter(self) -> bool:
+        """Whether features first x can be the filter of a convolution: its biases are not the product's."""
+        return not self.bias and 0 < self.samples * max(self.features, self.depth) < 2**31
+
     def fits(self, device: DeviceRecord) -> dict[str, bool]:
         """Whether each route can do it, the fastest first.
 
@@ -62,7 +68,7 @@ class Product(NamedTuple):
             "split": self.split is not None and csb_tensor.applies(*where),
             "rows": csb_rows.applies(*where),
             "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
-            "dense": self.features_last and self.dtype.itemsize == 2,
+            "dense": self.dtype.itemsize == 2 and (self.features_last or self._as_filter),
             "generic": True,
         }
 
