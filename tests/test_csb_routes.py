@@ -137,29 +137,31 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
-TILES = [(16, 4, 4, True), (16, 4, 8, True), (16, 4, 16, False), (4, 3, 8, True), (4, 2, 16, True), (8, 1, 4, False)]
+TILES = [
+    (16, 4, 4, True, False), (16, 4, 8, True, True), (16, 4, 16, False, False), (4, 3, 8, True, False),
+    (4, 2, 16, True, True), (8, 1, 4, False, True), (16, 3, 16, False, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
-@pytest.mark.parametrize("part,density", [(64, 0.3), (128, 0.03)])
-def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, transposed, features_last):
+@pytest.mark.parametrize("part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (301, 332))])
+def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, transposed, features_last):
     """Whichever tile sizes choose, also where each thread block takes several."""
     from minidl.cuda.device import current_device
 
     device = current_device()
     if not csb_rows.applies(64, np.dtype(float32), device):
         pytest.skip("needs a Hopper GPU")
-    a = Matrix(cuda_ops, rng, (300, 330), 64, density, values=draw)
+    a = Matrix(cuda_ops, rng, shape, 64, density, values=draw)
     where = {"transposed": transposed, "features_last": features_last}
     for samples in (133, 12000):
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for units, vec, run, ahead in TILES:
-            tile = csb_rows.RowsTile(
-                units, vec - (vec == 3 and not features_last), part, run, ahead, not ahead, 3072, 2
-            )
+        for units, vec, run, ahead, carry in TILES:
+            vec = 2 if vec == 3 and not features_last else vec
+            tile = csb_rows.RowsTile(units, vec, part, run, ahead, not ahead, carry, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)

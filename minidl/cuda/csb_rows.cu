@@ -24,7 +24,7 @@
 //
 // Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN,
 // AHEAD, FOURS (of items, unless AHEAD), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
-// x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
+// x; features last 4 through registers), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
 // copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
@@ -55,6 +55,58 @@ constexpr u32 NONE = 0xffffffffu;
 // ---- what the fetching warps do
 
 // `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
+#if FEATURES_LAST && VEC_X == 4
+// Through registers, as asynchronous copies of four bytes keep the unit busy that reads shared memory. Eight lanes read
+// 128 bytes of a row, and the words of four rows that they write at a time meet no bank twice.
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
+    constexpr int SEGMENTS = PART / 32, STEP = 16 / SEGMENTS, SET = 2 * SEGMENTS, SETS = SAMPLES / STEP / SET;
+    static_assert(SETS * SET * STEP == SAMPLES, "whole sets");
+    const int thread = threadIdx.x - 32 * UNITS, warp = thread / 32, lane = thread % 32;
+    const int column = warp % SEGMENTS * 32 + lane % 8 * 4;
+    int row = warp / SEGMENTS * 4 + lane / 8;
+    const bool inside = feature + column < p.depth;
+    to += 4 * (row * PITCH + column);
+#if CONV
+    const float* const from = x + feature + column;
+#else
+    const float* from = x + (sample + row) * p.x_pitch + feature + column;
+    const i64 left = p.samples - sample, step = STEP * p.x_pitch;
+    const int rows = inside ? static_cast<int>(left < SAMPLES ? left : SAMPLES) : 0;
+#endif
+    const auto fetch = [&](float4 (&set)[SET]) {
+#pragma unroll
+        for (int i = 0; i < SET; ++i) {
+#if CONV
+            const int pixel = pixels[row];
+            const bool valid = inside && pixel >= 0;
+            const float* const source = from + pixel * p.x_pitch;
+#else
+            const bool valid = row < rows;
+            const float* const source = from;
+            from += step;
+#endif
+            row += STEP;
+            set[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (valid) set[i] = __ldg(reinterpret_cast<const float4*>(source));
+        }
+    };
+    const auto store = [&](const float4 (&set)[SET]) {
+#pragma unroll
+        for (int i = 0; i < SET; ++i)
+            asm volatile("st.shared.f32 [%0], %1; st.shared.f32 [%0 + 4], %2; st.shared.f32 [%0 + 8], %3; "
+                         "st.shared.f32 [%0 + 12], %4;" ::"r"(to + 4 * PITCH * STEP * i),
+                         "f"(set[i].x), "f"(set[i].y), "f"(set[i].z), "f"(set[i].w)
+                         : "memory");
+        to += 4 * PITCH * STEP * SET;
+    };
+    float4 set[SET];
+#pragma unroll 1
+    for (int i = 0; i < SETS; ++i) {
+        fetch(set);
+        store(set);
+    }
+}
+#else
 DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
     constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
     constexpr int STEP = FETCHERS / ACROSS;
@@ -88,6 +140,7 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
     }
 #endif
 }
+#endif
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -145,7 +198,11 @@ struct Fetch {
             barrier_arrive(barrier);
 #else
             fetch_x(stage, x, p, sample, feature, pixels);
+#if FEATURES_LAST && VEC_X == 4
+            barrier_arrive(barrier);
+#else
             barrier_arrive_copied(barrier);
+#endif
 #endif
             ring.advance();
         } while (todo);

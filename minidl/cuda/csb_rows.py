@@ -26,6 +26,7 @@ ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 UNIT = 16  # output features of a warp
 HEADER = 4  # slots of a list beside its items
+CARRY = False  # whether x goes through registers, features last
 AHEAD = {False: True, True: True}  # by features last
 RUN = {False: 4, True: 8}  # by features last, neighbours that one warp takes: the more even, the more scattered stores
 FETCHERS = 128  # threads that fetch
@@ -54,6 +55,7 @@ class RowsTile(NamedTuple):
     run: int
     ahead: bool
     fours: bool
+    carry: bool
     capacity: int
     stages: int
 
@@ -101,7 +103,7 @@ def choose_tile(
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
     ahead = AHEAD[features_last]
-    tile = RowsTile(units, vec, part, RUN[features_last], ahead, not ahead and part * density >= 4, 0, 0)
+    tile = RowsTile(units, vec, part, RUN[features_last], ahead, not ahead and part * density >= 4, CARRY, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -192,7 +194,10 @@ def multiply(
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    vec_x = 1 if features_last else min(tile.vec, vector_width(x))
+    if features_last:
+        vec_x = 4 if tile.carry and vector_width(x) >= 4 and length % 4 == 0 else 1
+    else:
+        vec_x = min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
         "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "AHEAD": int(tile.ahead),
