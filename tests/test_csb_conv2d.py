@@ -207,8 +207,10 @@ def test_a_convolution_cannot_take_any_route(rng):
     assert conv_routes(8, single, 0, h200) == conv_routes(64, single, 0, BUILT_IN["A100"]) == ["generic"]
     assert conv_routes(64, single, 1, h200) == ["dense", "rows", "generic"]
     assert conv_routes(64, np.dtype(bfloat16), 0, h200) == ["dense", "generic"]
+    assert choose_conv_route(64, single, 3, 0.1, h200) == choose_conv_route(64, single, 1, 0.01, h200) == "dense"
+    assert choose_conv_route(64, single, 3, 0.02, h200) == "rows"
     with route("skinny"), pytest.raises(ValueError, match="csb_conv2d: route"):
-        choose_conv_route(64, single, 0, h200)
+        choose_conv_route(64, single, 0, 0.1, h200)
 
 
 def test_tf32_is_refused_where_there_is_none(cpu_ops, rng):

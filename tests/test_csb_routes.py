@@ -137,10 +137,7 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
-TILES = [
-    (16, 4, 4, True, False), (16, 4, 8, True, True), (16, 4, 16, False, False), (4, 3, 8, True, False),
-    (4, 2, 16, True, True), (8, 1, 4, False, True), (16, 3, 16, False, True),
-]  # fmt: skip
+TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 3, 8), (4, 2, 16), (8, 1, 4), (16, 3, 16)]  # units, vec, run
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -159,9 +156,9 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for units, vec, run, ahead, carry in TILES:
+        for units, vec, run in TILES:
             vec = 2 if vec == 3 and not features_last else vec
-            tile = csb_rows.RowsTile(units, vec, part, run, ahead, not ahead, carry, 3072, 2)
+            tile = csb_rows.RowsTile(units, vec, part, run, part * density >= 4, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
@@ -408,6 +405,14 @@ def test_tiles_fill_the_device_in_few_rounds():
     assert csb_rows.choose_tile(256, 2304, 12544, 0.02, False, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(2048, 2048, 4096, 0.05, True, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
+
+
+def test_features_are_dealt_where_that_pays():
+    """Not for short products, nor where one thread block would have to count the whole matrix."""
+    for last, run in csb_rows.RUN.items():
+        assert csb_rows.choose_tile(1024, 512, 50176, 0.02, last, H200).run == run
+        assert csb_rows.choose_tile(256, 2304, 12544, 0.1, last, H200).run == csb_rows.UNIT
+        assert csb_rows.choose_tile(64, 64, 64, 0.02, last, H200).run == csb_rows.UNIT
 
 
 def test_regions_of_sampled_products_fit_the_device_and_what_they_hold():

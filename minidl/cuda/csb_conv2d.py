@@ -68,7 +68,7 @@ def csb_conv2d(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in (x.shape[0], *out, shape[0]):
         return empty((x.shape[0], *out, shape[0]), x.dtype)
-    name = choose_conv_route(side, x.dtype, tf32, current_device())
+    name = choose_conv_route(side, x.dtype, tf32, _density(indices, shape, kernel, x.shape[3]), current_device())
     if name == "dense":
         filters = _filters(indptr, indices, values, shape, side, kernel, x.shape[3])
         return conv2d(x, filters, bias, **geometry, tf32=tf32)
@@ -96,7 +96,7 @@ def csb_conv2d_backward_data(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in x_shape:
         return empty(x_shape, dy.dtype)
-    name = choose_conv_route(side, dy.dtype, tf32, current_device())
+    name = choose_conv_route(side, dy.dtype, tf32, _density(indices, shape, kernel, x_shape[3]), current_device())
     if name == "dense":
         filters = _filters(indptr, indices, values, shape, side, kernel, x_shape[3])
         return conv2d_backward_data(dy, filters, x_shape, **geometry, tf32=tf32)
@@ -148,6 +148,10 @@ def _checked(who: str, name: str, first: Any, x: Any, tf32: int) -> int:
     code = storage_code(who, name, first, x)
     check_tf32(who, tf32, code)
     return code
+
+
+def _density(indices: Any, shape: Pair, kernel: Pair, channels: int) -> float:
+    return indices.size / max(shape[0] * prod(kernel) * channels, 1)
 
 
 def _filters(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, kernel: Pair, channels: int) -> Any:

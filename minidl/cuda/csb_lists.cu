@@ -6,8 +6,8 @@
 // warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
 // time, those with most elements first, each to the unit that has least so far.
 // A unit's list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is the summed feature
-// within the part times `scale`. Items of a feature lie in the order of the summed one, two by two: where they are odd
-// the last has NONE beside it; a pair of these ends the list.
+// within the part times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16
+// bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
@@ -26,7 +26,7 @@
 
 constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads that share a band of output features
 constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
-constexpr int FRONT = 2, END = 2;  // slots of a list beside its items
+constexpr int HEADER = 2;  // slots of a list before its items
 constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
 constexpr u32 NONE = 0xffffffffu;
 
@@ -158,7 +158,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
             const int other = __shfl_up_sync(0xffffffffu, sum, further, UNIT);
             if (thread % UNIT >= further) sum += other;
         }
-        if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? FRONT + sum + END : 0;
+        if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? HEADER + sum : 0;
     }
     __syncthreads();
     if (thread == 0) {
@@ -171,11 +171,8 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         const int unit = thread / UNIT, size = s.unit[unit];
         int start = 0;
         for (int u = 0; u < unit; ++u) start += s.unit[u];
-        s.begin[thread] = start + FRONT + sum - ((count + 1) & ~1);
-        uint2* const list = slots + s.first + start;
-        if (size) reinterpret_cast<u8*>(list)[thread % UNIT] = static_cast<u8>(count);
-        if (count % 2) slots[s.first + s.begin[thread] + count] = make_uint2(NONE, 0);
-        if (size && thread % UNIT < END) list[size - END + thread % UNIT] = make_uint2(NONE, 0);
+        s.begin[thread] = start + HEADER + sum - ((count + 1) & ~1);
+        if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
         if (thread % UNIT == 0)
             units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
     }

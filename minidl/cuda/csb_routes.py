@@ -96,15 +96,16 @@ def conv_routes(side: int, dtype: Any, tf32: int, device: DeviceRecord) -> list[
     return [name for name, fit in fits.items() if fit]
 
 
-def choose_conv_route(side: int, dtype: Any, tf32: int, device: DeviceRecord) -> str:
-    """The forced route; else the fastest.
+def choose_conv_route(side: int, dtype: Any, tf32: int, density: float, device: DeviceRecord) -> str:
+    """The forced route; else the fastest, three TF32 products of dense filters from a density on.
 
     Raises:
         ValueError: when the forced route cannot do it.
     """
     names, forced = conv_routes(side, dtype, tf32, device), _forced.get()
     if forced is None:
-        return names[0]
+        sparse = tf32 == 3 and density < SPLIT_FROM["tf32x3"]
+        return names[1] if sparse else names[0]
     if forced not in names:
         raise checks.bad_value("csb_conv2d", "route", "one that can do this convolution on this device", forced)
     return forced

@@ -23,8 +23,8 @@
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
 // Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN,
-// AHEAD, FOURS (of items, unless AHEAD), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
-// x; features last 4 through registers), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
+// FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
+// x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
 // copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
@@ -43,7 +43,7 @@ struct Problem {
 };
 
 constexpr int UNIT = 16;
-constexpr int FRONT = 16;  // bytes of a list before its items
+constexpr int HEADER = 2;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
@@ -55,58 +55,6 @@ constexpr u32 NONE = 0xffffffffu;
 // ---- what the fetching warps do
 
 // `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
-#if FEATURES_LAST && VEC_X == 4
-// Through registers, as asynchronous copies of four bytes keep the unit busy that reads shared memory. Eight lanes read
-// 128 bytes of a row, and the words of four rows that they write at a time meet no bank twice.
-DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
-    constexpr int SEGMENTS = PART / 32, STEP = 16 / SEGMENTS, SET = 2 * SEGMENTS, SETS = SAMPLES / STEP / SET;
-    static_assert(SETS * SET * STEP == SAMPLES, "whole sets");
-    const int thread = threadIdx.x - 32 * UNITS, warp = thread / 32, lane = thread % 32;
-    const int column = warp % SEGMENTS * 32 + lane % 8 * 4;
-    int row = warp / SEGMENTS * 4 + lane / 8;
-    const bool inside = feature + column < p.depth;
-    to += 4 * (row * PITCH + column);
-#if CONV
-    const float* const from = x + feature + column;
-#else
-    const float* from = x + (sample + row) * p.x_pitch + feature + column;
-    const i64 left = p.samples - sample, step = STEP * p.x_pitch;
-    const int rows = inside ? static_cast<int>(left < SAMPLES ? left : SAMPLES) : 0;
-#endif
-    const auto fetch = [&](float4 (&set)[SET]) {
-#pragma unroll
-        for (int i = 0; i < SET; ++i) {
-#if CONV
-            const int pixel = pixels[row];
-            const bool valid = inside && pixel >= 0;
-            const float* const source = from + pixel * p.x_pitch;
-#else
-            const bool valid = row < rows;
-            const float* const source = from;
-            from += step;
-#endif
-            row += STEP;
-            set[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (valid) set[i] = __ldg(reinterpret_cast<const float4*>(source));
-        }
-    };
-    const auto store = [&](const float4 (&set)[SET]) {
-#pragma unroll
-        for (int i = 0; i < SET; ++i)
-            asm volatile("st.shared.f32 [%0], %1; st.shared.f32 [%0 + 4], %2; st.shared.f32 [%0 + 8], %3; "
-                         "st.shared.f32 [%0 + 12], %4;" ::"r"(to + 4 * PITCH * STEP * i),
-                         "f"(set[i].x), "f"(set[i].y), "f"(set[i].z), "f"(set[i].w)
-                         : "memory");
-        to += 4 * PITCH * STEP * SET;
-    };
-    float4 set[SET];
-#pragma unroll 1
-    for (int i = 0; i < SETS; ++i) {
-        fetch(set);
-        store(set);
-    }
-}
-#else
 DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
     constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
     constexpr int STEP = FETCHERS / ACROSS;
@@ -140,7 +88,6 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
     }
 #endif
 }
-#endif
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -198,11 +145,7 @@ struct Fetch {
             barrier_arrive(barrier);
 #else
             fetch_x(stage, x, p, sample, feature, pixels);
-#if FEATURES_LAST && VEC_X == 4
-            barrier_arrive(barrier);
-#else
             barrier_arrive_copied(barrier);
-#endif
 #endif
             ring.advance();
         } while (todo);
@@ -225,50 +168,6 @@ DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
     }
 }
 
-#if AHEAD
-// Rows of a list are short where matrices are sparse, so what holds a warp up is the way to an item and from there to
-// x: a pair of items is fetched, and its values of x are on their way, while the pair before is added, across the ends
-// of rows.
-struct Pair {
-    float weight[2], values[2][VEC];
-
-    __device__ __forceinline__ void load(const uint4& items, const unsigned char* x) {
-        weight[0] = __uint_as_float(items.y), weight[1] = __uint_as_float(items.w);
-        if (items.x != NONE) load_x(values[0], x, items.x);
-        if (items.z != NONE) load_x(values[1], x, items.z);
-    }
-    __device__ __forceinline__ void add(float (&sum)[VEC], bool both) const {
-#pragma unroll
-        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[0], values[0][v], sum[v]);
-        if (both) {
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[1], values[1][v], sum[v]);
-        }
-    }
-};
-
-DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
-    const unsigned char* items = list + FRONT;
-    const auto four_words = [&] { return *reinterpret_cast<const uint4*>(items); };
-    Pair pair;
-    pair.load(four_words(), x);
-    items += 16;
-    uint4 next = four_words();
-    u32 counts = 0;  // of four output features
-#pragma unroll
-    for (int i = 0; i < UNIT; ++i) {
-        if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
-        const unsigned char* const last = items + 8 * (counts >> 8 * (i % 4) & 255) - 8;
-#pragma unroll 1
-        while (items <= last) {
-            pair.add(sum[i], items < last);
-            pair.load(next, x);
-            items += 16;
-            next = four_words();
-        }
-    }
-}
-#else
 // The next COUNT items of one output feature.
 template <int COUNT>
 DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
@@ -296,7 +195,7 @@ DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned c
 // Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
 // fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
 DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
-    const unsigned char* items = list + FRONT;
+    const unsigned char* items = list + 8 * HEADER;
     u32 counts = 0;  // of four output features
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
@@ -313,7 +212,6 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const u
         if (count & 1) take<1>(sum[i], items, x), items += 16;
     }
 }
-#endif
 
 // The output features of a unit.
 struct Features {

@@ -25,10 +25,10 @@ __all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 UNIT = 16  # output features of a warp
-HEADER = 4  # slots of a list beside its items
-CARRY = False  # whether x goes through registers, features last
-AHEAD = {False: True, True: True}  # by features last
-RUN = {False: 4, True: 8}  # by features last, neighbours that one warp takes: the more even, the more scattered stores
+HEADER = 2  # slots of a list before its items
+RUN = {False: 4, True: 8}  # by features last, neighbours that are dealt together: features last, stores of 32 bytes
+SAVED = 0.08  # share of the time that dealing saves
+DEALING = 4.0, 1.6e-4  # microseconds that it takes, in all and for each element of a block's output features
 FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
@@ -53,9 +53,7 @@ class RowsTile(NamedTuple):
     vec: int
     part: int
     run: int
-    ahead: bool
     fours: bool
-    carry: bool
     capacity: int
     stages: int
 
@@ -102,8 +100,8 @@ def choose_tile(
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    ahead = AHEAD[features_last]
-    tile = RowsTile(units, vec, part, RUN[features_last], ahead, not ahead and part * density >= 4, CARRY, 0, 0)
+    dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
+    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -194,14 +192,11 @@ def multiply(
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    if features_last:
-        vec_x = 4 if tile.carry and vector_width(x) >= 4 and length % 4 == 0 else 1
-    else:
-        vec_x = min(tile.vec, vector_width(x))
+    vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "AHEAD": int(tile.ahead),
-        "FOURS": int(tile.fours), "CAPACITY": tile.capacity,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
+        "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
