@@ -172,6 +172,8 @@ def call_csb_conv2d() -> None:
         assert dy.shape[3] == k and dx.shape == x.shape
         out = ops.empty(1000, np.float32)
         ops.csb_conv2d_backward_weight(*pattern, dy, x, shape, side, **geometry, out=out)
+        if dtype == float32:
+            ops.csb_conv2d(*pattern, values, x, shape, side, **geometry, tf32=1)
 
 
 def call_csb_sampled() -> None:
@@ -184,6 +186,8 @@ def call_csb_sampled() -> None:
             ops.csb_sampled(
                 indptr, indices, dy, operand, (m, k), side, features_last=last, out=out, accumulate=accumulate
             )
+        if dtype == float32:
+            ops.csb_sampled(indptr, indices, dy, wide, (m, k), side, features_last=last, out=out, split="bf16x3")
 
 
 CALLS: dict[str, Callable[[], None]] = kernel_calls.CALLS | {

@@ -55,7 +55,8 @@ def _unit_channels(x: Array) -> Array:
     return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else contiguous(x)
 
 
-def _refuse_tf32(who: str, tf32: bool) -> None:
+def refuse_tf32(who: str, tf32: int) -> None:
+    """Raise if products are to be rounded."""
     if tf32:
         raise checks.bad_value(who, "tf32", "False on the CPU", tf32, "TF32 exists on the GPU only")
 
@@ -93,7 +94,7 @@ def conv2d(
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
-    _refuse_tf32("conv2d", tf32)
+    refuse_tf32("conv2d", tf32)
     if norm is not None:
         x = batch_norm_apply(x, *norm, relu=True)
     if _is_linear(x.shape, w.shape, padding, groups):
@@ -133,7 +134,7 @@ def conv2d_backward_data(
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
-    _refuse_tf32("conv2d_backward_data", tf32)
+    refuse_tf32("conv2d_backward_data", tf32)
     x_shape = tuple(x_shape)
     if add is not None:
         add = _unit_channels(add)
@@ -179,7 +180,7 @@ def conv2d_backward_weight(
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
-    _refuse_tf32("conv2d_backward_weight", tf32)
+    refuse_tf32("conv2d_backward_weight", tf32)
     assert out.dtype == float32 and out.flags.c_contiguous
     if norm is not None:
         x = batch_norm_apply(x, *norm, relu=True)

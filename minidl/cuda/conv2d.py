@@ -269,11 +269,16 @@ def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int
     code = dtype_code(first, who)
     if second.dtype != first.dtype:
         raise checks.bad_dtype(who, name, first.dtype, second.dtype)
+    check_tf32(who, tf32, code)
+    return code
+
+
+def check_tf32(who: str, tf32: int, code: int) -> None:
+    """Raise unless products of this storage type may be rounded so."""
     if tf32 not in (0, 1, 3):
         raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
-    if tf32 and first.dtype != float32:
+    if tf32 and code:
         raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
-    return code
 
 
 def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:
