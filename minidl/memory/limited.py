@@ -97,9 +97,8 @@ class LimitedMemory:
 
     def release(self) -> None:
         """Give the memory back: the model keeps everything again, as without a limit."""
-        if self.script.trace.visitors:
-            self._options["optimizer"].host_momentum(())
-        _release(self._model)
+        if self._model.store is self.store:  # not another limit's
+            _release(self._model)
         self._scripts.clear()
         del self.store
 
@@ -150,8 +149,9 @@ class LimitedMemory:
             here = partial(self.store.visitor, trace.tensors[i].name)
             host = partial(self.store.engine.host, place, message.end - message.begin)
             visits.append(Visit(message.begin, message.end, here, host))
-        if optimizer is not None:
+        if visits:
             optimizer.host_momentum(sorted(visits, key=lambda visit: visit.begin))
+            self.store.settle = partial(optimizer.host_momentum, ())
 
     def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
@@ -332,6 +332,7 @@ def _attach(model: Model, store: TensorStore) -> None:
 
 def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
+        model.store.settle()
         _attach(model, TensorStore())
 
 
