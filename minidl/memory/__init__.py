@@ -14,7 +14,6 @@ from minidl.memory.program import Operation, Race, program, validate
 from minidl.memory.record import record
 from minidl.memory.simulate import Link, Timeline, Usage, Violation, check, measure, timeline
 from minidl.memory.slack import widen
-from minidl.memory.store import PlannedStore
 from minidl.memory.trace import Step, Tensor, Trace
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "Link",
     "Operation",
     "Plan",
-    "PlannedStore",
     "Problem",
     "Race",
     "Step",

@@ -72,8 +72,6 @@ class ScriptedStore(TensorStore):
         settle: brings back to the device what lies in the host's memory between steps; called when the store goes.
     """
 
-    resident = False
-
     def __init__(self, engine: Engine, script_for: Callable[[int], Script]):
         super().__init__()
         self.engine, self.script_for = engine, script_for

@@ -192,8 +192,6 @@ class _Seen(NamedTuple):
 class _NotingStore(TensorStore):
     """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
 
-    resident = False  # nor is it in the step that is planned
-
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
@@ -217,7 +215,12 @@ class _NotingStore(TensorStore):
         return result
 
     def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
-        """Which arrays of the result another run would make anew, instead of handing on what was saved."""
+        """Which arrays of the result another run would make anew, instead of handing on what was saved.
+
+        A buffer that later layers go on filling is none: another run would make its first part only.
+        """
+        if getattr(result, "buffer", None) is not None:
+            return
         aside = Watcher()
         with dry_run(active_dry_run().device, aside):
             once_more = layer.rerun(SimpleNamespace(**self._items), *inputs)
