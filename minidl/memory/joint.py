@@ -82,18 +82,21 @@ class Joint:
         self.tables = [self._table(run, steps) for run, steps in zip(self.runs, self.steps, strict=True)]
 
     def _joined(self, runs: list[list[int]]) -> list[list[int]]:
-        """Neighbouring blocks together where the inner one can be rebuilt from the outer one, up to a size."""
+        """Neighbouring blocks together, up to a size: where the inner one can be rebuilt from the outer one, and where
+        both end at one step, so that the outer one has none behind the loss to rebuild anything at."""
         joined: list[list[int]] = []
         for run in runs:
-            linked = joined and any(
-                recipe is not None and set(recipe.sources) & set(joined[-1])
-                for recipe in (self.recipes[i] for i in run)
-            )
-            if linked and len(joined[-1]) + len(run) <= self.largest:
+            if joined and len(joined[-1]) + len(run) <= self.largest and self._belong(joined[-1], run):
                 joined[-1] = joined[-1] + run
             else:
                 joined.append(list(run))
         return joined
+
+    def _belong(self, outer: Sequence[int], inner: Sequence[int]) -> bool:
+        sources = {s for i in inner if (recipe := self.recipes[i]) is not None for s in recipe.sources}
+        return bool(sources & set(outer)) or max(self.gaps[i].stop for i in outer) <= max(
+            self.gaps[i].stop for i in inner
+        )
 
     def usable(self, run: Sequence[int]) -> list[Recipe | None]:
         """The recipes that may be used in a block."""
