@@ -6,14 +6,14 @@ trusting whoever made it. Plans and traces are plain records. Nothing here needs
 """
 
 from minidl.memory.gaps import Gap, Problem, problem
-from minidl.memory.joint import Joint, best
+from minidl.memory.joint import Joint
 from minidl.memory.limited import LimitedMemory, limit_memory
 from minidl.memory.pinning import pin
 from minidl.memory.plan import Decision, Infeasible, Plan
+from minidl.memory.planner import best, widen
 from minidl.memory.program import Operation, Race, program, validate
 from minidl.memory.record import record
 from minidl.memory.simulate import Link, Timeline, Usage, Violation, check, measure, timeline
-from minidl.memory.slack import widen
 from minidl.memory.trace import Step, Tensor, Trace
 
 __all__ = [

@@ -9,35 +9,30 @@ A source may lie in another block. In one further in it may be back by then what
 has to be kept: a *link*. The recurrence of `minidl.memory.pinning` then has a table for each set of kept links that
 blocks behind still ask for.
 
-For one price the answer is exact within this model. The price itself is a guess at how well transfers hide, so
-`best` tries several, beside plans without rebuilding, and takes what `minidl.memory.simulate.timeline` finds fastest.
+For one price the answer is exact within this model. The price itself is a guess at how well transfers hide:
+`minidl.memory.planner` tries several.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from minidl.memory.gaps import Problem, blocks, occupied
-from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps, pin
-from minidl.memory.plan import Decision, Infeasible, Plan, human
+from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps
+from minidl.memory.plan import Decision, Plan
 from minidl.memory.rebuild import Recipe, recipes
-from minidl.memory.simulate import Link, Timeline, measure, timeline
-from minidl.memory.slack import widen
+from minidl.memory.simulate import measure
 
-__all__ = ["Joint", "best"]
+__all__ = ["Joint"]
 
 KEEP, OFFLOAD, REBUILD = range(3)
 LARGEST_GROUP = 6
 PAIRED_GROUP = 12
 MOST_OPTIONS = 1500
 MOST_LINKS = 3
-RESERVES = (0.0, 0.03, 0.07, 0.15)
-PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
-_DEAR = 1e6  # moves only what can be had in no other way
 
 
 class Joint:
@@ -326,44 +321,3 @@ def _finished(
         problem.trace.digest, policy, capacity, granule, proven, peak,
         total("keep"), total("offload"), total("recompute"), tuple(decisions),
     )  # fmt: skip
-
-
-def best(
-    problem: Problem,
-    capacity: int,
-    times_ms: Sequence[float],
-    link: Link | None = None,
-    *,
-    rebuild: bool = True,
-    host_bytes: int | None = None,
-) -> tuple[Plan, Timeline]:
-    """The plan that the simulator finds fastest, and how it runs.
-
-    Offload-only plans with several reserves (memory left for prefetches), and with ``rebuild`` joint plans at several
-    prices; each gets the memory that it leaves free for wider windows.
-
-    Args:
-        host_bytes: most bytes that may be moved; default: any number.
-
-    Raises:
-        Infeasible: when one step alone exceeds ``capacity``, or every plan found moves more than ``host_bytes``.
-    """
-    link = link or Link()
-    prices = PRICES if host_bytes is None else (*PRICES, _DEAR)
-    problem.require(capacity)
-    plans = [pin(problem, int(c)) for r in RESERVES if (c := capacity * (1 - r)) >= problem.floor]
-    if rebuild and plans[0].moved_bytes:
-        both_ms = (1 / link.out_gb_per_s + 1 / link.in_gb_per_s) / 2e6
-        for joint in (Joint(problem, times_ms), Joint(problem, times_ms, largest=PAIRED_GROUP)):
-            plans += [joint.solve(capacity, price * both_ms) for price in prices]
-    found: tuple[Plan, Timeline] | None = None
-    for plan in dict.fromkeys(plans):
-        if host_bytes is not None and plan.moved_bytes > host_bytes:
-            continue
-        plan = widen(problem.trace, dataclasses.replace(plan, capacity=capacity))
-        run = timeline(problem.trace, plan, times_ms, link)
-        if found is None or run.total_ms < found[1].total_ms:
-            found = plan, run
-    if found is None:
-        raise Infeasible(f"every plan found moves more than {human(host_bytes or 0)} to the host")
-    return found

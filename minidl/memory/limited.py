@@ -16,9 +16,9 @@ from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
-from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Infeasible, Plan, human
+from minidl.memory.planner import Planner
 from minidl.memory.record import record_step
 from minidl.memory.recording import Recording
 from minidl.memory.script import Script, fitted, outside, write
@@ -159,13 +159,13 @@ class LimitedMemory:
         if ready is not None and ready.trace == trace.digest:
             return self._ready(recording, dataclasses.replace(ready, capacity=limit))
 
+        options = {"rebuild": self._options["rebuild"], "host_bytes": host_bytes}
+        problems = [problem(trace, window, self._options["least"]) for window in _WINDOWS]
+        planners = [Planner(p, times, self._link, **options) for p in problems]
+
         def plan(capacity: int) -> Plan:
-            for window in _WINDOWS:
-                p = problem(trace, window, self._options["least"])
-                if capacity >= p.floor or window == _WINDOWS[-1]:
-                    rebuild = self._options["rebuild"]
-                    return best(p, capacity, times, self._link, rebuild=rebuild, host_bytes=host_bytes)[0]
-            raise AssertionError("the last window is always tried")
+            fitting = (planner for planner in planners if capacity >= planner.problem.floor)
+            return next(fitting, planners[-1]).best(capacity)[0]
 
         script = fitted(recording, limit, plan)
         check(trace, script.plan)
