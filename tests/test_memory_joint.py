@@ -278,8 +278,11 @@ def test_modelled_times_are_the_roofline_and_a_launch():
     times = modelled(trace, CEILINGS["H200"], share=0.5)
     conv = next(t for t, s in enumerate(trace.steps) if s.title == "layer1.0.conv1 forward")
     step = trace.steps[conv]
-    least = max(step.flop / 50.9e9, step.bytes / 4264e6)
-    assert times[conv] == pytest.approx(2 * least + 0.003)
+    least = max(step.flop / 50.9e9, step.traffic / 4264e6)
+    assert times[conv] == pytest.approx(2 * least + 0.0015)
+    relu = next(t for t, s in enumerate(trace.steps) if s.title == "layer1.0.relu1 forward")
+    assert trace.steps[relu].traffic == trace.steps[relu].bytes, "reads and writes"
+    assert times[relu] == pytest.approx(2 * trace.steps[relu].bytes / 4264e6 + 0.0015)
     assert link_of(CEILINGS["H200"]).out_gb_per_s == pytest.approx(50.7)
     with pytest.raises(ValueError, match="share must be a number in"):
         modelled(trace, CEILINGS["H200"], share=1.5)

@@ -11,7 +11,6 @@ from typing import Any
 
 from minidl import checks
 from minidl.fusion import fuse
-from minidl.fusion.cost import Machine, planned_ms
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
@@ -33,7 +32,7 @@ from minidl.store import TensorStore
 __all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "unbound"]
 
 FUSIONS = ("auto", "elementwise", "none")
-"""Plans of batch-norm fusion that commands choose among within a limit."""
+"""Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
 
 _WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
@@ -45,6 +44,7 @@ class LimitedMemory:
     Attributes:
         limit: bytes.
         need: bytes that a step takes without a limit.
+        unlimited_ms: that such a step is predicted to take.
         script: of the largest batch: plan, offsets, bytes of the arena and on the host.
         predicted: the simulator's step.
     """
@@ -54,6 +54,7 @@ class LimitedMemory:
         self._recording = self._recorded(batch)
         self.need = problem(self._recording.trace, least=options["least"]).peak
         self.limit = parse_limit(limit, self.need)
+        self.unlimited_ms = float(sum(self._times(self._recording.trace)))
 
     def plan(self) -> LimitedMemory:
         """Find the plan; nothing of the model changes."""
@@ -264,9 +265,10 @@ def limit_memory(
             seconds.
         optimizer: of the model, after `update_in_backward`; its momentum may then lie on the host but around the
             update of its layer, where that makes a step faster within the limit (`minidl.memory.visits`).
-        fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`): the model runs by that with which a
-            step within the limit is predicted fastest. A ``limit`` that is a part is one of what the first needs. What
-            fusion keeps unwritten cannot be made again in parts, so the fastest plan without a limit need not be it.
+        fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`), such as `FUSIONS`: the model runs by
+            that with which a step within the limit is predicted fastest, on all ranks by that of rank 0. A ``limit``
+            that is a part is one of what the first needs. Fused kernels may need tensors earlier or longer, so the
+            fastest plan without a limit need not be it. Default: the model's fusion stays.
         reserve: bytes of the limit that are for others: what else the process holds on the GPU, such as rests of pieces
             that a pool cannot give back.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
@@ -296,7 +298,6 @@ def _fused(
 ) -> LimitedMemory:
     """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
     before, found, tried, told = model.fusion, {}, [], None
-    machine = Machine.of(model.ops.current_device())
     for how in fusions:
         fused = fuse(model, how)
         if fused in tried:
@@ -304,17 +305,19 @@ def _fused(
         tried.append(fused)
         memory = LimitedMemory(model, batch, limit, **options)
         limit = memory.limit
+        if found and memory.unlimited_ms >= min(other.predicted.total_ms for other in found.values()):
+            continue  # no plan is faster than the step without a limit
         try:
-            passes = planned_ms(model.graph, fused, batch, model.precision, machine)
-            found[how] = memory.plan().predicted.total_ms + passes, memory
+            found[how] = memory.plan()
         except Infeasible as error:
             told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
-    fastest = model.comm.share(min(found, key=lambda how: found[how][0]) if found else None)[0]
+    fastest = min(found, key=lambda how: found[how].predicted.total_ms) if found else None
+    fastest = model.comm.share(fastest)[0]
     if fastest not in found:
         fuse(model, before if before is not None else "none")
-        raise told
+        raise told or Infeasible("memory limit: rank 0 found no plan, or one for a fusion that does not fit here")
     fuse(model, fastest)
-    return found[fastest][1]
+    return found[fastest]
 
 
 def _gpu(arena_bytes: int, host_bytes: int) -> Engine:

@@ -57,6 +57,7 @@ class Watcher:
     def __init__(self) -> None:
         self.all: list[_Memory] = []
         self.passes: list[tuple[str, str]] = []
+        self.traffic: list[int] = []  # of each pass: bytes of its kernels' arrays
         self.ticks: list[tuple[int, int]] = []
         self.runs: dict[int, tuple[Layer, Any, dict[str, Any], Any]] = {}
         self.parts: dict[int, list[tuple[int, int, Tensor, set[int]]]] = {}  # of arenas: (begin, end, what, touches)
@@ -84,6 +85,7 @@ class Watcher:
             memory = self.find(argument)
             if memory is not None:
                 memory.touches.add(len(self.passes) - 1)
+                self.traffic[-1] += argument.nbytes
                 self._touch_parts(argument)
 
     def _touch_parts(self, array: np.ndarray) -> None:
@@ -104,6 +106,7 @@ class Watcher:
         if pass_name in _PASSES:
             assert not self._open, f"{layer} {pass_name} opens within another pass"
             self.passes.append((layer, pass_name))
+            self.traffic.append(0)
             begin = self._tick()
             self._open += 1
             try:
@@ -468,5 +471,5 @@ def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer:
             cost = PassCost(0, read[t])
         seen.add(key)
         kind, matrix = kinds.get(key[0], ("", False))
-        steps.append(Step(*key, workspace, cost.flop, cost.bytes, matrix, kind))
+        steps.append(Step(*key, workspace, cost.flop, cost.bytes, watcher.traffic[t], matrix, kind))
     return steps
