@@ -239,7 +239,7 @@ def limit_memory(
     reserve: int = 0,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
-    """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again::
+    """Train ``model`` within a limit of GPU memory: saved tensors stay, go to the host and back, or are made again::
 
         memory = limit_memory(model, batch=256, limit="25%")
         with memory.step(len(x)):
