@@ -16,7 +16,7 @@ For one price the answer is exact within this model. The price itself is a guess
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -133,14 +133,17 @@ class Joint:
         Those of the largest tensors come first. A bit is free again behind the last block that asks for it.
         """
         ends: dict[int, int] = {}  # link -> the last block that asks for it
+        open_ = np.zeros(len(self.runs), np.int64)  # links that are asked for in a block or behind it
         wanted = [(i, r) for run in self.runs for i, r in zip(run, self.usable(run), strict=True) if r is not None]
         for i, recipe in sorted(wanted, key=lambda pair: -self.gaps[pair[0]].bytes):
-            k = self.block[i]
-            more = {s: max(ends.get(s, k), k) for s in self._outer(i, recipe)}
-            if more and max(self._open(ends | more)) > MOST_LINKS:
+            k, more = self.block[i], np.zeros_like(open_)
+            for s in (links := self._outer(i, recipe)):
+                more[max(ends.get(s, self.block.get(s, -1) - 1) + 1, 0) : k + 1] += 1
+            if links and (open_ + more).max() > MOST_LINKS:
                 self._own[self.runs[k][0]][self.runs[k].index(i)] = None
             else:
-                ends |= more
+                open_ += more
+                ends |= {s: max(ends.get(s, k), k) for s in links}
         self.bits: dict[int, int] = {}
         self.awaited = [0] * len(self.runs)
         for link in sorted(ends, key=lambda i: self.block.get(i, -1)):
@@ -149,10 +152,6 @@ class Joint:
             bit = self.bits[link] = next(1 << n for n in itertools.count() if 1 << n not in taken)
             for k in range(max(begin, 0), ends[link]):
                 self.awaited[k] |= bit
-
-    def _open(self, ends: Mapping[int, int]) -> list[int]:
-        """For each block how many links are asked for in it or behind it."""
-        return [sum(self.block.get(i, -1) <= k <= end for i, end in ends.items()) for k in range(len(self.runs))]
 
     def _outer(self, i: int, recipe: Recipe) -> list[int]:
         """The sources of a recipe that have to be kept in blocks before."""
