@@ -304,7 +304,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
-        masking.take(slab + k, x + k, y + k, [](int) { return true; });
+        masking.take(slab + k, x + k, y + k);
     if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
