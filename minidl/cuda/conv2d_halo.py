@@ -100,7 +100,7 @@ def plan_halo(
     share: int,
     statistics: bool = False,
     masked: int = 0,
-    normalized: bool = False,
+    normalized: int = 0,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -152,6 +152,6 @@ def plan_halo(
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "STATISTICS": int(statistics), "MASKED": masked}
-    defines["NORMALIZED"] = int(normalized)
+    defines["NORMALIZED"] = normalized
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)
