@@ -152,6 +152,6 @@ def plan_halo(
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "STATISTICS": int(statistics), "MASKED": masked}
-    defines["NORMALIZED"] = normalized
+    defines["NORMALIZED"] = int(normalized)
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

@@ -173,7 +173,7 @@ def plan(
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
-        defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": normalized, **tile.defines}
+        defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), **tile.defines}
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches
