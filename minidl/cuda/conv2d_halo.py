@@ -16,7 +16,7 @@ from minidl.shapes import Pair, ceil_div, round_up
 __all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
 
 WIDTH = 8  # pixels of a window: one group of rows of an operand
-MOST_STAGES, FEWEST_STAGES = 6, 3
+MOST_STAGES, FEWEST_STAGES = 9, 3
 WINDOWS = 2  # of a tile, one for each warpgroup
 PATCHES = 2 * WINDOWS
 ATOM = 1024  # bytes: alignment of a patch
@@ -34,12 +34,13 @@ class HaloTile(NamedTuple):
 
     Attributes:
         window: the macro WINDOW, lines of a window.
-        step, rest: as of conv2d_hopper.py's ``HopperTile``.
+        step, rest, sums: as of ``HopperTile``.
     """
 
     window: int
     step: float
     rest: float
+    sums: float
 
     @property
     def name(self) -> str:
@@ -53,7 +54,7 @@ class HaloTile(NamedTuple):
     resident = 1
 
 
-HALO_TILES = (HaloTile(28, 0.68, 1.8), HaloTile(32, 0.77, 2.4))
+HALO_TILES = (HaloTile(28, 0.55, 0.9, 0.3), HaloTile(32, 0.62, 0.9, 0.3))
 
 
 def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:

@@ -47,25 +47,32 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 //   buffer(i), filled(i)    addresses of a buffer and of the barrier of its addend
 //   load(to, barrier, tile, s), store(tile, s, from)    start the engine; store knows when slab s does not exist
 //   p.added                 whether there is an array to be added
+//
+// Slabs leave in groups: all of a tile where there are buffers for them, which then waits for nothing, else one by one.
 template <class Place>
 struct Output {
-    static constexpr int AHEAD = SLABS > 1;  // addends are fetched while the slab before them is worked on
+    static constexpr int AT_ONCE = SLABS >= Place::COUNT ? Place::COUNT : 1, GROUPS = Place::COUNT / AT_ONCE;
+    static constexpr int AHEAD = SLABS > AT_ONCE;  // addends are fetched while the group before them is worked on
 
     Place place;
     int warpgroup;
-    Ring<SLABS> next, fetched;  // the buffer of the next slab, and of the next addend
+    Ring<SLABS> next, fetched;  // the first buffer of the next group, and of the next addends
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
     __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added
+    __device__ __forceinline__ u32 buffer(int i) const { return place.buffer(next.index + i); }
 
-    // One thread: fetches the addend of slab s as soon as its buffer is free.
+    // One thread: fetches the addends of a group as soon as its buffers are free.
     template <class Tile>
-    __device__ __forceinline__ void fetch(const Tile& tile, int s) {
-        const u32 barrier = place.filled(fetched.index);
+    __device__ __forceinline__ void fetch(const Tile& tile, int group) {
         await_stores_read<0>();
-        barrier_expect(barrier, Place::BYTES);
-        place.load(place.buffer(fetched.index), barrier, tile, s);
-        fetched.advance();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const u32 barrier = place.filled(fetched.index + i);
+            barrier_expect(barrier, Place::BYTES);
+            place.load(place.buffer(fetched.index + i), barrier, tile, group * AT_ONCE + i);
+        }
+        fetched.advance(AT_ONCE);
     }
 
     // Before the sum of a tile is known.
@@ -74,33 +81,36 @@ struct Output {
         if (added() && speaks()) fetch(tile, 0);
     }
 
-    // Waits for the buffer of slab s, and for its addend.
+    // Waits for the buffers of a group, and for its addends.
     template <class Tile>
-    __device__ __forceinline__ u32 open(const Tile& tile, int s) {
+    __device__ __forceinline__ void open(const Tile& tile, int group) {
         if (added()) {
-            if (speaks() && s + AHEAD < Place::COUNT && s + AHEAD > 0) fetch(tile, s + AHEAD);
-            barrier_wait(place.filled(next.index), next.parity);
+            if (speaks() && group + AHEAD < GROUPS && group + AHEAD > 0) fetch(tile, group + AHEAD);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) barrier_wait(place.filled(next.index + i), next.parity);
         } else {
-            if (speaks()) await_stores_read<SLABS - 1>();
+            if (speaks()) await_stores_read<SLABS / AT_ONCE - 1>();
             warpgroup_sync(1 + warpgroup);
         }
-        return place.buffer(next.index);
     }
 
-    // Before a thread reads of the slab what others have written.
+    // Before a thread reads of the group what others have written.
     __device__ __forceinline__ void share() const { warpgroup_sync(1 + warpgroup); }
 
-    // Stores slab s, which all threads have written.
+    // Stores a group, which all threads have written.
     template <class Tile>
-    __device__ __forceinline__ void close(const Tile& tile, int s) {
+    __device__ __forceinline__ void close(const Tile& tile, int group) {
         fence_for_engine();
         warpgroup_sync(1 + warpgroup);
         if (speaks()) {
-            place.store(tile, s, place.buffer(next.index));
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) place.store(tile, group * AT_ONCE + i, buffer(i));
             commit_stores();
         }
-        next.advance();
     }
+
+    // After the last look at a group.
+    __device__ __forceinline__ void leave() { next.advance(AT_ONCE); }
 
     // Before the block ends.
     __device__ __forceinline__ void drain() const {
