@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from minidl import cpu
 from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.array import empty
 from minidl.cuda.conv2d_family import family
 from minidl.cuda.conv2d_plan import convolution
 from minidl.cuda.device import current_device
 from minidl.cuda.rows import DTYPE
+from minidl.layers import Conv2d
 from minidl.precision import bfloat16, float16
-from tests.test_conv2d_families import CASES, SIXTEEN, fits
+from minidl.value import Normalized, Origin, Value
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits
 from tests.test_conv2d_normalized import FORWARD, LONG, normalised, operands
 from tests.test_conv2d_ops import cases, put
 
@@ -50,8 +53,8 @@ def run(ops, case, x, w, norm, storage, tile=None, share=1):
     return ops.to_host(y)
 
 
-def plain(ops, case, z, w):
-    with family("hopper"):
+def plain(ops, case, z, w, name="hopper"):
+    with family(name):
         return ops.to_host(ops.conv2d(*put(ops, z, w), **case.options))
 
 
@@ -107,6 +110,38 @@ def test_many_stages_twice(cuda_ops, case, rng):
     expected = plain(cuda_ops, case, packed(x, norm, bfloat16), w).tobytes()
     for _ in range(2):
         assert run(cuda_ops, case, x, w, norm, bfloat16).tobytes() == expected
+
+
+@pytest.mark.parametrize("name", ["hopper", "generic"])
+@pytest.mark.parametrize("statistics", [False, True])
+@cases(FEW)
+def test_only_where_it_is_asked_for(cuda_ops, case, statistics, name, rng, monkeypatch):
+    """A kernel that has the input normalised in a pass of its own keeps to float32."""
+    if not fits(name, case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    monkeypatch.setattr(conv2d_hopper, "normalizing_pays", lambda *_: True)
+    hosts = operands(rng, case, bfloat16, 1.0)
+    (x, w), norm = put(cuda_ops, *hosts[:2]), put(cuda_ops, *hosts[2])
+    op = (lambda *a, **o: cuda_ops.conv2d_stats(*a, **o)[0]) if statistics else cuda_ops.conv2d
+    z = cuda_ops.batch_norm_apply(x, *norm, relu=True)
+    allowed = put(cuda_ops, packed(hosts[0], hosts[2], bfloat16))[0] if name == "hopper" else z
+    with family(name):
+        for how, made in ((False, z), (True, allowed)):
+            y = op(x, w, norm=norm, **case.options, packed=how)
+            assert (
+                cuda_ops.to_host(y).tobytes() == plain(cuda_ops, case, cuda_ops.to_host(made), hosts[1], name).tobytes()
+            )
+
+
+def test_a_layer_asks_for_it_where_told(rng, monkeypatch):
+    asked, own = [], cpu.conv2d
+    monkeypatch.setattr(cpu, "conv2d", lambda *a, packed=False, **o: asked.append(packed) or own(*a, **o))
+    raw = rng.standard_normal((2, 3, 3, 8)).astype(np.float32)
+    norm = np.ones((2, 8), np.float32), np.ones(8, np.float32), np.zeros(8, np.float32)
+    layer = Conv2d(8, 8, 1)
+    for layer.packed in (False, True):
+        layer.forward(Value(None, Origin((Normalized(raw, *norm),), relu=True)))
+    assert asked == [False, True]
 
 
 def test_far_from_zero_it_is_no_match(rng):
