@@ -76,8 +76,8 @@ def conv2d(
             ``batch_norm_apply(x, *norm, relu=True)``, which a kernel that can do so makes as it reads ``x``; the same
             bits either way.
         tf32: 1 or True: round float32 operands to TF32; 3: three TF32 products for each, near to float32's accuracy.
-        packed: a kernel that makes the input as it reads ``x`` may do so in packed 16-bit arithmetic, relu(x*s + t) with
-            s = rstd*gamma and t = beta - mean*s rounded to the dtype of x: before its one rounding off by at most
+        packed: a kernel that makes the input as it reads ``x`` may do so in packed 16-bit arithmetic, relu(x*s + t)
+            with s = rstd*gamma and t = beta - mean*s rounded to the dtype of x: before its one rounding off by at most
             u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16. Only for means that are small beside deviations.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
