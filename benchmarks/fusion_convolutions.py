@@ -2,11 +2,11 @@
 
 Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
 for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum); output and
-weight gradient are also those of an input that is normalised as it is read, the prologue. `apart` is the same in passes
-of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, `bytes` what of that the
-arrays take that it reads besides, at the speed of a copy, and `whole` also adds up what the kernel leaves. What is
-farthest over its limit comes first. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache
-on both sides.
+weight gradient are also those of an input that is normalised as it is read, the prologue, and the output that of one
+normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the convolution alone; `cost`
+is the kernel with over the kernel without, `bytes` what of that the arrays take that it reads besides, at the speed of a
+copy, and `whole` also adds up what the kernel leaves. What is farthest over its limit comes first. The peer is PyTorch's
+convolution with its own passes; inputs rotate past the cache on both sides.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ class Arrays(bench_conv.Arrays):
         groups = zip(self.peer("backward_data"), self.inputs, self.outputs, self.x, strict=True)
         return [partial(call, conv, *map(nchw, rest)) for conv, *rest in groups]
 
-    def prologue(self, arm: str) -> list[Callable[[], Any]]:
+    def prologue(self, arm: str, packed: bool = False) -> list[Callable[[], Any]]:
         w = self.array(self.w)
 
         def call(x: Any) -> Any:
             if arm == "apart":
                 return ops.conv2d(ops.batch_norm_apply(x, *self.norm, relu=True), w, **self.options)
-            return ops.conv2d(x, w, **self.options, norm=None if arm == "plain" else self.norm)
+            return ops.conv2d(x, w, **self.options, norm=None if arm == "plain" else self.norm, packed=packed)
 
         return [partial(call, self.array(x)) for x in self.x]
 
@@ -130,6 +130,11 @@ class Arrays(bench_conv.Arrays):
         torch_conv = torch.nn.functional.conv2d
         w, where = bench_conv._nchw(self.w), ([self.layer.stride] * 2, [self.layer.padding] * 2)
         return [lambda x=x: torch_conv(self._normalised(x), w, None, *where) for x in self.x]
+
+    def packed(self, arm: str) -> list[Callable[[], Any]]:
+        return self.prologue(arm, True)
+
+    packed_peer = prologue_peer
 
     def prologue_weight(self, arm: str) -> list[Callable[[], Any]]:
         def call(dy: Any, x: Any, out: Any) -> Any:
@@ -162,9 +167,10 @@ PASSES = {
     "forward": ("forward", "statistics"),
     "backward_data": ("backward_data", "gradients"),
     "prologue": ("forward", "prologue"),
+    "packed": ("forward", "packed"),
     "prologue_weight": ("backward_weight", "prologue"),
 }  # the part of `Arrays`, the pass and the arm of its rows
-LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15}  # of what they should cost
+LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15}  # of what they should cost
 
 
 def convolutions(a: argparse.Namespace) -> list[Row]:
