@@ -1,12 +1,12 @@
 """The part of bench_fusion that times what convolutions do for the batch norms around them, against doing it apart.
 
-Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
-for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum); output and
-weight gradient are also those of an input that is normalised as it is read, the prologue, and the output that of one
-normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the convolution alone; `cost`
-is the kernel with over the kernel without, `bytes` what of that the arrays take that it reads besides, at the speed of a
-copy, and `whole` also adds up what the kernel leaves. What is farthest over its limit comes first. The peer is PyTorch's
-convolution with its own passes; inputs rotate past the cache on both sides.
+Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and
+summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
+output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
+that of one normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the
+convolution alone; `cost` is the kernel with over the kernel without, `bytes` what of that the arrays take that it
+reads besides, at the speed of a copy, and `whole` also adds up what the kernel leaves. What is farthest over its
+limit comes first. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache on both sides.
 """
 
 from __future__ import annotations
