@@ -128,7 +128,7 @@ def _forward(
     if y.size == 0:
         return y, None
     question = Question("forward", conv, code, tf32)
-    if norm is not None and not _normalizes(question):
+    if norm is not None and not _normalizes(question, statistics):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
@@ -148,12 +148,12 @@ def _forward(
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed)
 
 
-def _normalizes(question: Question) -> bool:
+def _normalizes(question: Question, statistics: bool) -> bool:
     """Whether the kernel that is chosen for a forward pass can normalise its input."""
     conv, code = question.conv, question.code
     if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
         return False
-    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code)
+    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics)
 
 
 def conv2d_backward_data(

@@ -165,10 +165,12 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 #if NORMALIZED
 constexpr int WARPS = 3;  // that normalise
 
-// A warp: normalises its part of patch after patch, and puts zeros back in place of pixels outside of the image, which are
-// few: to ask for each would take longer.
+// A warp: normalises its part of patch after patch, the pixels that lie in the image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
-    const int lines = WINDOW + (p.taps_h - 1) * abs(p.delta_h), pixels = lines * p.line, lane = threadIdx.x % 32;
+    const int lines = WINDOW + (p.taps_h - 1) * abs(p.delta_h), units = ceil_div(lines * p.line, UNIT);
+    // In each unit a lane looks at one pixel, which then is so many lines and pixels further.
+    const int begin = warp * UNIT + threadIdx.x % UNIT, begin_y = begin / p.line, begin_x = begin - begin_y * p.line;
+    const int further_y = WARPS * UNIT / p.line, further_x = WARPS * UNIT - further_y * p.line;
     Ring<PATCHES> patches;
     Chunk chunk;
     int loaded = -1;
@@ -178,21 +180,18 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
             if (channel != loaded) chunk.load(norm, channel), loaded = channel;
             for (int j = 0; j < WINDOWS; ++j) {
                 const Window window(p, tile.window + j);
-                const u32 patch = at.patch(patches.index);
+                int y = begin_y, x = begin_x;
                 barrier_wait(at.patch_filled(patches.index), patches.parity);
-                normalize_rows<WARPS>(chunk, patch, warp, ceil_div(pixels, UNIT), [](int) { return ~0u; });
-                warpgroups_sync<32 * WARPS>(1 + WARPGROUPS);
-                for (int pixel = warp * 32 + lane; pixel < pixels; pixel += WARPS * 32) {
-                    const int line = pixel / p.line, y = window.y + p.first_h + line;
-                    const int x = window.x + p.first_w + pixel - line * p.line;
-                    if (u32(y) < u32(p.source_h) && u32(x) < u32(p.source_w)) continue;
-#pragma unroll
-                    for (int k = 0; k < 8; ++k)
-                        store_shared(patch + pixel * 128 + (k + lane) % 8 * 16, make_uint4(0, 0, 0, 0), 1);
-                }
+                normalize_rows<WARPS>(chunk, at.patch(patches.index), warp, units, [&](int) {
+                    const bool inside = y < lines && u32(window.y + p.first_h + y) < u32(p.source_h) &&
+                                        u32(window.x + p.first_w + x) < u32(p.source_w);
+                    y += further_y, x += further_x;
+                    if (x >= p.line) x -= p.line, ++y;
+                    return __ballot_sync(0xffffffffu, inside);
+                });
                 fence_for_engine();
                 __syncwarp();
-                if (lane == 0) barrier_arrive(at.patch_ready(patches.index));
+                if (threadIdx.x % 32 == 0) barrier_arrive(at.patch_ready(patches.index));
                 patches.advance();
             }
         }

@@ -223,10 +223,13 @@ def takes_statistics(conv: Convolution, code: int) -> bool:
     return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
 
 
-def normalizes(conv: Convolution, code: int) -> bool:
+def normalizes(conv: Convolution, code: int, statistics: bool = False) -> bool:
     """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
     one launch, and where that should be faster than a pass of its own."""
-    return code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code)
+    statistics = statistics and takes_statistics(conv, code)
+    return (
+        code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code, statistics)
+    )
 
 
 def forward_fused(

@@ -76,7 +76,6 @@ class HopperTile(NamedTuple):
 
 TILES = (
     HopperTile(128, 256, 4, 2, 1, 0.64, 2.4, 0.5),
-    HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.1),
     HopperTile(256, 128, 4, 2, 1, 0.64, 2.4, 0.5),
     HopperTile(128, 192, 4, 3, 1, 0.54, 1.3, 0.8),
     HopperTile(256, 64, 4, 2, 1, 0.42, 1.0, 0.5),
@@ -84,6 +83,8 @@ TILES = (
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
     HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
 )
+# For rows that are normalised where they lie: all slabs of a tile leave at once, and what comes next has longer for it.
+IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -94,8 +95,8 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.15, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
-_WINDOW, _IN_PLACE = 1.12, 0.48
+_IN_REGISTERS = {(128, 256): 1.18, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
+_WINDOW, _IN_PLACE = 1.12, 0.56
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
@@ -107,7 +108,9 @@ def candidates(
 
     One that normalises its input needs the registers of a multiprocessor for itself.
     """
-    tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
+    tiles = TILES
+    if normalized:
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else [])
     return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
@@ -178,11 +181,11 @@ def choose(
 
 
 @functools.lru_cache(maxsize=1024)
-def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int) -> bool:
+def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int, sums: bool = False) -> bool:
     """Whether normalising the input on the way should take less time than a pass that reads and writes it before."""
     apart, together = (
-        microseconds(conv, False, choose(conv, False, device, code, on_the_way)[0], device, code, on_the_way)[1]
-        for on_the_way in (False, True)
+        microseconds(conv, False, choose(conv, False, device, code, *how)[0], device, code, *how)[1]
+        for how in ((False, sums), (True, sums))
     )
     return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
 
