@@ -77,11 +77,14 @@ def fused_convolutions() -> str:
         costs, whole = [row["cost"] for row in some], [sum(row["count"] * row[k] for row in some) for k in _WHOLE]
         within = sum(row["cost"] <= row["limit"] for row in some)
         figures = f"{statistics.geometric_mean(1 + cost for cost in costs) - 1:+.1%}", f"{max(costs):+.1%}"
+        beyond = sum(row["cost"] - row["bytes_ms"] / row["plain_ms"] <= row["limit"] for row in some)
         limit = f"{within} of {len(some)} ({some[0]['limit']:.0%})"
-        lines.append([*key, *figures, limit, *(f"{ms:.2f}" for ms in whole)])
+        lines.append([*key, *figures, limit, str(beyond), *(f"{ms:.2f}" for ms in whole)])
     if not lines:
         return ""
-    head = markdown(["pass", "on the way", "cost, mean", "worst", "within", "ms whole", "ms apart"], sorted(lines))
+    head = markdown(
+        ["pass", "on the way", "cost, mean", "worst", "within", "beyond bytes", "ms whole", "ms apart"], sorted(lines)
+    )
     lines = [
         [f"{row['case']} {row['pass']}", row["arm"], f"{1e3 * row['plain_ms']:.1f}", f"{1e3 * row['kernel_ms']:.1f}"]
         + [f"{row['cost']:+.1%}", f"{row['bytes_ms'] / row['plain_ms']:+.1%}"]
