@@ -14,6 +14,7 @@ from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = [
+    "IN_PLACE",
     "SLAB",
     "TILES",
     "HopperTile",
