@@ -311,55 +311,15 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
     comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
-    ops = get_ops(device)
-    choosing = a.fusion == "fastest"
-    if choosing and (a.memory_limit is None or device != "cuda"):
-        raise ValueError("--fusion fastest is for training on a GPU with --memory-limit")
-    a.fusion = "auto" if choosing else a.fusion or ("auto" if device == "cuda" else "none")
-    mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
-    image_shape = tuple(train_set[0][0].shape)
-    options = _model_options(a)
-    if device == "cuda" and not choosing:
-        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
-    graph = models.build(a.model, image_shape, train_set.num_classes, **options)
-    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
-    part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
-    fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
-    if a.verb == "prune" and a.start is not None:
-        pruning.begin(model, a.start)
-    optimizer = _optimizer(model, a, len(train_set))
-
-    if a.gradients == "ring":
-        optimizer.update_in_backward()
-    elif a.gradients == "momentum":
-        optimizer.gradients_in_momentum()
-    memory = _limited(a, model, optimizer, part, FUSIONS if choosing else ())
-    if choosing:
-        a.fusion = model.fusion
-        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
-    train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
+    model, optimizer, memory = _prepared(a, comm, device, train_set)
+    loaders = _loaders(a, train_set, test_set, comm, get_ops(device), model.precision.storage)
     profile = _profile(a)
-    loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
-    trainer = Trainer(
-        model, optimizer, loss, train_loader, test_loader,
-        schedule=schedule.parse(
-            a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=len(train_loader), warmup=a.warmup
-        ),
-        epochs=a.epochs, output=a.output, keep=a.keep, profile=profile, compile=False if a.eager else None,
-        accumulate=a.accumulate, metrics=_metrics(train_set, comm), callbacks=_callbacks(a),
-        watch_gradients=a.watch_gradients,
-        settings=_settings(a, mode) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
-    )  # fmt: skip
+    trainer = _trainer(a, model, optimizer, loaders, _metrics(train_set, comm), profile)
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
     if comm.rank == 0:
-        ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
-        network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
-        parts = f"; with {trainer.parts}" if trainer.parts else ""
-        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}{parts}", flush=True)
-        if memory is not None:
-            print(f"memory: {memory.describe()}", flush=True)
+        _tell_start(a, trainer, len(train_set), memory)
     if a.verb == "prune" and a.scan:
         pruning.scan(trainer, a)
         return {}, trainer
@@ -367,6 +327,60 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
     return row, trainer
+
+
+def _prepared(a: argparse.Namespace, comm: Any, device: str, train_set: Any) -> tuple[Model, SGD, LimitedMemory | None]:
+    """The model, fused and with its kernels compiled, what updates it, and within which memory."""
+    choosing = a.fusion == "fastest"
+    if choosing and (a.memory_limit is None or device != "cuda"):
+        raise ValueError("--fusion fastest is for training on a GPU with --memory-limit")
+    a.fusion = "auto" if choosing else a.fusion or ("auto" if device == "cuda" else "none")
+    mode = precision(a.precision)
+    shape, options = tuple(train_set[0][0].shape), _model_options(a)
+    network = partial(models.build, a.model, shape, train_set.num_classes, **options)
+    if device == "cuda" and not choosing:
+        _compile_ahead(a, network(), comm)
+    model = Model(network(), device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
+    part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+    fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
+    if a.verb == "prune" and a.start is not None:
+        pruning.begin(model, a.start)
+    optimizer = _optimizer(model, a, len(train_set))
+    if a.gradients == "ring":
+        optimizer.update_in_backward()
+    elif a.gradients == "momentum":
+        optimizer.gradients_in_momentum()
+    memory = _limited(a, model, optimizer, part, FUSIONS if choosing else ())
+    if choosing:
+        a.fusion = model.fusion
+        _compile_ahead(a, network(), comm)
+    return model, optimizer, memory
+
+
+def _trainer(
+    a: argparse.Namespace, model: Model, optimizer: SGD, loaders: tuple[data.Loader, data.Loader],
+    metrics: dict[str, Any], profile: TrainingProfile | None,
+) -> Trainer:  # fmt: skip
+    steps = len(loaders[0])
+    rate = schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup)
+    settings = _settings(a, model.precision) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {})
+    return Trainer(
+        model, optimizer, SoftmaxCrossEntropy(comm=model.comm, label_smoothing=a.label_smoothing), *loaders,
+        schedule=rate, epochs=a.epochs, output=a.output, keep=a.keep, profile=profile,
+        compile=False if a.eager else None, accumulate=a.accumulate, metrics=metrics, callbacks=_callbacks(a),
+        watch_gradients=a.watch_gradients, settings=settings,
+    )  # fmt: skip
+
+
+def _tell_start(a: argparse.Namespace, trainer: Trainer, images: int, memory: LimitedMemory | None) -> None:
+    """The first line: what is trained, on what, by whom."""
+    model, comm = trainer.model, trainer.comm
+    ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {model.ops.name})"
+    network = f"{a.model}: {model.num_parameters:,} parameters, {model.precision.name}"
+    parts = f"; with {trainer.parts}" if trainer.parts else ""
+    print(f"{network}; {a.data}: {images:,} images; {ranks}{parts}", flush=True)
+    if memory is not None:
+        print(f"memory: {memory.describe()}", flush=True)
 
 
 def _limited(
