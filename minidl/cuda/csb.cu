@@ -59,8 +59,8 @@ constexpr int SLICES = (SIDE + ROWS - 1) / ROWS; // of a block
 struct Shared {
     uint2 items[PIECE + UNROLL];  // (where the feature's values of x begin, value), grouped by output feature
     u32 mask[ROWS * WORDS];
-    int first[ROWS + 1];          // where the items of each output feature begin
     int warps[WARPS];
+    int first[ROWS + 1];          // where the items of each output feature begin
 };
 
 DEVICE int out_of(u32 index) { return TRANSPOSED ? index & 255 : index >> 8; }

@@ -286,6 +286,7 @@ def limit_memory(
         "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
         "reserve": checks.at_least("memory", "reserve", reserve, 0),
     }  # fmt: skip
+    model.arena.sum_all()  # the plan is that of one rank
     if fusions:
         return _fused(model, batch, limit, fusions, options).allocate()
     return LimitedMemory(model, batch, limit, **options).plan().allocate()
