@@ -75,7 +75,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
 @_QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False,
+    norm: Norm | None = None, tf32: bool = False, packed: bool = False,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
@@ -87,6 +87,7 @@ def conv2d(
         groups: channels are cut into so many groups that do not mix; ``groups == C == K`` is a depthwise convolution.
         norm: (moments, gamma, beta) of (2, C), (C,), (C,) float32, or None: the input is
             ``batch_norm_apply(x, *norm, relu=True)``.
+        packed: lets a GPU do that in packed 16-bit arithmetic; nothing here.
 
     Returns:
         y: (N, P, Q, K), dense, dtype of ``x``.
@@ -106,7 +107,7 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False, finish: bool = True,
+    norm: Norm | None = None, tf32: bool = False, packed: bool = False, finish: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d`, and ``batch_norm_stats`` of its result, always finished."""
     y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, norm=norm, tf32=tf32)
