@@ -75,6 +75,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "fused steps": kernel_tables.fused_steps,
         "fused sites": kernel_tables.fused_sites,
         "fused pairs": kernel_tables.fused_pairs,
+        "fused convolutions": kernel_tables.fused_convolutions,
     },
     "docs/fusion_sites.md": {"each site": kernel_tables.each_site},
     "docs/memory.md": {

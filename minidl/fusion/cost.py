@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
-from minidl.fusion.sites import Site, find_sites
+from minidl.fusion.sites import Site
 from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.layers import Conv2d
 from minidl.precision import Precision, bfloat16
 
-__all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "planned_ms", "predict", "runs_as", "site_cost"]
+__all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
 
 HOPPER = (9, 0)
 STEM = 4  # channels that a network's first convolution has at most
@@ -139,11 +139,6 @@ def _waits_for_memory(conv: Conv2d, site: Site) -> bool:
     few = prod(conv.kernel_size) * conv.out_channels <= MOST_PRODUCTS
     few = few and conv.out_channels <= min(MOST_FILTERS, 2 * conv.in_channels)
     return few and conv.stride == (1, 1) and site.shape[0] * site.shape[1] >= LARGE
-
-
-def planned_ms(graph: Graph, plan: Plan, batch: int, precision: Precision, machine: Machine) -> float:
-    """The model's time of all sites of a network under ``plan``."""
-    return sum(predict(graph, site, plan.sites[site.name], batch, precision, machine).ms for site in find_sites(graph))
 
 
 def heuristic(graph: Graph, sites: Sequence[Site], precision: Precision, machine: Machine) -> Plan:
