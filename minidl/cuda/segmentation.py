@@ -10,7 +10,7 @@ from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.loss import LABELS, STAGED_BLOCK, short_rows
-from minidl.cuda.rows import ACCESS, dtype_code, rows
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.cuda.softmax import BLOCK, row_variant
 from minidl.cuda.totals import column_totals
 from minidl.shapes import ceil_div, round_up
@@ -56,14 +56,27 @@ def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
     assert labels.shape == p.shape[:-1], (labels.shape, p.shape)
     if count == 0:
         return zeros((3 * classes + 1,), np.float64)
-    lanes = min(32, 1 << max(classes - 1, 0).bit_length())
+    defines = {"SUMS": 1, "DTYPE": dtype_code(p, "dice_sums", "p"), "LABEL": LABELS[labels.dtype]}
+    short = short_rows(p, staged=True)
+    if short is not None:
+        groups = ceil_div(count, short.block_rows)
+        passes = ceil_div(groups, MOST_PARTIALS)
+        partial = empty((ceil_div(groups, passes), 3 * classes + 1), np.float64)
+        launch(
+            "segmentation", "dice_sums", len(partial), STAGED_BLOCK, p, labels, partial, np.int64(count),
+            np.int32(passes), np.int64(ignore_index), defines=defines | short.defines,
+            shared=short.shared + 8 * STAGED_BLOCK * classes,
+        )  # fmt: skip
+        return column_totals(partial)
+    vec = min(vector_width(p), ACCESS // p.itemsize)
+    lanes = min(32, 1 << (ceil_div(classes, vec) - 1).bit_length())
     # At most 64 terms in float32, or as many as leave MOST_PARTIALS chunks.
     deep = BLOCK // lanes
     chunk = round_up(max(64 * deep, ceil_div(count, MOST_PARTIALS)), deep)
     partial = empty((ceil_div(count, chunk), 3 * classes + 1), np.float64)
-    defines = {"SUMS": 1, "DTYPE": dtype_code(p, "dice_sums", "p"), "LABEL": LABELS[labels.dtype], "LANES": lanes}
+    defines |= {"LANES": lanes, "VEC": vec}
     sizes = np.int64(count), np.int64(chunk), np.int32(classes), np.int64(pitch), np.int64(ignore_index)
-    grid = ceil_div(classes, lanes), len(partial)
+    grid = ceil_div(classes, lanes * vec), len(partial)
     launch("segmentation", "dice_sums", grid, BLOCK, p, labels, partial, *sizes, defines=defines)
     return column_totals(partial)
 

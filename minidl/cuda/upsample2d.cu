@@ -153,10 +153,11 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 
 #else
 
-// READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used.
+// READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used, and
+// of AHEAD rows at a time: two columns read each of dy's, so half of what a thread waits for is on its way already.
 constexpr int HELD = READERS <= 8 ? READERS : 1;
 
-extern "C" __global__ void __launch_bounds__(256, READERS <= 2 ? 4 : READERS > 4 ? 2 : VEC < 8 ? 4 : 3)
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
                     i64 pitch, Axis down, Axis across) {
     settle(down, across);
@@ -171,13 +172,13 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
     for (int k = 0; k < HELD; ++k) weight[k] = k < readers ? share(across, first + k, at.column) : 0.0f;
 
     const int last = reader(down, at.end);
-    int p = reader(down, at.begin - BILINEAR), h = at.begin - BILINEAR;
+    int h = at.begin - BILINEAR;
     float here[VEC] = {}, below[VEC] = {};  // sums of rows h and h + 1
-    Raw<T, VEC> raw[HELD];
-    const auto fetch = [&] {
+    Raw<T, VEC> raw[AHEAD][HELD];           // rows p, p + 1, ... of dy
+    const auto fetch = [&](Raw<T, VEC>(&to)[HELD], int row) {
 #pragma unroll
         for (int k = 0; k < HELD; ++k)
-            if (k < readers && p < last) raw[k] = load_raw<VEC>(image + p * line + k * pitch);
+            if (k < readers && row < last) to[k] = load_raw<VEC>(image + row * line + k * pitch);
     };
     const auto finish_row = [&] {
         if (h >= at.begin) {
@@ -197,24 +198,30 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
 #pragma unroll
         for (int e = 0; e < VEC; ++e) sum[e] = fmaf(g[e], factor, sum[e]);
     };
-    fetch();
-    while (p < last) {
-        const Tap v = tap(down, p);
-        float sum[VEC] = {};
+    const int begin = reader(down, at.begin - BILINEAR);
 #pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (k < readers) gather(raw[k], weight[k], sum);
-        if (READERS > HELD)
-            for (int k = HELD; k < readers; ++k)
-                gather(load_raw<VEC>(image + p * line + k * pitch), share(across, first + k, at.column), sum);
-        ++p;
-        fetch();
-        while (h < v.low) finish_row();
-        const float lower = v.high > v.low ? v.weight : 0.0f;
+    for (int u = 0; u < AHEAD; ++u) fetch(raw[u], begin + u);
+    for (int group = begin; group < last; group += AHEAD) {
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) {
-            here[e] = fmaf(sum[e], 1.0f - lower, here[e]);
-            if (BILINEAR) below[e] = fmaf(sum[e], lower, below[e]);
+        for (int u = 0; u < AHEAD; ++u) {
+            const int p = group + u;
+            if (p >= last) break;
+            const Tap v = tap(down, p);
+            float sum[VEC] = {};
+#pragma unroll
+            for (int k = 0; k < HELD; ++k)
+                if (k < readers) gather(raw[u][k], weight[k], sum);
+            if (READERS > HELD)
+                for (int k = HELD; k < readers; ++k)
+                    gather(load_raw<VEC>(image + p * line + k * pitch), share(across, first + k, at.column), sum);
+            fetch(raw[u], p + AHEAD);
+            while (h < v.low) finish_row();
+            const float lower = v.high > v.low ? v.weight : 0.0f;
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                here[e] = fmaf(sum[e], 1.0f - lower, here[e]);
+                if (BILINEAR) below[e] = fmaf(sum[e], lower, below[e]);
+            }
         }
     }
     while (h < at.end) finish_row();

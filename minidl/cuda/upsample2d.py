@@ -42,9 +42,17 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
     return min(out, ceil_div((1 + bilinear) * d, a)) if a else out
 
 
-def _resize(name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, **defines: int) -> None:
-    """``longest``: rows of a thread's strip, at most."""
-    vec = min(vector_width(x, y), ACCESS // x.itemsize)
+def _backward_variant(readers: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """Bytes of a thread's vector, rows that it has on their way and blocks of a multiprocessor: by registers."""
+    access, ahead, blocks = ACCESS, 1, 4 if readers <= 2 else 2 if readers > 4 else 3 if itemsize == 2 else 4
+    return access, {"READERS": readers, "AHEAD": ahead, "BLOCKS": blocks}
+
+
+def _resize(
+    name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, access: int = ACCESS, **defines: int
+) -> None:
+    """``longest``: rows of a thread's strip, at most; ``access``: bytes of its vector, at most."""
+    vec = min(vector_width(x, y), access // x.itemsize)
     n, height, width, channels = y.shape
     items = width * (channels // vec)
     strip = strip_length(n * height * items, height, longest)
@@ -78,5 +86,6 @@ def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, al
     if dx.size:
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
         bilinear = int(mode == "bilinear")
-        _resize("upsample2d_backward", dy, dx, axes, LONGEST, BILINEAR=bilinear, READERS=_readers(axes[1], bilinear))
+        access, variant = _backward_variant(_readers(axes[1], bilinear), dy.itemsize)
+        _resize("upsample2d_backward", dy, dx, axes, LONGEST, access, BILINEAR=bilinear, **variant)
     return dx
