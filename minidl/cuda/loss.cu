@@ -90,7 +90,7 @@ DEVICE X all_weights(const float* shared) {
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED ? 5 : 8)
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED ? 4 : CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
                       float* __restrict__ lse, double* __restrict__ partial, i64 rows, int passes, i64 ignore_index,
                       float smoothing, int top) {
@@ -137,7 +137,7 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
     mine.write(partial);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED ? 5 : 8)
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED ? 4 : CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
                                const float* __restrict__ weights, const float* __restrict__ lse,
                                const double* __restrict__ totals, const float* __restrict__ scale,
