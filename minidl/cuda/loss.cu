@@ -52,18 +52,18 @@ struct Totals {
         write_totals<BLOCK>(sums, partial);
     }
 
-    // A row whose label, of weight `weight`, counts; `spread`: sum of w_k (peak - x_k), `all`: of w_k.
-    __device__ __forceinline__ void add(float log_sum, float below, float weight, float spread, double all,
-                                        float smoothing, int classes) {
+    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k.
+    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread,
+                                        double all, float smoothing, int classes) {
         double term = double(log_sum) + double(below);
         if (SMOOTHED) {
             term *= weight;
             if (smoothing > 0.0f)
                 term = (1.0 - smoothing) * term + double(smoothing) / classes * (all * log_sum + spread);
-            mass += weight;
+            mass += counted ? weight : 0.0f;
         }
-        loss += term;
-        ++valid;
+        loss += counted ? term : 0.0;
+        valid += counted;
     }
 };
 
@@ -90,7 +90,7 @@ DEVICE X all_weights(const float* shared) {
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED ? 4 : CLASSES > 24 ? 6 : 8)
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
                       float* __restrict__ lse, double* __restrict__ partial, i64 rows, int passes, i64 ignore_index,
                       float smoothing, int top) {
@@ -121,12 +121,11 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
             const u32 wanted = in_every_lane(own);
             int ahead = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target);
             if (SMOOTHED) ahead += run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all();
+            const bool counted = inside && !ignored;
             mine.outside += !inside && !ignored;
-            if (inside && !ignored) {
-                mine.add(log_sum, peak - to_float(own), weight_at(shared, target), spread, all, smoothing, CLASSES);
-                mine.correct += ahead == 0 && (SMOOTHED || to_float(own) == peak);
-                mine.among_top += ahead < top;
-            }
+            mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), spread, all, smoothing, CLASSES);
+            mine.correct += counted && ahead == 0 && (SMOOTHED || to_float(own) == peak);
+            mine.among_top += counted && ahead < top;
         }
         if (row + RUN <= rows) {
             store(lse + row, log_sums);
@@ -137,7 +136,7 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
     mine.write(partial);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED ? 4 : CLASSES > 24 ? 6 : 8)
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
                                const float* __restrict__ weights, const float* __restrict__ lse,
                                const double* __restrict__ totals, const float* __restrict__ scale,
@@ -149,7 +148,8 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
     float norm[RUN];
     at.fetch(labels, ignore_index, label);
     at.fetch(lse, 0.0f, norm);
-    const float share = SMOOTHED ? smoothing / CLASSES : 0.0f, spread_out = SMOOTHED ? share * all_weights<float>(shared) : 0.0f;
+    const float share = SMOOTHED ? smoothing / CLASSES : 0.0f;
+    const float spread_out = SMOOTHED ? share * all_weights<float>(shared) : 0.0f;
     const float whole = gradient_factor(totals, scale);
     float factor[RUN], own[RUN];
 #pragma unroll
@@ -283,7 +283,8 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
             ++mine.outside;
             continue;
         }
-        mine.add(log_sum, peak - own, SMOOTHED ? weight_of(weights, int(label)) : 1.0f, spread, all, smoothing, classes);
+        const float weight = SMOOTHED ? weight_of(weights, int(label)) : 1.0f;
+        mine.add(true, log_sum, peak - own, weight, spread, all, smoothing, classes);
         mine.correct += SMOOTHED ? ahead == 0.0f : is_first_largest(x, int(label), own, peak, where);
         mine.among_top += ahead < float(top);
     }
