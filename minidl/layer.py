@@ -53,7 +53,9 @@ class Layer:
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
-    def __init__(self, name: str | None = None):
+    def __init__(self, name: str | None = None, **unknown: Any):
+        if unknown:
+            raise checks.unexpected(type(self).__name__, unknown)
         if name is not None and not isinstance(name, str):
             raise checks.bad_value(type(self).__name__, "name", "a string", name)
         self.name = name or type(self).__name__.lower()
