@@ -76,6 +76,7 @@ class Layer:
         self._arena: Arena | None = None  # only a layer that works alone owns one
         self._grad_enabled = True
         self._again = False  # within `rerun`
+        self._has_saved = False  # in this forward pass
         self._taken: SimpleNamespace | None = None
         self._checked: Any = None  # table, shapes and dtypes of the last inputs that passed the door
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
@@ -135,6 +136,7 @@ class Layer:
         """Keep arrays and facts for the backward pass: the only road to the store."""
         if self._grad_enabled and not self._again:
             self.store.save(self.name, items)
+            self._has_saved = True
 
     def rerun(self, saved: SimpleNamespace, *x: Any) -> Any:
         """`recompute` with saving switched off: for stores that make tensors again."""
@@ -211,8 +213,11 @@ class Layer:
             self.store.forget(self.name)
             if self.training:
                 self.random.advance()
+        self._has_saved = False
         with self.profiler.span(self.name, "forward"):
             y = self.store.run(self, arrays)
+        if grad and not self._has_saved:
+            self.save()  # nothing, but there is a pass to go back through
         return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:

@@ -2,7 +2,7 @@
 //
 //   p (rows, K) of T at a pitch: probabilities, or logits for the confusion matrix; labels (rows,) of LABEL; sums double[3K + 1]:
 //   for each class the probability on its pixels, the probability on all valid pixels, its pixels; then the labels out of
-//   range. partial (chunks, 3K + 1) double. counts u32[K*K + 1]: [label, prediction], then the labels out of range.
+//   range. partial (chunks, 3K + 1) double. found (blocks or 1, K*K + 1) u32: [label, prediction], then the labels out of range.
 //
 // dice_sums       -DCLASSES=K: short_rows.cuh; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
 //                 chunks of rows, which follow from the sizes).
@@ -13,11 +13,21 @@
 #include "common.cuh"
 #include "loss.cuh"
 
-#if defined(WIDEN)
+#if defined(TOTALS)
 
-extern "C" __global__ void widen_counts(const u32* __restrict__ found, double* __restrict__ out, int size) {
-    const int i = blockIdx.x * 256 + threadIdx.x;
-    if (i < size) out[i] = found[i];
+// out[c] = the sum over rows of partial (rows, size); a block for 32 columns, a warp for every 32nd row.
+extern "C" __global__ void __launch_bounds__(1024)
+count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows, int size) {
+    __shared__ u64 scratch[32][33];
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 total = 0;
+#pragma unroll 8
+    for (int row = warp; row < rows; row += 32)
+        if (column < size) total += partial[i64(row) * size + column];
+    scratch[threadIdx.x % 32][warp] = total;
+    __syncthreads();
+    total = warp_sum(scratch[warp][threadIdx.x % 32]);
+    if (threadIdx.x % 32 == 0 && blockIdx.x * 32 + warp < size) out[blockIdx.x * 32 + warp] = double(total);
 }
 
 #elif defined(CLASSES)
@@ -52,24 +62,36 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
         }
     });
 
-    // A warp for each column of sums: four neighbours in float, then in double.
-    double* to = partial + i64(blockIdx.x) * (3 * CLASSES + 1);
-    const int lane = threadIdx.x % 32;
+    // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto totals = [&](int of) {  // 3K + 1 of a warp, in the place of its tile
+        return reinterpret_cast<double*>(reinterpret_cast<T*>(memory + 2 * CLASSES * BLOCK / 4) + of * TILE * CLASSES);
+    };
     const auto sum_columns = [&](int columns, auto place) {
-        __syncthreads();
-#pragma unroll 2
-        for (int k = threadIdx.x / 32; k < columns; k += BLOCK / 32) {
-            const float4 v = reinterpret_cast<const float4*>(memory)[k * (BLOCK / 4) + lane];
-            const double sum = warp_sum(double((v.x + v.y) + (v.z + v.w)));
-            if (lane == 0) to[place(k)] = sum;
+        __syncwarp();
+        for (int k = lane; k < columns; k += 32) {
+            double sum = 0.0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float4 v = reinterpret_cast<const float4*>(memory)[(k * BLOCK + warp * 32) / 4 + (i + lane) % 8];
+                sum += double((v.x + v.y) + (v.z + v.w));
+            }
+            totals(warp)[place(k)] = sum;
         }
-        __syncthreads();
+        __syncwarp();
     };
     sum_columns(2 * CLASSES, [](int k) { return k < CLASSES ? k : k + CLASSES; });
 #pragma unroll
     for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = mass[k];
     pixels[0] = outside;
     sum_columns(CLASSES + 1, [](int k) { return k < CLASSES ? CLASSES + k : 3 * CLASSES; });
+    __syncthreads();
+    for (int k = threadIdx.x; k < 3 * CLASSES + 1; k += BLOCK) {
+        double sum = 0.0;
+#pragma unroll
+        for (int w = 0; w < BLOCK / 32; ++w) sum += totals(w)[k];
+        partial[i64(blockIdx.x) * (3 * CLASSES + 1) + k] = sum;
+    }
 }
 
 #elif defined(CONFUSION)
@@ -98,8 +120,7 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
         }
     });
     __syncthreads();
-    for (int i = threadIdx.x; i < SIZE; i += BLOCK)
-        if (local[i]) atomicAdd(found + i, local[i]);
+    for (int i = threadIdx.x; i < SIZE; i += BLOCK) found[i64(blockIdx.x) * SIZE + i] = local[i];
 }
 
 #else
@@ -119,7 +140,7 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
     i64 given[RUN];
     at.fetch(labels, ignore_index, given);
     __syncthreads();
-    await_copies<0>();
+    await_copies();
     const Run run(at.tile + at.row * CLASSES);
     int label[RUN];  // -1 where nothing counts
     float own[RUN], total[RUN];
@@ -174,23 +195,26 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
             }
         }
     }
+    // Rows of a warp by a tree, then the warps in order.
     double* to = partial + i64(blockIdx.y) * (3 * classes + 1);
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
-        const double mine[4] = {hit[e], mass[e], pixels[e], outside};
+        double mine[4] = {hit[e], mass[e], pixels[e], outside};
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] = mine[j];
-        for (int half = 128; half >= LANES; half /= 2) {
-            __syncthreads();
-            if (threadIdx.x < half)
+        for (int j = 0; j < 4; ++j) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] += scratch[j][threadIdx.x + half];
+            for (int offset = LANES; offset < 32; offset *= 2) mine[j] += __shfl_xor_sync(0xffffffffu, mine[j], offset);
+            scratch[j][threadIdx.x] = mine[j];
         }
+        __syncthreads();
         if (threadIdx.x >= LANES || k >= classes) continue;
 #pragma unroll
-        for (int j = 0; j < 3; ++j) to[j * classes + k + e] = scratch[j][threadIdx.x];
-        if (k + e == 0) to[3 * classes] = scratch[3][0];
+        for (int j = 0; j < 4; ++j)
+            for (int warp = 1; warp < 256 / 32; ++warp) mine[j] += scratch[j][warp * 32 + threadIdx.x];
+#pragma unroll
+        for (int j = 0; j < 3; ++j) to[j * classes + k + e] = mine[j];
+        if (k + e == 0) to[3 * classes] = mine[3];
     }
 }
 
@@ -210,67 +234,94 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
     }
     u32* own = SHARED ? local : found;
     const float least = __uint_as_float(0xff800000u);
+    const HeldRows at;
     for (int pass = 0; pass < passes; ++pass) {
-        const i64 row = (i64(blockIdx.x) * passes + pass) * ROWS + threadIdx.x / LANES;
-        const int first = threadIdx.x % LANES * RUN;
-        const bool inside = row < rows;
-        const T* x = p + (inside ? row : 0) * pitch;
-        float v[RUN], peak = least, where = 1e9f;
-        for (int i = first; i < channels; i += LANES * RUN) {
-            load_run(x, i, channels, least, v);
+        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
+        RowPart<> part[PER];
+        i64 label[PER];
 #pragma unroll
-            for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
+        for (int j = 0; j < PER; ++j) {
+            const i64 row = begin + at.row(j);
+            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
+            label[j] = row < rows && at.first == 0 ? i64(labels[row]) : ignore_index;
         }
-        peak = over_row<true>(peak);
-        for (int i = first; i < channels; i += LANES * RUN) {
-            load_run(x, i, channels, least, v);
 #pragma unroll
-            for (int e = RUN - 1; e >= 0; --e)
-                if (i + e < channels && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
+        for (int j = 0; j < PER; ++j) {
+            float v[RUN], peak = least, where = 1e9f;
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, least, v);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
+            });
+            peak = over_row<true>(peak);
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, least, v);
+#pragma unroll
+                for (int e = RUN - 1; e >= 0; --e)
+                    if (within(i + e, channels) && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
+            });
+            where = -over_row<true>(-where);
+            if (label[j] == ignore_index) continue;
+            const bool valid = counts(label[j], channels, ignore_index) && where < float(channels);
+            atomicAdd(own + (valid ? int(label[j]) * channels + int(where) : size - 1), 1u);
         }
-        where = -over_row<true>(-where);
-        if (!inside || first > 0) continue;
-        const i64 label = labels[row];
-        if (label == ignore_index) continue;
-        const bool valid = counts(label, channels, ignore_index) && where < float(channels);
-        atomicAdd(own + (valid ? int(label) * channels + int(where) : size - 1), 1u);
     }
     if (!SHARED) return;
     __syncthreads();
-    for (int i = threadIdx.x; i < size; i += BLOCK)
-        if (local[i]) atomicAdd(found + i, local[i]);
+    for (int i = threadIdx.x; i < size; i += BLOCK) found[i64(blockIdx.x) * size + i] = local[i];
 }
 
 #else
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const double* __restrict__ sums,
-              const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int channels, i64 pitch,
+              const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int channels, i64 pitch, int passes,
               i64 ignore_index, float smooth) {
-    const RowShare at(rows);
-    const T* x = p + at.row * pitch;
-    const i64 label = labels[at.row];
-    const bool valid = counts(label, channels, ignore_index);
-    const float factor = valid ? (scale ? scale[0] : 1.0f) / channels : 0.0f;
+    extern __shared__ float2 slopes[];  // dL/dp of a class, and by how much less it is on its own pixels
+    const float factor = (scale ? scale[0] : 1.0f) / channels;
     const auto slope = [&](int k) {
         const float inverse = 1.0f / (float(sums[channels + k] + sums[2 * channels + k]) + smooth);
-        return ((2.0f * float(sums[k]) + smooth) * inverse - (k == label ? 2.0f : 0.0f)) * inverse * factor;
+        return make_float2((2.0f * float(sums[k]) + smooth) * inverse * inverse * factor, 2.0f * inverse * factor);
     };
-    float v[RUN], total = 0.0f;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(x, i, channels, 0.0f, v);
-#pragma unroll
-        for (int e = 0; e < RUN; ++e)
-            if (i + e < channels) total = fmaf(slope(i + e), v[e], total);
+    if (SHARED) {
+        for (int k = threadIdx.x; k < channels; k += BLOCK) slopes[k] = slope(k);
+        __syncthreads();
     }
-    total = over_row(total);
-    if (!at.inside) return;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(x, i, channels, 0.0f, v);
+    const HeldRows at;
+    for (int pass = 0; pass < passes; ++pass) {
+        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
+        RowPart<> part[PER];
+        i64 label[PER];
 #pragma unroll
-        for (int e = 0; e < RUN; ++e)
-            if (i + e < channels) v[e] *= slope(i + e) - total;
-        store_run(dlogits + at.row * channels, i, channels, v);
+        for (int j = 0; j < PER; ++j) {
+            const i64 row = begin + at.row(j);
+            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
+            label[j] = row < rows ? i64(labels[row]) : ignore_index;
+        }
+#pragma unroll
+        for (int j = 0; j < PER; ++j) {
+            const bool valid = counts(label[j], channels, ignore_index);
+            const auto of = [&](int k) {
+                const float2 both = SHARED ? slopes[k] : slope(k);
+                return both.x - (k == int(label[j]) ? both.y : 0.0f);
+            };
+            float v[RUN], total = 0.0f;
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, 0.0f, v);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e)
+                    if (within(i + e, channels)) total = fmaf(of(i + e), v[e], total);
+            });
+            total = over_row(total);
+            if (begin + at.row(j) >= rows) continue;
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, 0.0f, v);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e)
+                    if (within(i + e, channels)) v[e] = valid ? v[e] * (of(i + e) - total) : 0.0f;
+                store_run(dlogits + (begin + at.row(j)) * channels, i, channels, v);
+            });
+        }
     }
 }
 

@@ -42,10 +42,11 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
     return min(out, ceil_div((1 + bilinear) * d, a)) if a else out
 
 
-def _backward_variant(readers: int, itemsize: int) -> tuple[int, dict[str, int]]:
-    """Bytes of a thread's vector, rows that it has on their way and blocks of a multiprocessor: by registers."""
-    access, ahead, blocks = ACCESS, 1, 4 if readers <= 2 else 2 if readers > 4 else 3 if itemsize == 2 else 4
-    return access, {"READERS": readers, "AHEAD": ahead, "BLOCKS": blocks}
+def _gathering(readers: int, bilinear: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of a thread's vector and blocks of a multiprocessor, backward: what two rows of readers leave room for."""
+    if 4 < readers <= 8:
+        return ACCESS // 2, 3 if readers == 5 else 2
+    return ACCESS, 4 if readers + bilinear <= 2 else 3 if readers < 4 or readers * itemsize == 16 else 2
 
 
 def _resize(
@@ -86,6 +87,8 @@ def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, al
     if dx.size:
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
         bilinear = int(mode == "bilinear")
-        access, variant = _backward_variant(_readers(axes[1], bilinear), dy.itemsize)
-        _resize("upsample2d_backward", dy, dx, axes, LONGEST, access, BILINEAR=bilinear, **variant)
+        readers = _readers(axes[1], bilinear)
+        access, blocks = _gathering(readers, bilinear, dy.itemsize)
+        defines = {"BILINEAR": bilinear, "READERS": readers, "BLOCKS": blocks}
+        _resize("upsample2d_backward", dy, dx, axes, LONGEST, access, **defines)
     return dx
