@@ -326,9 +326,10 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
 #pragma unroll
             for (int e = 0; e < VEC; ++e) {
                 const int k = begin + e;
+                const float p = exponential(v[e] - norm);
                 float less = k == label ? own : 0.0f;
                 if (SMOOTHED && within_row(k, classes)) less = fmaf(share, weight_of(weights, k), less);
-                v[e] = factor == 0.0f ? 0.0f : fmaf(mass, exponential(v[e] - norm), -less) * factor;
+                v[e] = factor == 0.0f ? 0.0f : fmaf(mass, p, -less) * factor;
             }
             if (begin >= 0 && begin + VEC <= classes) {
                 store(dx + begin, v);
