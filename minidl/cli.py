@@ -15,6 +15,7 @@ import numpy as np
 
 from minidl import checkpoint, checks, data, dist, models, pruning, schedule
 from minidl.adaptive import LAMB, LARS, AdamW
+from minidl.average import WeightAverage
 from minidl.backend import get_ops
 from minidl.bench import command as bench
 from minidl.bench import compare_backends, doctor, plan, simulate, tuning, warm
@@ -131,6 +132,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
     p.add_argument("--weight-decay", type=float, default=5e-4, help="not of biases and normalisations")
     p.add_argument("--label-smoothing", type=float, default=0.0, help="share of each label spread over all classes")
+    p.add_argument("--average", type=float, metavar="DECAY", help="evaluate a moving average of the weights; 0.9999")
     p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument("--seed", type=int, default=0, help="of starting weights, order, augmentation and dropout")
@@ -347,7 +349,7 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
             a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=len(train_loader), warmup=a.warmup
         ),
         epochs=a.epochs, output=a.output, keep=a.keep, profile=profile, compile=False if a.eager else None,
-        accumulate=a.accumulate, metrics=_metrics(train_set, comm), callbacks=_callbacks(a),
+        accumulate=a.accumulate, metrics=_metrics(train_set, comm), callbacks=_callbacks(a), average=_average(model, a),
         watch_gradients=a.watch_gradients,
         settings=_settings(a, mode) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
     )  # fmt: skip
@@ -426,6 +428,14 @@ def _metrics(train_set: Any, comm: Any) -> dict[str, Any]:
     return {"top5": TopK(5, comm=comm)} if train_set.num_classes >= _MANY_CLASSES else {}
 
 
+def _average(model: Model, a: argparse.Namespace) -> WeightAverage | None:
+    if a.average is None:
+        return None
+    if a.verb == "prune" or a.memory_limit is not None:
+        raise ValueError("--average is for minidl train without --memory-limit: neither plans nor prunes the average")
+    return WeightAverage(model, a.average)
+
+
 def _callbacks(a: argparse.Namespace) -> list[Callback]:
     found: list[Callback] = [KeepBest(a.keep_best)] if a.keep_best is not None else []
     if a.patience is not None:
@@ -436,8 +446,9 @@ def _callbacks(a: argparse.Namespace) -> list[Callback]:
 def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
     """What a run must share with the checkpoint that it goes on from."""
     settings = {"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
-    optional = {"model_options": a.model_options, "color_jitter": a.color_jitter, "mixup": a.mixup}
-    settings |= {name: value for name, value in optional.items() if value is not None}
+    for name in ("model_options", "color_jitter", "mixup", "average"):
+        if getattr(a, name) is not None:
+            settings[name] = getattr(a, name)
     return settings | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
 
 
