@@ -66,7 +66,7 @@ def test_what_cannot_be_averaged_is_refused(cpu_ops, tmp_path, capsys):
     run.fit()
     with pytest.raises(ValueError, match="averaged weights does not fit: .* missing"):
         trainer(None, cpu_ops).resume(tmp_path / "run")
-    with pytest.raises(ValueError, match="Trainer: average must be of the model, got \"another model's\""):
+    with pytest.raises(ValueError, match='Trainer: average must be of the model, got "another model\'s"'):
         Trainer(
             run.model, run.optimizer, run.loss, run.train_loader, schedule=lambda step: 0.1, epochs=1,
             average=m.WeightAverage(trainer(None, cpu_ops).model),

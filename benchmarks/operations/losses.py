@@ -71,9 +71,8 @@ def whole_losses(dtype: str) -> Iterator[Case]:
         return ops.smoothed_cross_entropy_backward(x, t, lse, totals, **options)
 
     def torch_smoothed() -> Call:
-        return torch_gradient(
-            partial(torch_norms().cross_entropy, label_smoothing=0.1), torch_rows(), torch_labels(rows)
-        )
+        entropy = partial(torch_norms().cross_entropy, label_smoothing=0.1)
+        return torch_gradient(entropy, torch_rows(), torch_labels(rows, classes))
 
     def soft_both(x: Any, t: Any) -> Any:
         totals, lse = ops.soft_cross_entropy(x, t)

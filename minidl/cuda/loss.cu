@@ -12,7 +12,8 @@
 // Sums of a row are float32 around its running maximum (Milakov & Gimelshein, "Online normalizer calculation for
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
-// -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
+// -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh; the forward pass
+//              with STAGES tiles for a warp. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
 //              thirds of the time of the bytes. -DWEIGHTED=1 where there are weights.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
@@ -157,7 +158,7 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
         factor[r] = valid ? whole : 0.0f;
         own[r] = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_at(shared, int(label[r])) : 0.0f;
     }
-    await_copies();
+    await_copies<0>();
     const Run run(at.tile + at.row * CLASSES);
     at.finish(dlogits, [&](int r, int k) {
         const float p = exponential(run.at(r, k) - norm[r]), taken = k == int(label[r]) ? own[r] : 0.0f;

@@ -29,7 +29,8 @@ BLOCK = 256
 STAGED_BLOCK = 128  # where a thread takes whole rows
 STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
-MOST_PARTIALS = 1024  # blocks whose totals one more launch adds in a microsecond or two
+STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
+MOST_PARTIALS = 512  # blocks whose totals one more launch adds in a microsecond or two
 LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
 
@@ -42,14 +43,20 @@ class ShortRows(NamedTuple):
     shared: int
 
 
-def short_rows(logits: Any) -> ShortRows | None:
-    """How a thread takes whole rows of ``logits``; None where they are long, aligned, or at a pitch."""
+def short_rows(logits: Any, staged: bool) -> ShortRows | None:
+    """How a thread takes whole rows of ``logits``; None where they are long, aligned, or at a pitch.
+
+    Args:
+        staged: copy the next rows during the work on these, where shared memory has room for both.
+    """
     _, classes, pitch = rows(logits)
     size = logits.itemsize
     if classes > STAGED_CLASSES or classes % (ACCESS // size) == 0 or pitch != classes or address(logits) % ACCESS:
         return None
     block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
-    return ShortRows({"CLASSES": classes}, block_rows, block_rows * classes * size)
+    tile = block_rows * classes * size
+    stages = 2 if 2 * tile <= STAGED_BYTES else 1
+    return ShortRows({"CLASSES": classes, "STAGES": stages}, block_rows, tile * (stages if staged else 1))
 
 
 class _Plan(NamedTuple):
@@ -80,7 +87,7 @@ def _plan(logits: Any, labels: Any, weights: Any | None, smoothed: bool, out: An
         "SMOOTHED": int(smoothed),
     }
     vec = ACCESS // size
-    short = short_rows(logits)
+    short = short_rows(logits, staged=out is None)
     if short is not None:
         defines |= {"WEIGHTED": int(weights is not None), **short.defines}
         return _Plan(defines, STAGED_BLOCK, short.block_rows, short.shared, ())

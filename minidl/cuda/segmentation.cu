@@ -65,7 +65,7 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
     // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const auto totals = [&](int of) {  // 3K + 1 of a warp, in the place of its tile
-        return reinterpret_cast<double*>(reinterpret_cast<T*>(memory + 2 * CLASSES * BLOCK / 4) + of * TILE * CLASSES);
+        return reinterpret_cast<double*>(reinterpret_cast<T*>(memory + 2 * CLASSES * BLOCK / 4) + of * (STAGES * TILE * CLASSES));
     };
     const auto sum_columns = [&](int columns, auto place) {
         __syncwarp();
@@ -140,7 +140,7 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
     i64 given[RUN];
     at.fetch(labels, ignore_index, given);
     __syncthreads();
-    await_copies();
+    await_copies<0>();
     const Run run(at.tile + at.row * CLASSES);
     int label[RUN];  // -1 where nothing counts
     float own[RUN], total[RUN];
@@ -195,26 +195,23 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
             }
         }
     }
-    // Rows of a warp by a tree, then the warps in order.
     double* to = partial + i64(blockIdx.y) * (3 * classes + 1);
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
-        double mine[4] = {hit[e], mass[e], pixels[e], outside};
+        const double mine[4] = {hit[e], mass[e], pixels[e], outside};
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] = mine[j];
+        for (int half = 128; half >= LANES; half /= 2) {
+            __syncthreads();
+            if (threadIdx.x < half)
 #pragma unroll
-            for (int offset = LANES; offset < 32; offset *= 2) mine[j] += __shfl_xor_sync(0xffffffffu, mine[j], offset);
-            scratch[j][threadIdx.x] = mine[j];
+                for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] += scratch[j][threadIdx.x + half];
         }
-        __syncthreads();
         if (threadIdx.x >= LANES || k >= classes) continue;
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            for (int warp = 1; warp < 256 / 32; ++warp) mine[j] += scratch[j][warp * 32 + threadIdx.x];
-#pragma unroll
-        for (int j = 0; j < 3; ++j) to[j * classes + k + e] = mine[j];
-        if (k + e == 0) to[3 * classes] = mine[3];
+        for (int j = 0; j < 3; ++j) to[j * classes + k + e] = scratch[j][threadIdx.x];
+        if (k + e == 0) to[3 * classes] = scratch[3][0];
     }
 }
 

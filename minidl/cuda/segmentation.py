@@ -18,9 +18,10 @@ from minidl.shapes import ceil_div, round_up
 __all__ = ["confusion_counts", "dice_backward", "dice_sums"]
 
 MOST_PARTIALS = 512  # blocks whose results one more launch adds
+FEW_CLASSES = 16  # below them twice as many
 SHARED_COUNTS = 8192  # in 32 KiB of shared memory
 SHARED_SLOPES = 4096  # the same
-GROUPS = 4  # of rows that a block takes with the slopes it has computed
+GROUPS = 2  # of rows that a block takes with the slopes it has computed
 
 
 class _Plan(NamedTuple):
@@ -33,14 +34,19 @@ class _Plan(NamedTuple):
     layout: tuple[Any, ...]
 
 
-def _rows_plan(who: str, x: Any, *out: Any) -> _Plan:
+def _rows_plan(who: str, x: Any, *out: Any, staged: bool) -> _Plan:
     count, channels, pitch = rows(x)
-    short = short_rows(x)
+    short = short_rows(x, staged)
     if short is None:
         defines, blocks = held_variant(who, (x, *out), 1)
         return _Plan(defines, BLOCK, blocks, 0, (np.int32(channels), np.int64(pitch)))
     defines = {"DTYPE": dtype_code(x, who), **short.defines}
     return _Plan(defines, STAGED_BLOCK, ceil_div(count, short.block_rows), short.shared, ())
+
+
+def _passes(blocks: int, classes: int) -> int:
+    """Groups of rows that a block takes, of ``blocks`` in all; short rows keep less of the memory busy each."""
+    return ceil_div(blocks, MOST_PARTIALS * (2 if classes < FEW_CLASSES else 1))
 
 
 def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
@@ -59,10 +65,10 @@ def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
     if count == 0:
         return zeros((3 * classes + 1,), np.float64)
     defines = {"SUMS": 1, "DTYPE": dtype_code(p, "dice_sums", "p"), "LABEL": LABELS[labels.dtype]}
-    short = short_rows(p)
+    short = short_rows(p, staged=True)
     if short is not None:
         groups = ceil_div(count, short.block_rows)
-        passes = ceil_div(groups, MOST_PARTIALS)
+        passes = _passes(groups, classes)
         partial = empty((ceil_div(groups, passes), 3 * classes + 1), np.float64)
         launch(
             "segmentation", "dice_sums", len(partial), STAGED_BLOCK, p, labels, partial, np.int64(count),
@@ -94,7 +100,7 @@ def dice_backward(p: Any, labels: Any, sums: Any, scale: Any | None = None, *, s
     p, labels = as_rows(p), contiguous(labels)
     dlogits = empty(p.shape, p.dtype)
     if p.size:
-        plan, classes = _rows_plan("dice_backward", p, dlogits), p.shape[-1]
+        plan, classes = _rows_plan("dice_backward", p, dlogits, staged=False), p.shape[-1]
         defines, shared, blocks, passes = plan.defines | {"LABEL": LABELS[labels.dtype]}, plan.shared, plan.blocks, ()
         if "CLASSES" not in plan.defines:
             held = int(classes <= SHARED_SLOPES)
@@ -117,8 +123,8 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     out = empty((size,), np.float64)
     if count == 0:
         return zeros((size,), np.float64)
-    plan, shared = _rows_plan("confusion_counts", logits), int(size <= SHARED_COUNTS)
-    passes = ceil_div(plan.blocks, MOST_PARTIALS)
+    plan, shared = _rows_plan("confusion_counts", logits, staged=True), int(size <= SHARED_COUNTS)
+    passes = _passes(plan.blocks, classes)
     blocks = ceil_div(plan.blocks, passes)
     # A row for each block; or one that all add to, whole numbers whose order changes nothing.
     partial = empty((blocks, size), np.uint32) if shared else zeros((1, size), np.uint32)

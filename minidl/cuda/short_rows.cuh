@@ -2,7 +2,7 @@
 // thread.
 //
 // The rows of a warp are one run of memory, a tile: it is copied through shared memory in 16-byte vectors, then each thread
-// takes its rows. Warps do not wait for each other.
+// takes its rows. With STAGES = 2 the next rows are copied during the work on these. Warps do not wait for each other.
 #pragma once
 #include "lanes.cuh"
 
@@ -20,7 +20,8 @@ DEVICE void copy_vector(u32 to, const T* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Starts the copy of `count` elements, at most a tile, from one 16-byte aligned place to another, by the whole warp.
+// Starts the copy of `count` elements, at most a tile, from one 16-byte aligned place to another, by the whole warp: a
+// part of the group that is committed and awaited next.
 DEVICE void start_copy(T* to, const T* __restrict__ from, int count) {
     constexpr int VECTORS = TILE * CLASSES / WIDTH;
     const int lane = threadIdx.x % 32;
@@ -37,9 +38,12 @@ DEVICE void start_copy(T* to, const T* __restrict__ from, int count) {
     if (i < count) to[i] = from[i];
 }
 
-// Waits for all copies of the whole warp.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all but the last GROUPS groups of the whole warp.
+template <int GROUPS>
 DEVICE void await_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
     __syncwarp();
 }
 
@@ -54,22 +58,29 @@ DEVICE void write_back(T* __restrict__ to, const T* from, int count) {
 }
 
 // work(row, x, label) for this thread's part of each of the block's `passes` groups of rows: the first of its RUN rows,
-// where that lies in shared memory, and the labels, `ignore_index` behind the last row. `memory`: a tile for each warp.
+// where that lies in shared memory, and the labels, `ignore_index` behind the last row. `memory`: STAGES tiles a warp.
 template <class F>
 DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const LABEL* __restrict__ labels, i64 rows,
                               int passes, i64 ignore_index, F work) {
-    T* tile = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (TILE * CLASSES);
-    const int mine = threadIdx.x % 32 * RUN;
-    i64 begin = (i64(blockIdx.x) * passes * BLOCK + threadIdx.x / 32 * 32) * RUN;  // the tile's first row
-    for (int pass = 0; pass < passes && begin < rows; ++pass, begin += ROWS) {
-        const i64 row = begin + mine;
+    T* tiles = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (STAGES * TILE * CLASSES);
+    const i64 begin = (i64(blockIdx.x) * passes * BLOCK + threadIdx.x / 32 * 32) * RUN;  // of the warp's first tile
+    const auto start_tile = [&](int pass) {
+        const i64 first = begin + i64(pass) * ROWS;
+        if (pass < passes && first < rows)
+            start_copy(tiles + pass % STAGES * (TILE * CLASSES), from + first * CLASSES,
+                       int(min(i64(TILE), rows - first)) * CLASSES);
+        commit_copies();
+    };
+    if (STAGES > 1) start_tile(0);
+    for (int pass = 0; pass < passes && begin + i64(pass) * ROWS < rows; ++pass) {
+        const i64 row = begin + i64(pass) * ROWS + threadIdx.x % 32 * RUN;
         i64 label[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) label[r] = row + r < rows ? i64(labels[row + r]) : ignore_index;
         if (pass > 0) __syncwarp();
-        start_copy(tile, from + begin * CLASSES, int(min(i64(TILE), rows - begin)) * CLASSES);
-        await_copies();
-        if (row < rows) work(row, tile + mine * CLASSES, label);
+        start_tile(pass + STAGES - 1);
+        await_copies<STAGES - 1>();
+        if (row < rows) work(row, tiles + (pass % STAGES * TILE + threadIdx.x % 32 * RUN) * CLASSES, label);
     }
 }
 
@@ -85,6 +96,7 @@ struct Rewrite {
         count = int(min(i64(TILE), max(rows - begin, i64(0))));
         row = threadIdx.x % 32 * RUN;
         start_copy(tile, from + begin * CLASSES, count * CLASSES);
+        commit_copies();
     }
     // What `from` (rows,) holds for this thread's rows, `otherwise` behind the last.
     template <class S, class X>

@@ -44,9 +44,9 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
 
 def _gathering(readers: int, bilinear: int, itemsize: int) -> tuple[int, int]:
     """Bytes of a thread's vector and blocks of a multiprocessor, backward: what two rows of readers leave room for."""
-    if 4 < readers <= 8:
-        return ACCESS // 2, 3 if readers == 5 else 2
-    return ACCESS, 4 if readers + bilinear <= 2 else 3 if readers < 4 or readers * itemsize == 16 else 2
+    if itemsize + 1 < readers <= 8:
+        return ACCESS // 2, 3 if readers <= 5 else 2
+    return ACCESS, 4 if readers + bilinear <= 2 else 3 if readers <= 4 else 2
 
 
 def _resize(
