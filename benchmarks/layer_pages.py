@@ -5,8 +5,8 @@ and ranks; made from the files of `minidl bench model` and `minidl bench layers`
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from minidl.profile.runs import Run, runs  # noqa: E402
 from minidl.profile.tables import markdown  # noqa: E402
 from minidl.profile.views import networks  # noqa: E402
 
-__all__ = ["measured", "of_networks", "overview", "page", "pictures"]
+__all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures"]
 
 NETWORKS = {"resnet50": "ResNet-50", "vgg16": "VGG-16", "unet": "U-Net", "densenet121": "DenseNet-121"}
 PAGE = "docs/layers/{}.md"
+_PAUSE = timedelta(hours=3)  # between two campaigns of measuring
 _OF_A_FILE = ("roofline", "bars", "communication", "memory")
 _WORDS = {
     "roofline": "roofline",
@@ -36,36 +37,28 @@ _WORDS = {
 
 @cache
 def measured(results: Path) -> tuple[Run, ...]:
-    """Every run of a network by us; of the same measurement twice the newest. A folder
-    ``<machine>-x1`` holds what the runs of ``<machine>-x2``, ... are compared with: it counts where there is no other.
-    Nor do shares that hold the cost of marks stand beside shares that are free of it.
-    """
-    beside = lambda run: Path(run.file).parent.name.endswith("-x1")  # noqa: E731
-    alone = [run for run in _every(results) if run.ranks == 1 and not beside(run)]
-    known, free = ({_network(run) for run in some} for some in (alone, filter(_free_of_marks, alone)))
-    several = [run for run in _every(results) if run.ranks > 1]
-    chosen = [run for run in alone if _free_of_marks(run) or _network(run) not in free]
-    chosen += [run for run in _every(results) if beside(run) and _network(run) not in known]
-    found = {_key(run): run for run in [*several, *chosen]}
-    return _ordered(found.values())
+    """Every run of a network by us; of the same measurement twice the newest."""
+    return _ordered({_key(run): run for run in _every(results)}.values())
 
 
 @cache
-def together(results: Path) -> tuple[Run, ...]:
-    """The runs that may be compared over ranks: the newest on several, and of those on one rank the ones that were
-    measured nearest to them in time. The newest of one rank may have run with faster kernels.
+def campaigns(results: Path) -> list[tuple[Run, ...]]:
+    """Runs that may be compared over ranks: measured within some hours, for kernels become faster. The newest first,
+    each with what it has of the networks that it measured on several ranks; those that a newer one has whole are out.
     """
-    newest = [run for run in measured(results) if run.ranks > 1]
-    dates: dict[tuple, datetime] = {}
-    for run in newest:
-        dates[_network(run)] = max(_date(run), dates.get(_network(run), _date(run)))
-    alone: dict[tuple, Run] = {}
+    parts: list[list[Run]] = []
     for run in _every(results):
-        date = dates.get(_network(run))
-        if run.ranks == 1 and date is not None:
-            known = alone.get(_key(run), run)
-            alone[_key(run)] = min(run, known, key=lambda one, date=date: abs(_date(one) - date))
-    return _ordered([*newest, *alone.values()])
+        if not parts or _date(run) - _date(parts[-1][-1]) > _PAUSE:
+            parts.append([])
+        parts[-1].append(run)
+    found, known = [], set()
+    for part in reversed(parts):
+        several = {_key(run) for run in part if run.ranks > 1}
+        if several - known:
+            known |= several
+            networks = {_network(run) for run in part if run.ranks > 1}
+            found.append(_ordered({_key(run): run for run in part if _network(run) in networks}.values()))
+    return found
 
 
 @cache
@@ -78,11 +71,6 @@ def _every(results: Path) -> tuple[Run, ...]:
     files.sort(key=lambda file: file[:2])
     found = (run for _, name, content in files for run in runs(content, name))
     return tuple(run for run in found if run.step is not None and run.rank_batch and run.arm == "minidl")
-
-
-def _free_of_marks(run: Run) -> bool:
-    """Its steps were not captured, or their marks were taken off."""
-    return not run.record.get("graph") or "mark_ms" in run.record
 
 
 def _network(run: Run) -> tuple:
@@ -107,13 +95,16 @@ def _ordered(found: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(sorted(found, key=place))
 
 
-def of_networks(results: Path) -> dict[str, tuple[list[Run], list[Run]]]:
-    """The runs of each network on one rank, and those that tell of several."""
-    found: dict[str, tuple[list[Run], list[Run]]] = {}
-    for kind, members in enumerate((measured(results), together(results))):
-        for run in members:
-            if kind == 1 or run.ranks == 1:
-                found.setdefault(run.network, ([], []))[kind].append(run)
+def of_networks(results: Path) -> dict[str, tuple[list[Run], list[list[Run]]]]:
+    """The runs of each network on one rank, and those of each campaign over several."""
+    found = {run.network: ([], []) for run in measured(results)}
+    for run in measured(results):
+        if run.ranks == 1:
+            found[run.network][0].append(run)
+    for campaign in campaigns(results):
+        for network, (_, several) in found.items():
+            if own := [run for run in campaign if run.network == network]:
+                several.append(own)
     return found
 
 
@@ -125,8 +116,8 @@ def overview(results: Path) -> str:
     for machine in dict.fromkeys(run.machine for run in measured(results)):
         parts.append(f"### {machine}")
         alone = [run for run in measured(results) if run.machine == machine and run.ranks == 1]
-        several = [run for run in together(results) if run.machine == machine]
-        for words, found in (("On one rank", alone), ("Over ranks", several)):
+        over = [[run for run in campaign if run.machine == machine] for campaign in campaigns(results)]
+        for words, found in (("On one rank", alone), *(("Over ranks", found) for found in over)):
             if found:
                 title, columns, cells = networks(found)
                 parts += [f"{words}, {_when(found)}: {title}.", markdown(columns, cells)]
@@ -147,21 +138,22 @@ def _when(found: Sequence[Run]) -> str:
 
 def page(results: Path, network: str) -> str:
     """The whole page: pictures, every layer over batch sizes, blocks over ranks, and the commands that measured it."""
-    alone, several = of_networks(results)[network]
+    alone, over = of_networks(results)[network]
+    own = list(_of_the_files(results, network))
     parts = [
         f"# {NETWORKS.get(network, network)}, layer by layer",
         "Made by `python benchmarks/report.py` from the files named at the end; what the columns mean stands in "
         "[layers.md](../layers.md).",
-        *(f"![{words}]({name}.png)" for name, words, _ in _of_the_network(alone, several)),
+        *(f"![{words}]({name}.png)" for name, words, _ in _of_the_network(alone, over)),
     ]
     for title, members in _over_batches(alone):
         parts += [f"## {title}", _every_layer(members)]
-    for title, members in _over_ranks(several):
-        parts += [f"## {title}", _of_ranks(members)]
-    own = list(_of_the_files(results, network))
+    for title, members in (found for several in over for found in _over_ranks(several)):
+        parts += [f"## {title}", f"{_when(members).capitalize()}.", _of_ranks(members)]
     if own:
         parts += ["## Rooflines, times and memory", *(f"![{words}]({name}.png)" for name, words, _ in own)]
-    return "\n\n".join([*parts, "## Measured by", _commands([*alone, *several])]) + "\n"
+    files = [*alone, *(run for several in over for run in several), *_single(results, network)]
+    return "\n\n".join([*parts, "## Measured by", _commands(files)]) + "\n"
 
 
 def _groups(found: Sequence[Run], what: str) -> Iterator[tuple[tuple, list[Run]]]:
@@ -185,52 +177,80 @@ def _over_ranks(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
             yield f"Over ranks: {model}, batch {batch} on each, {dtype}, {machine}", members
 
 
+Cell = Callable[[Block, Run], str]
+
+
 def _every_layer(members: Sequence[Run]) -> str:
-    """Share of the step and FLOP per byte of each layer, a column for each batch size."""
-    columns = [{block.name: block for block in singles(run)} for run in members]
-    head = ["layer", "type", "output", *(f"share, b{run.rank_batch}" for run in members)]
-    head += [f"FLOP/B, b{run.rank_batch}" for run in members]
-    lines = []
-    for name in order([list(column.values()) for column in columns]):
-        found = [column.get(name) for column in columns]
-        first = next(block for block in found if block is not None)
-        shape = "×".join(map(str, first.shape[1:])) if first.shape else ""
-        cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
-        lines.append([name, first.type or "", shape, *cells, *map(_intensity, found)])
-    return markdown(head, lines)
+    """Of each layer its share of the step and of its roof, a column for each batch size, and FLOP per byte at the least
+    and the largest; energy where it was measured.
+    """
+    columns = [singles(run) for run in members]
+    fused = any(run.fusion != "none" for run in members)  # kernels then do the work of several layers
+    every, powered = range(len(members)), [i for i, some in enumerate(columns) if any(b.energy_mj for b in some)]
+    kinds: list[tuple[str, Iterable[int], Cell]] = [
+        ("share", every, _share),
+        ("roof", [] if fused else every, _roof),
+        ("FLOP/B", dict.fromkeys((0, len(members) - 1)), _intensity),
+        ("mJ/image", powered, _energy),
+    ]
+    head, lines = _lines(columns, members, kinds, lambda run: f"b{run.rank_batch}")
+    known = {block.name: block for column in reversed(columns) for block in column}
+    for line in lines:
+        block = known[line[0]]
+        line[1:1] = [block.type or "", "×".join(map(str, block.shape[1:])) if block.shape else ""]
+    return markdown(["layer", "type", "output", *head], lines, words=(0, 1))
 
 
 def _of_ranks(members: Sequence[Run]) -> str:
     """Share of the step, how much of it is exposed communication, and FLOP per wire byte of each block."""
-    columns = [{block.name: block for block in blocks(run)} for run in members]
     several = [i for i, run in enumerate(members) if run.ranks > 1]
-    head = ["layers", *(f"share, {run.ranks} rank{'s' * (run.ranks > 1)}" for run in members)]
-    head += [f"exposed, {members[i].ranks} ranks" for i in several]
-    head += [f"FLOP/wire B, {members[i].ranks} ranks" for i in several]
-    lines = []
-    for name in order([list(column.values()) for column in columns]):
-        found = [column.get(name) for column in columns]
-        cells = [_share(block, run) for block, run in zip(found, members, strict=True)]
-        cells += [_exposed(found[i], members[i]) for i in several]
-        lines.append([name, *cells, *(_communication(found[i]) for i in several)])
-    return markdown(head, lines)
+    kinds: list[tuple[str, Iterable[int], Cell]] = [
+        ("share", range(len(members)), _share),
+        ("exposed", several, _exposed),
+        ("FLOP/wire B", several, _communication),
+    ]
+    columns = [blocks(run) for run in members]
+    head, lines = _lines(columns, members, kinds, lambda run: f"{run.ranks} rank{'s' * (run.ranks > 1)}")
+    return markdown(["layers", *head], lines)
 
 
-def _share(block: Block | None, run: Run) -> str:
-    return "" if block is None else f"{block.ms / run.total_ms:.1%}"
+def _lines(
+    columns: Sequence[Sequence[Block]], members: Sequence[Run], kinds: Iterable[tuple[str, Iterable[int], Cell]],
+    words: Callable[[Run], str],
+) -> tuple[list[str], list[list[str]]]:  # fmt: skip
+    """(heads, a line for each name that any run has): of each kind a cell for some of the runs."""
+    shown = [(name, i, tell) for name, some, tell in kinds for i in some]
+    found = [{block.name: block for block in column} for column in columns]
+    head = [f"{name}, {words(members[i])}" for name, i, _ in shown]
+    return head, [
+        [name, *(tell(found[i][name], members[i]) if name in found[i] else "" for _, i, tell in shown)]
+        for name in order(columns)
+    ]
 
 
-def _exposed(block: Block | None, run: Run) -> str:
-    ms = block.parts.get("communication", 0.0) if block is not None else 0.0
+def _share(block: Block, run: Run) -> str:
+    return f"{block.ms / run.total_ms:.1%}"
+
+
+def _roof(block: Block, run: Run) -> str:
+    return "" if block.roof is None else f"{block.roof:.0%}"
+
+
+def _exposed(block: Block, run: Run) -> str:
+    ms = block.parts.get("communication", 0.0)
     return f"{ms / run.total_ms:.1%}" if ms else ""
 
 
-def _intensity(block: Block | None) -> str:
-    return "" if block is None or not block.flop else f"{block.intensity:.1f}"
+def _intensity(block: Block, run: Run) -> str:
+    return f"{block.intensity:.1f}" if block.flop else ""
 
 
-def _communication(block: Block | None) -> str:
-    return f"{block.communication_intensity:,.0f}" if block is not None and block.communication_intensity else ""
+def _energy(block: Block, run: Run) -> str:
+    return f"{block.energy_mj / run.rank_batch:.2f}" if block.energy_mj else ""
+
+
+def _communication(block: Block, run: Run) -> str:
+    return f"{block.communication_intensity:,.0f}" if block.communication_intensity else ""
 
 
 def _commands(found: Sequence[Run]) -> str:
@@ -251,15 +271,16 @@ Picture = tuple[str, str, object]  # its file's name without ending, what it is 
 
 def pictures(results: Path) -> Iterator[Picture]:
     """Every picture of the pages."""
-    for network, (alone, several) in of_networks(results).items():
-        yield from _of_the_network(alone, several)
+    for network, (alone, over) in of_networks(results).items():
+        yield from _of_the_network(alone, over)
         yield from _of_the_files(results, network)
 
 
-def _of_the_network(alone: Sequence[Run], several: Sequence[Run]) -> Iterator[Picture]:
-    """Shares of the step, of each layer over batches and ranks, and scaling."""
-    for way in dict.fromkeys(map(_way, [*alone, *several])):
-        own, ranks = ([run for run in found if _way(run) == way] for found in (alone, several))
+def _of_the_network(alone: Sequence[Run], over: Sequence[Sequence[Run]]) -> Iterator[Picture]:
+    """Shares of the step, of each layer over batches and ranks, and scaling by the newest campaign that has it."""
+    for way in dict.fromkeys(map(_way, [*alone, *(run for several in over for run in several)])):
+        own, *others = ([run for run in found if _way(run) == way] for found in (alone, *over))
+        ranks = next((found for found in others if any(run.ranks > 1 for run in found)), [])
         start = f"{(own or ranks)[0].network}-{way.replace(', fusion ', '-')}"
         if own:
             yield f"{start}-share", f"Share of the step by type of layer, {way}", lambda r=own: plots.share(r)
@@ -279,12 +300,15 @@ def _way(run: Run) -> str:
     return run.dtype if run.fusion == "none" else f"{run.dtype}, fusion {run.fusion}"
 
 
+def _single(results: Path, network: str) -> list[Run]:
+    """The runs whose files hold one network alone, with its memory and every pass by itself."""
+    files = {_key(run): run for run in _every(results) if "points" not in run.content and run.network == network}
+    return sorted(files.values(), key=lambda run: (run.ranks, run.dtype, run.fusion != "none", run.rank_batch))
+
+
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
     """What each file of one network allows by itself; of the same measurement twice the newest."""
-    files = {_key(run): run for run in _every(results) if "points" not in run.content}
-    for run in sorted(files.values(), key=lambda run: run.file):
-        if run.network != network:
-            continue
+    for run in _single(results, network):
         for kind in _OF_A_FILE:
             if kind == ("memory" if run.ranks > 1 else "communication"):
                 continue

@@ -16,8 +16,8 @@ import kernel_tables
 import layer_pages
 import memory_tables
 import rank_tables
-import readme_tables
 import sparse_tables
+import speed_tables
 from result_files import RESULTS, ROOT, everywhere
 
 from minidl.bench import command
@@ -37,7 +37,7 @@ def _options(parser: argparse.ArgumentParser) -> str:
             shown = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or [])) or "VALUE")
             name = " ".join([*action.option_strings[-1:], shown + " ..." * (action.nargs == "+")]).strip()
             lines.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
-    return markdown(["option", "", "default"], lines)
+    return markdown(["option", "", "default"], lines, words=range(3))
 
 
 def _default(action: argparse.Action) -> str:
@@ -62,8 +62,9 @@ def between(page: str, name: str, text: str) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"results": readme_tables.results},
-    "docs/benchmarks.md": {"commands": readme_tables.commands, "options": options},
+    "README.md": {"speed": speed_tables.headline},
+    "docs/benchmarks.md": {"options": options},
+    "docs/speed.md": {"results": speed_tables.results, "commands": speed_tables.commands},
     "docs/distributed.md": {
         "all-reduces": rank_tables.all_reduces,
         "sums of GPUs": lambda: rank_tables.sums_of_gpus(everywhere("bench_all_reduce")),

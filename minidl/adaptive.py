@@ -13,6 +13,7 @@ from minidl.model import Model
 from minidl.optim import SGD, ParameterGroup
 from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
+from minidl.segments import by_name, flattened
 
 __all__ = ["LAMB", "LARS", "AdamW"]
 
@@ -53,7 +54,7 @@ class _Adaptive(SGD):
     def _tables(self, begin: int, end: int) -> tuple[Any, Any, Any]:
         """(segment of each chunk, segments, bounds in chunks) of the parameters in a slice, numbered from 0."""
         if (begin, end) not in self._local:
-            inside = [s for s in self.arena.segments if s.trainable and begin <= s.offset < end]
+            inside = [s for s in self._trained if begin <= s.offset < end]
             bounds = np.array([*(s.offset // ALIGN for s in inside), end // ALIGN], np.int32)
             segment_of = np.repeat(np.arange(len(inside), dtype=np.int32), np.diff(bounds))
             rows = np.array([self._row(s) for s in inside], np.float32).reshape(-1, 4)
@@ -73,11 +74,7 @@ class _Adaptive(SGD):
         """Moments by parameter name, the control array and the record, as host copies."""
         state = super().state_dict() | {"record": self.ops.to_host(self.record)}
         for moment, array in self.moments.items():
-            host = self.ops.to_host(array)
-            for s in self.arena.segments:
-                if s.trainable:
-                    values = host[s.offset : s.offset + s.size].reshape(s.shape)
-                    state[f"{moment}.{s.full_name}"] = values.copy()
+            state |= by_name(self.ops.to_host(array), self._trained, f"{moment}.")
         return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -92,21 +89,17 @@ class _Adaptive(SGD):
             record[field] = state["record"][field]
         self.ops.copy_into(self.record, self.ops.from_host(record))
         for moment, array in self.moments.items():
-            host = np.zeros(self.arena.trainable_size, np.float32)
-            for s in self.arena.segments:
-                if s.trainable:
-                    host[s.offset : s.offset + s.size] = state[f"{moment}.{s.full_name}"].reshape(-1)
+            host = flattened(state, self._trained, self.arena.trainable_size, f"{moment}.")
             self.ops.copy_into(array, self.ops.from_host(host))
 
     def cost(self) -> PassCost:
         """Least work of `step`, as `SGD.cost`: FLOP of the formula, and what each kernel reads or writes."""
         total = PassCost()
-        for s in self.arena.segments:
-            if s.trainable:
-                copy = self.model.precision.storage.itemsize if s.product and self._mixed else 0
-                total += PassCost(self._flop * s.size, (self._bytes + copy) * s.size)
-                if self.scales_loss:
-                    total += PassCost(2 * s.size, 4 * s.size)
+        for s in self._trained:
+            copy = self.model.precision.storage.itemsize if s.product and self._mixed else 0
+            total += PassCost(self._flop * s.size, (self._bytes + copy) * s.size)
+            if self.scales_loss:
+                total += PassCost(2 * s.size, 4 * s.size)
         return total
 
     _flop, _bytes = 0, 0  # of an element

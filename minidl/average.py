@@ -10,6 +10,7 @@ import numpy as np
 
 from minidl import checkpoint, checks
 from minidl.model import Model
+from minidl.segments import by_name, flattened
 
 __all__ = ["WeightAverage"]
 
@@ -59,10 +60,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The averages by full parameter name, as host copies."""
-        host = self.model.ops.to_host(self.average)
-        return {
-            s.full_name: host[s.offset : s.offset + s.size].reshape(s.shape).copy() for s in self.model.arena.segments
-        }
+        return by_name(self.model.ops.to_host(self.average), self.model.arena.segments)
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Go on from `state_dict`.
@@ -71,7 +69,5 @@ class WeightAverage:
             ValueError: when names or shapes do not match this model.
         """
         checkpoint.match(self.state_dict(), state, "averaged weights")
-        host = np.zeros(self.average.shape, np.float32)
-        for s in self.model.arena.segments:
-            host[s.offset : s.offset + s.size] = state[s.full_name].reshape(-1)
+        host = flattened(state, self.model.arena.segments, self.average.size)
         self.model.ops.copy_into(self.average, self.model.ops.from_host(host))

@@ -191,6 +191,8 @@ def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
         raise ValueError(f"--momentum is for {' and '.join(_WITH_MOMENTUM)}, not for {a.optimizer}")
     if a.shard_momentum and a.optimizer != "sgd":
         raise ValueError(f"--shard-momentum is for sgd, not for {a.optimizer}")
+    if a.average is not None and a.verb == "prune":
+        raise ValueError("--average is for minidl train: averages of pruned weights are not pruned")
     if a.shard_momentum and a.verb == "prune":
         raise ValueError("--shard-momentum is for minidl train: pruning needs the whole momentum on each rank")
     kind = ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer]
@@ -313,55 +315,15 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
         raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
     comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
-    ops = get_ops(device)
-    choosing = a.fusion == "fastest"
-    if choosing and (a.memory_limit is None or device != "cuda"):
-        raise ValueError("--fusion fastest is for training on a GPU with --memory-limit")
-    a.fusion = "auto" if choosing else a.fusion or ("auto" if device == "cuda" else "none")
-    mode = precision(a.precision)
     train_set, test_set = _data_sets(a)
-    image_shape = tuple(train_set[0][0].shape)
-    options = _model_options(a)
-    if device == "cuda" and not choosing:
-        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
-    graph = models.build(a.model, image_shape, train_set.num_classes, **options)
-    model = Model(graph, device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
-    part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
-    fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
-    if a.verb == "prune" and a.start is not None:
-        pruning.begin(model, a.start)
-    optimizer = _optimizer(model, a, len(train_set))
-
-    if a.gradients == "ring":
-        optimizer.update_in_backward()
-    elif a.gradients == "momentum":
-        optimizer.gradients_in_momentum()
-    memory = _limited(a, model, optimizer, part, FUSIONS if choosing else ())
-    if choosing:
-        a.fusion = model.fusion
-        _compile_ahead(a, models.build(a.model, image_shape, train_set.num_classes, **options), comm)
-    train_loader, test_loader = _loaders(a, train_set, test_set, comm, ops, mode.storage)
+    model, optimizer, memory = _prepared(a, comm, device, train_set)
+    loaders = _loaders(a, train_set, test_set, comm, get_ops(device), model.precision.storage)
     profile = _profile(a)
-    loss = SoftmaxCrossEntropy(comm=comm, label_smoothing=a.label_smoothing)
-    trainer = Trainer(
-        model, optimizer, loss, train_loader, test_loader,
-        schedule=schedule.parse(
-            a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=len(train_loader), warmup=a.warmup
-        ),
-        epochs=a.epochs, output=a.output, keep=a.keep, profile=profile, compile=False if a.eager else None,
-        accumulate=a.accumulate, metrics=_metrics(train_set, comm), callbacks=_callbacks(a), average=_average(model, a),
-        watch_gradients=a.watch_gradients,
-        settings=_settings(a, mode) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {}),
-    )  # fmt: skip
+    trainer = _trainer(a, model, optimizer, loaders, _metrics(train_set, comm), profile)
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
     if comm.rank == 0:
-        ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {device})"
-        network = f"{a.model}: {model.num_parameters:,} parameters, {mode.name}"
-        parts = f"; with {trainer.parts}" if trainer.parts else ""
-        print(f"{network}; {a.data}: {len(train_set):,} images; {ranks}{parts}", flush=True)
-        if memory is not None:
-            print(f"memory: {memory.describe()}", flush=True)
+        _tell_start(a, trainer, len(train_set), memory)
     if a.verb == "prune" and a.scan:
         pruning.scan(trainer, a)
         return {}, trainer
@@ -369,6 +331,61 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
     if comm.rank == 0:
         _finish(a, row, trainer, profile)
     return row, trainer
+
+
+def _prepared(a: argparse.Namespace, comm: Any, device: str, train_set: Any) -> tuple[Model, SGD, LimitedMemory | None]:
+    """The model, fused and with its kernels compiled, what updates it, and within which memory."""
+    choosing = a.fusion == "fastest"
+    if choosing and (a.memory_limit is None or device != "cuda"):
+        raise ValueError("--fusion fastest is for training on a GPU with --memory-limit")
+    a.fusion = "auto" if choosing else a.fusion or ("auto" if device == "cuda" else "none")
+    mode = precision(a.precision)
+    shape, options = tuple(train_set[0][0].shape), _model_options(a)
+    network = partial(models.build, a.model, shape, train_set.num_classes, **options)
+    if device == "cuda" and not choosing:
+        _compile_ahead(a, network(), comm)
+    model = Model(network(), device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
+    part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+    fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
+    if a.verb == "prune" and a.start is not None:
+        pruning.begin(model, a.start)
+    optimizer = _optimizer(model, a, len(train_set))
+    if a.gradients == "ring":
+        optimizer.update_in_backward()
+    elif a.gradients == "momentum":
+        optimizer.gradients_in_momentum()
+    memory = _limited(a, model, optimizer, part, FUSIONS if choosing else ())
+    if choosing:
+        a.fusion = model.fusion
+        _compile_ahead(a, network(), comm)
+    return model, optimizer, memory
+
+
+def _trainer(
+    a: argparse.Namespace, model: Model, optimizer: SGD, loaders: tuple[data.Loader, data.Loader],
+    metrics: dict[str, Any], profile: TrainingProfile | None,
+) -> Trainer:  # fmt: skip
+    steps = len(loaders[0])
+    rate = schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup)
+    settings = _settings(a, model.precision) | ({"pruning": repr(optimizer.pruning)} if a.verb == "prune" else {})
+    return Trainer(
+        model, optimizer, SoftmaxCrossEntropy(comm=model.comm, label_smoothing=a.label_smoothing), *loaders,
+        schedule=rate, epochs=a.epochs, output=a.output, keep=a.keep, profile=profile,
+        compile=False if a.eager else None, accumulate=a.accumulate, metrics=metrics, callbacks=_callbacks(a),
+        watch_gradients=a.watch_gradients, settings=settings,
+        average=None if a.average is None else WeightAverage(model, a.average),
+    )  # fmt: skip
+
+
+def _tell_start(a: argparse.Namespace, trainer: Trainer, images: int, memory: LimitedMemory | None) -> None:
+    """The first line: what is trained, on what, by whom."""
+    model, comm = trainer.model, trainer.comm
+    ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}, {model.ops.name})"
+    network = f"{a.model}: {model.num_parameters:,} parameters, {model.precision.name}"
+    parts = f"; with {trainer.parts}" if trainer.parts else ""
+    print(f"{network}; {a.data}: {images:,} images; {ranks}{parts}", flush=True)
+    if memory is not None:
+        print(f"memory: {memory.describe()}", flush=True)
 
 
 def _limited(
@@ -379,9 +396,9 @@ def _limited(
         raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
     if a.memory_limit is None:
         return None
-    if a.optimizer != "sgd" or a.mixup is not None:
-        other = a.optimizer if a.optimizer != "sgd" else "mixed images"
-        raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
+    other = a.optimizer if a.optimizer != "sgd" else "mixed images" if a.mixup is not None else None
+    if other or a.average is not None:
+        raise ValueError(f"--memory-limit plans steps of sgd, not of {other or 'averaged weights'}")
     hosted = optimizer if a.host_momentum else None
     options = {"momentum": _momentum(a), "optimizer": hosted, "fusions": fusions}
     return limit_memory(model, part, a.memory_limit, **options)
@@ -428,14 +445,6 @@ def _metrics(train_set: Any, comm: Any) -> dict[str, Any]:
     return {"top5": TopK(5, comm=comm)} if train_set.num_classes >= _MANY_CLASSES else {}
 
 
-def _average(model: Model, a: argparse.Namespace) -> WeightAverage | None:
-    if a.average is None:
-        return None
-    if a.verb == "prune" or a.memory_limit is not None:
-        raise ValueError("--average is for minidl train without --memory-limit: neither plans nor prunes the average")
-    return WeightAverage(model, a.average)
-
-
 def _callbacks(a: argparse.Namespace) -> list[Callback]:
     found: list[Callback] = [KeepBest(a.keep_best)] if a.keep_best is not None else []
     if a.patience is not None:
@@ -445,10 +454,8 @@ def _callbacks(a: argparse.Namespace) -> list[Callback]:
 
 def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
     """What a run must share with the checkpoint that it goes on from."""
-    settings = {"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
-    for name in ("model_options", "color_jitter", "mixup", "average"):
-        if getattr(a, name) is not None:
-            settings[name] = getattr(a, name)
+    names = ("model", "data", "batch", "augment", "model_options", "color_jitter", "mixup", "average")
+    settings = {name: getattr(a, name) for name in names if getattr(a, name) is not None} | {"precision": mode.name}
     return settings | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
 
 

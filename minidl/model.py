@@ -27,6 +27,7 @@ from minidl.profile import Cost, Profiler, grouping, tuned
 from minidl.profile.neighbourhood import Neighbour
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
+from minidl.segments import by_name, flattened
 from minidl.store import TensorStore
 from minidl.summary import Summary, summarize
 from minidl.value import Value, finished, materialize
@@ -310,8 +311,7 @@ class Model:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters (float32) and buffers by full name, as host copies."""
-        host = self.ops.to_host(self.arena.master)
-        state = {s.full_name: host[s.offset : s.offset + s.size].reshape(s.shape).copy() for s in self.arena.segments}
+        state = by_name(self.ops.to_host(self.arena.master), self.arena.segments)
         for layer in self.layers:
             state |= {f"{layer.name}.{name}": self.ops.to_host(array) for name, array in layer.buffers.items()}
         return state
@@ -326,10 +326,8 @@ class Model:
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
         checkpoint.match(parameters | buffers, state, "state")
         self._unfold()
-        host = self.ops.to_host(self.arena.master).copy()
-        for s in self.arena.segments:
-            host[s.offset : s.offset + s.size] = state[s.full_name].reshape(-1)
-        self.ops.copy_into(self.arena.master, self.ops.from_host(host))
+        weights = flattened(state, self.arena.segments, self.arena.master.size)
+        self.ops.copy_into(self.arena.master, self.ops.from_host(weights))
         self.arena.refresh_working()
         for name, array in buffers.items():
             self.ops.copy_into(array, self.ops.from_host(state[name]))

@@ -18,6 +18,7 @@ from minidl import checkpoint, checks, legality
 from minidl.model import Model
 from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
+from minidl.segments import by_name, flattened
 
 __all__ = ["SGD", "ParameterGroup"]
 
@@ -126,7 +127,7 @@ class SGD:
         legality.refuse(who, **self.parts())
 
     def _check_groups(self) -> None:
-        names = [s.full_name for s in self.arena.segments if s.trainable]
+        names = [s.full_name for s in self._trained]
         who = type(self).__name__
         for group in self.groups:
             if not isinstance(group, ParameterGroup):
@@ -146,6 +147,10 @@ class SGD:
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
         return (group.lr_scale if group else 1.0), decay, 1.0, 0.0
+
+    @property
+    def _trained(self) -> list[Segment]:
+        return [s for s in self.arena.segments if s.trainable]
 
     @property
     def _state_size(self) -> int:
@@ -209,9 +214,7 @@ class SGD:
         With loss scaling all gradients are tested before the first is used: they are read twice.
         """
         total = PassCost()
-        for s in self.arena.segments:
-            if not s.trainable:
-                continue
+        for s in self._trained:
             decay = self._row(s)[1]
             steps = 1 + bool(decay) + (self.velocity is not None) + self.nesterov
             copy = self.model.precision.storage.itemsize if s.product and self._mixed else 0
@@ -359,10 +362,7 @@ class SGD:
             raise checks.order(type(self).__name__, "the momentum holds gradients of half a step", "call step() first")
         state = {"control": self.ops.to_host(self.control)}
         if self.velocity is not None:
-            host = self._whole_velocity()
-            for s in self.arena.segments:
-                if s.trainable:
-                    state[f"momentum.{s.full_name}"] = host[s.offset : s.offset + s.size].reshape(s.shape).copy()
+            state |= by_name(self._whole_velocity(), self._trained, "momentum.")
         return state
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
@@ -380,11 +380,7 @@ class SGD:
         self.ops.copy_into(self.control, self.ops.from_host(control))
         self._lr = float(state["control"][LR])
         if self.velocity is not None:
-            host = np.zeros(self.arena.trainable_size, np.float32)
-            for s in self.arena.segments:
-                if s.trainable:
-                    host[s.offset : s.offset + s.size] = state[f"momentum.{s.full_name}"].reshape(-1)
-            self._set_velocity(host)
+            self._set_velocity(flattened(state, self._trained, self.arena.trainable_size, "momentum."))
 
     def _whole_velocity(self) -> np.ndarray:
         kept = self.ops.to_host(self.velocity)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from minidl import checks
 
-__all__ = ["Constant", "Cosine", "OneCycle", "Polynomial", "Schedule", "Step", "Warmup", "parse", "warmup"]
+__all__ = ["Constant", "Cosine", "OneCycle", "Polynomial", "Schedule", "Step", "Warmup", "parse"]
 
 Schedule = Callable[[int], float]
 
@@ -178,15 +178,6 @@ class Warmup:
         if step >= self.steps:
             return self.schedule(step)
         return self.start + (self.schedule(self.steps) - self.start) * step / self.steps
-
-
-def warmup(schedule: Schedule, steps: int, start: float = 0.0) -> Schedule:
-    """``schedule`` behind a linear warm-up of ``steps`` steps; ``schedule`` itself for 0 steps.
-
-    Raises:
-        ValueError: negative ``steps`` or ``start``.
-    """
-    return Warmup(schedule, steps, start) if steps else schedule
 
 
 def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: float = 0.0) -> Schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -13,7 +13,7 @@ from minidl import checks
 from minidl.initializers import Initializer
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "ParameterSpec", "Segment", "drawn", "lay_out", "ring_places"]
+__all__ = ["ALIGN", "ParameterSpec", "Segment", "by_name", "drawn", "flattened", "lay_out", "ring_places"]
 
 ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
 
@@ -76,6 +76,19 @@ class Segment:
     def describe(self) -> str:
         """One line that is equal on two ranks exactly when their plans agree here."""
         return f"{self.full_name} {self.shape} at {self.offset}{'' if self.trainable else ' frozen'}"
+
+
+def by_name(flat: np.ndarray, segments: Iterable[Segment], prefix: str = "") -> dict[str, np.ndarray]:
+    """Copies of what a flat host array holds of each parameter, by ``prefix`` and full name."""
+    return {f"{prefix}{s.full_name}": flat[s.offset : s.offset + s.size].reshape(s.shape).copy() for s in segments}
+
+
+def flattened(named: Mapping[str, np.ndarray], segments: Iterable[Segment], size: int, prefix: str = "") -> np.ndarray:
+    """The flat host array, float32 (size,), that `by_name` gives ``named`` of; zeros elsewhere."""
+    flat = np.zeros(size, np.float32)
+    for s in segments:
+        flat[s.offset : s.offset + s.size] = named[f"{prefix}{s.full_name}"].reshape(-1)
+    return flat
 
 
 def ring_places(sizes: Sequence[int], slots: int) -> list[int]:

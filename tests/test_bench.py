@@ -214,6 +214,21 @@ def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
 
 
 @pytest.mark.alone
+def test_the_energy_of_each_pass_is_about_its_time_times_a_boards_power(cuda_ops):
+    from minidl.profile.energy import Meter
+
+    meter = Meter(cuda_ops)
+    if meter.reason is not None:
+        pytest.skip(meter.reason)
+    options = layers.Options(("replayed",), layers.budget_on("cuda", 5), energy=meter.energy_per_call)
+    case = layer_case("Conv2d(256, 256, 3, padding=1)", ["64x28x28x256"])
+    rows = layers.measure([case], "t", ops=cuda_ops, precision=precision("bf16"), options=options)
+    assert {row["pass"] for row in rows} == {"forward", "backward_data", "backward_weight"}
+    for row in rows:
+        assert 200 < row["energy_mj"] / row["ms"] < 1000, "an idle H100 or H200 draws some 100 W, and 700 at most"
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize(("model", "batch", "eager"), [("resnet50", 64, 0.80), ("unet", 32, 0.95)])
 def test_a_gpu_network_closes_eager_and_captured(model, batch, eager, cuda_ops):
     """Launched eagerly, 64 images of ResNet-50 leave the host little time, but not none; a U-Net keeps the GPU busy."""
@@ -364,6 +379,15 @@ def test_networks_whose_energy_was_measured_show_it_by_image(content):
     next(row for row in known["rows"] if row["pass"] == "step")["energy_mj"] = 88.0
     _, columns, cells = networks(runs(merged([content, known]), "both.json"))
     assert [line[columns.index("mJ/image")] for line in cells] == ["-", "22"]
+
+
+def test_what_messages_add_to_a_step_is_beside_it(content):
+    """Not only what waits for them: passes beside a message are slower, too."""
+    several = json.loads(json.dumps(with_batch(content, 4)))
+    several["step"]["eager_compute_only"] = several["step"]["eager"] | {"ms": several["step"]["eager"]["ms"] / 1.25}
+    assert "messages add" not in networks(runs(content, "x.json"))[1]
+    _, columns, cells = networks(runs(merged([content, several]), "both.json"))
+    assert [line[columns.index("messages add")] for line in cells] == ["-", "25.0%"]
 
 
 def test_a_view_of_what_no_network_has_is_one_line(content):

@@ -51,6 +51,12 @@ def run_cli(capsys, *words):
     (["layers", "--layer", "Conv2d(3, 4, 9)", "--input", "2x8x8x3"], "conv2d"),
     (["layers", "--layer", "ReLU()"], "--input must be the shape of the layer's input, such as 32x56x56x64"),
     (["layers", "--input", "1x2x2x3"], "--input must be left out without --layer"),
+    (["layers", "--layer", "ReLU()", "--input", "1x2x2x3", "--fusion", "auto"], "--fusion must be left out"),
+    (["layers", "--layer", "ReLU()", "--input", "1x2x2x3", "--batch", "4"], "--batch must be left out with --layer"),
+    (["layers", "--layer", "ReLU()", "--input", "1x2x2x3", "--trace", "t"], "--trace must be left out with --layer"),
+    (["layers", "--torch", "m:n", "--no-capture"], "--no-capture must be left out with --torch"),
+    (["layers", "--torch", "m:n", "--kernels"], "--kernels must be left out with --torch"),
+    (["layers", "--model", "lenet", "--samples", "1"], "--samples must be an integer of at least 2"),
     (["layers", "--model", "resnet51"], "unknown model 'resnet51'"),
     (["layers", "--model", "vgg16", "--image-size", "16"], "enlarge the image"),
     (["layers", "--model", "resnet20", "--batch", "0"], "--batch"),
@@ -116,7 +122,7 @@ def test_files_of_two_machines_or_shapes_are_one_clear_line(capsys, content, tmp
 
 def test_what_torch_does_in_one_call_is_said_beside_its_times(capsys, known_ceilings, monkeypatch):
     """With stand-ins for the adapter, which cannot be imported without torch."""
-    peer = SimpleNamespace(peer_ms=lambda case, mode, device, sets: {"forward": 0.5, "backward_data": 1.0})
+    peer = SimpleNamespace(peer_ms=lambda case, mode, device, sets, budget: {"forward": 0.5, "backward_data": 1.0})
     monkeypatch.setitem(sys.modules, "minidl.bench.torch_peer", peer)
     monkeypatch.setitem(sys.modules, "minidl.bench.torch_calls", SimpleNamespace(JOINT="in one call"))
     common = ["layers", "--device", "cpu", "--peer", "torch", "--view", "peers", "--ways", "hot", "--input", "2x4x4x4"]

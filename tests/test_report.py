@@ -34,7 +34,7 @@ def report():
 
 
 def forget(pages):
-    for kept in (pages.measured, pages.together, pages._every):
+    for kept in (pages.measured, pages.campaigns, pages._every):
         kept.cache_clear()
 
 
@@ -54,10 +54,14 @@ def content():
 
 
 def on_two_ranks(content):
-    """The same as if two ranks had measured it."""
+    return on_ranks(content, 2)
+
+
+def on_ranks(content, ranks):
+    """The same as if several ranks had measured it."""
     changed = json.loads(json.dumps(content))
     for part in (*changed["rows"], *(point["setup"] for point in changed["points"])):
-        part["ranks"] = 2
+        part["ranks"] = ranks
     carrier = next(row for row in changed["rows"] if row["layer"] == "conv1" and row["pass"] == "forward")
     message = {"pass": "all_reduce", "wire_bytes": 1000.0, "exposed_ms": 5.0, "ms": 6.0, "flop": None, "bytes": None}
     changed["rows"].insert(0, carrier | message)
@@ -76,14 +80,31 @@ def test_a_line_for_each_network_and_a_page_with_each_layer(pages, content, tmp_
     assert "(layers/lenet.md)" in overview
     page = pages.page(tmp_path, "lenet")
     (head, *layers) = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
-    assert "share, b2 | share, b4 | FLOP/B, b2 | FLOP/B, b4" in head
+    assert "share, b2 | share, b4 | roof, b2 | roof, b4 | FLOP/B, b2 | FLOP/B, b4" in head
     names = [row["layer"] for row in content["rows"] if row["case"].endswith("b2") and row["index"] is not None]
     assert [line.split(" | ")[0].strip("| ") for line in layers] == [
         *dict.fromkeys(names), "loss", "optimizer", "unaccounted",
     ]  # fmt: skip
     shares = [float(cell.rstrip("%")) for line in layers if (cell := line.split("|")[4].strip())]
     assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+    rows = [row for row in content["rows"] if row["case"].endswith("b2") and row["layer"] == "conv1"]
+    roof = sum(row["floor_ms"] for row in rows) / sum(row["timings"]["step"]["ms"] for row in rows)
+    assert cells(page, "conv1")[0][5] == f"{roof:.0%}"
     assert content["command"] in page and "benchmarks/results/cpu/bench_model_small.json" in page
+
+
+def test_the_energy_of_a_layer_is_shown_where_it_was_measured(pages, content, tmp_path):
+    write(tmp_path / "cpu" / "bench_model_a.json", content)
+    assert "mJ/image" not in pages.page(tmp_path, "lenet")
+    forget(pages)
+    powered = json.loads(json.dumps(content))
+    for row in powered["rows"]:
+        if row["layer"] == "conv1" and row["case"].endswith("b4"):
+            row["energy_mj"] = 6.0  # of each of its two passes, on four images
+    write(tmp_path / "cpu" / "bench_model_a.json", powered)
+    page = pages.page(tmp_path, "lenet")
+    (head,), (conv1,), (relu1,) = (cells(page, name) for name in ("layer", "conv1", "relu1"))
+    assert head[-1] == "mJ/image, b4" and conv1[-1] == "3.00" and relu1[-1] == ""
 
 
 def test_a_file_that_is_dropped_in_is_shown(pages, content, tmp_path):
@@ -115,28 +136,9 @@ def with_steps_of(content, ms, date):
     return changed
 
 
-def test_shares_with_the_cost_of_marks_do_not_stand_beside_shares_without(pages, content, tmp_path):
-    def captured(*batches, date, **more):
-        changed = with_steps_of(content, 5.0, date)
-        changed["points"] = [p for p in changed["points"] if p["setup"]["batch"] in batches]
-        changed["rows"] = [row for row in changed["rows"] if int(row["case"].rpartition("/b")[2]) in batches]
-        for point in changed["points"]:
-            point["step"] = {name: of for name, of in point["step"].items() if name != "mark_ms"} | more
-            point["step"]["graph"] = point["step"]["eager"]
-        return changed
-
-    write(tmp_path / "cpu" / "bench_model_a.json", captured(2, 4, date="2026-01-01"))
-    assert [line[1] for line in cells(pages.overview(tmp_path), "lenet 32×32")] == ["2", "4"]
-    forget(pages)
-    write(tmp_path / "cpu" / "bench_model_b.json", captured(2, date="2026-02-01", mark_ms=0.004))
-    assert [line[1] for line in cells(pages.overview(tmp_path), "lenet 32×32")] == ["2"]
-
-
-def test_ranks_are_compared_with_one_rank_of_their_own_time(pages, content, tmp_path):
-    """A newer measurement on one rank stands in the table of one rank, and makes no scaling."""
+def test_ranks_are_compared_within_a_campaign(pages, content, tmp_path):
+    """What was measured on one rank months later stands in the table of one rank, and makes no scaling."""
     write(tmp_path / "cpu-x1" / "bench_model.json", with_steps_of(content, 100.0, "2026-01-02T10:00:00+00:00"))
-    assert {line[4] for line in cells(pages.overview(tmp_path), "lenet 32×32")} == {"100.0"}, "there is no other"
-    forget(pages)
     several = with_steps_of(on_two_ranks(content), 125.0, "2026-01-02T12:00:00+00:00")
     write(tmp_path / "cpu-x2" / "bench_model.json", several)
     write(tmp_path / "cpu" / "bench_model.json", with_steps_of(content, 50.0, "2026-03-01T00:00:00+00:00"))
@@ -144,9 +146,30 @@ def test_ranks_are_compared_with_one_rank_of_their_own_time(pages, content, tmp_
     assert {line[4] for line in cells(alone, "lenet 32×32")} == {"50.000"}
     assert {(line[2], line[4]) for line in cells(over, "lenet 32×32")} == {("1", "100.0"), ("2", "125.0")}
     assert "measured 2026-03-01 at" in alone and "measured 2026-01-02 at" in over
-    runs = pages.of_networks(tmp_path)["lenet"][1]
+    ((_, (runs,)),) = pages.of_networks(tmp_path).values()
     efficiencies = [curve.efficiency[-1] for curve in pages.curves(runs, ["weak"])]
     assert efficiencies == pytest.approx([0.8, 0.8])
+
+
+def test_an_earlier_campaign_is_shown_while_it_knows_what_no_later_one_does(pages, content, tmp_path):
+    def campaign(day, ms, *ranks):
+        for n in ranks:
+            found = with_steps_of(
+                on_ranks(content, n) if n > 1 else content, ms * n, f"2026-01-0{day}T10:0{n}:00+00:00"
+            )
+            write(tmp_path / f"cpu-x{n}" / f"bench_model_{day}.json", found)
+        forget(pages)
+
+    campaign(1, 100.0, 1, 2, 3)
+    campaign(2, 50.0, 1, 2)
+    _, new, old = pages.overview(tmp_path).split("Over ranks")
+    steps = lambda text: {(line[2], line[4]) for line in cells(text, "lenet 32×32")}  # noqa: E731
+    assert steps(new) == {("1", "50.000"), ("2", "100.0")} and len(steps(old)) == 3
+    page = pages.page(tmp_path, "lenet")
+    assert page.count("## Over ranks: lenet 32×32, batch 2 on each") == 2
+    assert page.index("Measured 2026-01-02") < page.index("Measured 2026-01-01")
+    campaign(2, 50.0, 3)
+    assert pages.overview(tmp_path).count("Over ranks") == 1, "all of it was measured again"
 
 
 def test_every_picture_of_a_page_can_be_drawn(pages, content, tmp_path):
@@ -186,11 +209,25 @@ def test_every_option_of_every_verb_is_documented(report):
             assert action.dest == "help" or (action.option_strings or [action.metavar])[-1] in part, (verb, action)
 
 
-def test_every_table_of_the_readme_has_its_command(report):
-    readme = (ROOT / "README.md").read_text()
-    listed = report.readme_tables.commands().splitlines()[2:]
+def test_every_table_of_speed_has_its_command(report):
+    page = (ROOT / "docs" / "speed.md").read_text()
+    listed = report.speed_tables.commands().splitlines()[2:]
     for line in listed:
-        _, file, head, command, _ = (cell.strip() for cell in line.split("|"))
-        assert f"| {head} |" in readme, head
+        _, file, head, _, command, _ = (cell.strip() for cell in line.split("|"))
+        assert f"| {head} |" in page, head
         assert (ROOT / "benchmarks" / "results" / file.strip("`")).is_file() and len(command) > 10
-    assert len(listed) >= len(report.readme_tables.README_TABLES)
+    assert len(listed) >= len(report.speed_tables.TABLES)
+
+
+def test_the_table_of_the_readme_is_sorted_and_has_each_step_once(report):
+    lines = [line.split("|")[1:-1] for line in report.speed_tables.headline().splitlines()[2:]]
+    speeds = [float(line[3]) for line in lines]
+    assert speeds == sorted(speeds) and speeds[0] < 1
+    names = [(line[0], line[1], line[2].split(":")[0]) for line in lines]
+    assert len(set(names)) == len(names) and 8 <= len(names) <= 20
+    for line, speed in zip(lines, speeds, strict=True):
+        if line[0].strip().startswith("training step"):
+            theirs, ours = map(float, re.search(r"([\d.]+) ms, here ([\d.]+)", line[2]).groups())
+            assert theirs / ours == pytest.approx(speed, rel=0.02)
+        else:
+            assert float(line[4].partition(":")[0]) <= speed, "the worst is worse than the mean"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidl.schedule import Constant, Cosine, OneCycle, Polynomial, Step, Warmup, parse, warmup
+from minidl.schedule import Constant, Cosine, OneCycle, Polynomial, Step, Warmup, parse
 
 
 def test_constant():
@@ -64,7 +64,7 @@ def test_one_cycle_stays_within_its_bounds(total, rise):
 @pytest.mark.parametrize("start", [0.0, 0.1])
 def test_warmup_is_a_line_that_meets_the_schedule(schedule, start):
     steps = 5
-    warmed = warmup(schedule, steps, start)
+    warmed = Warmup(schedule, steps, start)
     values = [warmed(step) for step in range(steps + 1)]
     assert values[0] == start and values[-1] == schedule(steps)
     rises = [after - before for before, after in itertools.pairwise(values)]
@@ -74,7 +74,6 @@ def test_warmup_is_a_line_that_meets_the_schedule(schedule, start):
 
 def test_no_warmup_is_the_schedule_itself():
     schedule = Cosine(0.1, 10)
-    assert warmup(schedule, 0) is schedule
     assert Warmup(schedule, 0)(0) == schedule(0)
 
 
@@ -134,8 +133,8 @@ def test_bad_words_are_named(spec, words):
         (lambda: Cosine(0.1, 0), "total_steps"),
         (lambda: Cosine(0.1, 10, -0.1), "final"),
         (lambda: Step(0.1, (1.5,)), "milestones"),
-        (lambda: warmup(Constant(0.1), -1), "steps"),
-        (lambda: warmup(Constant(0.1), 3, start=-0.5), "start"),
+        (lambda: Warmup(Constant(0.1), -1), "steps"),
+        (lambda: Warmup(Constant(0.1), 3, start=-0.5), "start"),
         (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=3), "warmup must be in"),
         (lambda: parse("cosine", lr=-0.1, epochs=2, steps_per_epoch=5), "lr"),
     ],

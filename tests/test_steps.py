@@ -156,10 +156,7 @@ def test_the_device_tells_known_durations_eager_and_captured(cuda_ops):
         work(profiler)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        stream.begin_capture()
-        with profiler.capturing() as piece:
-            work(profiler)
-        graph = stream.end_capture()
+        graph, piece = marked_graph(stream, profiler, work)
         for _ in range(3):
             with profiler.step():
                 profiler.launching(piece)
@@ -223,6 +220,14 @@ def test_passes_of_known_duration_in_a_captured_step_are_free_of_their_marks(cud
         assert less == pytest.approx(ms + gap, rel=0.03) and raw > less + 0.5 * cost
 
 
+def marked_graph(stream, profiler, work):
+    """``work`` captured on the present stream with a profiler's marks, and those."""
+    stream.begin_capture()
+    with profiler.capturing() as piece:
+        work(profiler)
+    return stream.end_capture(), piece
+
+
 def captured_in_turns(ops, work):
     """Milliseconds of replays without marks, and steps with them."""
     import cupy
@@ -233,10 +238,7 @@ def captured_in_turns(ops, work):
         stream.begin_capture()
         work(quiet)
         plain = stream.end_capture()
-        stream.begin_capture()
-        with profiler.capturing() as piece:
-            work(profiler)
-        marked = stream.end_capture()
+        marked, piece = marked_graph(stream, profiler, work)
         for _ in range(10):
             with quiet.step():
                 plain.launch(stream)

@@ -6,13 +6,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
 from minidl.bench.run import bench_layer, bench_network, merged, new_step
-from minidl.bench.setup import Setup, device_of, join, layer_case
+from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, layer_case
 from minidl.bench.step import TrainingStep
 from minidl.config import Help
 from minidl.dist.communicator import Communicator
@@ -30,7 +31,6 @@ __all__ = ["VERBS", "add_arguments", "parser_of", "run"]
 
 _NORMS = ("BatchNorm2d", "GroupNorm", "LayerNorm")
 _UNACCOUNTED = 3  # exit status of --strict
-_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,9 +67,15 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
     p.add_argument("--layer", metavar="TEXT", help="one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
     p.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of its input; once for each input")
     p.add_argument("--batch", type=int, default=32, help="samples of each rank")
-    p.add_argument("--precision", default="fp32", choices=_PRECISIONS)
+    p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     p.add_argument(
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
+    )
+    p.add_argument(
+        "--samples",
+        type=int,
+        default=layers.SAMPLES,
+        help="of each pass alone, in a quarter of a second at most",
     )
     p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
     p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
@@ -81,19 +87,18 @@ def _add_model(p: argparse.ArgumentParser) -> None:
     _add_network(p)
     p.add_argument("--model", nargs="+", default=["resnet20"], help=f"of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each rank")
-    p.add_argument("--precision", nargs="+", default=["fp32"], choices=_PRECISIONS)
+    p.add_argument("--precision", nargs="+", default=["fp32"], choices=PRECISIONS)
 
 
 def _add_network(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int, help="default: usual for the network")
+    add_images(p)
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
     p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
-    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML, half a second each")
+    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML")
     p.add_argument("--nvtx", action="store_true", help="mark each pass for NVIDIA's profilers")
     p.add_argument(
         "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"
@@ -147,16 +152,23 @@ def _layers(a: argparse.Namespace) -> int:
     return _status(a, [content])
 
 
+_OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "nvtx", "strict", "model", "classes")  # and of networks
+
+
 def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply together are errors."""
     if a.layer and not a.input:
         raise checks.bad_value("bench", "--input", "the shape of the layer's input, such as 32x56x56x64", a.input)
     if a.input and not a.layer:
         raise checks.bad_value("bench", "--input", "left out without --layer: networks take --image-size", a.input)
-    if a.layer and a.trace:
-        raise checks.bad_value("bench", "--trace", "left out with --layer, which takes no steps", a.trace)
     if a.torch and (a.layer or a.peer):
         raise checks.bad_value("bench", "--torch", "without --layer and --peer", a.torch)
+    usual = parser_of("layers").get_default
+    for one, others in (("layer", (*_OF_STEPS, "image_size", "batch")), ("torch", (*_OF_STEPS, "kernels", "energy"))):
+        for other in others if getattr(a, one) else ():
+            if getattr(a, other) != usual(other):
+                name = other.replace("_", "-")
+                raise checks.bad_value("bench", f"--{name}", f"left out with --{one}", getattr(a, other))
 
 
 def _need_a_gpu(a: argparse.Namespace, device: str) -> None:
@@ -175,12 +187,12 @@ def _energy(a: argparse.Namespace) -> Energy | None:
 
 
 def _options(a: argparse.Namespace, device: str) -> layers.Options:
-    peers = {}
+    budget, peers = layers.budget_on(device, checks.at_least("bench", "--samples", a.samples, 2)), {}
     if a.peer:
         from minidl.bench.torch_peer import peer_ms
 
-        peers["torch"] = peer_ms
-    return layers.Options(a.ways, None, a.kernels, _energy(a), peers)
+        peers["torch"] = partial(peer_ms, budget=budget)
+    return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checks, models
-from minidl.bench.setup import Setup
+from minidl.bench.setup import Setup, add_images
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
 from minidl.precision import precision
@@ -45,8 +45,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl compare-backends``."""
     p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", type=int, default=4)
-    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int)
+    add_images(p)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--left", default="cpu:fp32", metavar="DEVICE:PRECISION", help="what is right by definition")
     p.add_argument("--right", default="cuda:fp32", metavar="DEVICE:PRECISION", help="what is held against it")

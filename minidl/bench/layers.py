@@ -18,9 +18,10 @@ from minidl.profile.energy import Energy
 from minidl.profile.results import Row
 from minidl.profile.timing import Budget, Timer, Timing, timer
 
-__all__ = ["ISOLATED", "Options", "budget_on", "empty_row", "kernel_rows", "measure"]
+__all__ = ["ISOLATED", "SAMPLES", "Options", "budget_on", "empty_row", "kernel_rows", "measure"]
 
 ISOLATED = ("replayed", "cold", "hot")
+SAMPLES = 25
 _LEAST_MEMORY = 1 << 30
 _KERNEL_RUNS = 7
 
@@ -29,11 +30,11 @@ _REST = 2.0  # an H200 draws some 800 W in products: a third of that, and what i
 Baseline = Callable[[Case, Precision, str, int], dict[str, float | None]]
 
 
-def budget_on(device: str) -> Budget:
+def budget_on(device: str, samples: int = SAMPLES) -> Budget:
     """How long each pass is timed alone, ours and a peer's."""
     if device == "cuda":
-        return Budget(samples=25, seconds=0.25, least=5, rest=_REST)
-    return Budget(samples=25, seconds=0.25, least=7)
+        return Budget(samples=samples, seconds=0.25, least=5, sample_ms=1.0, rest=_REST)
+    return Budget(samples=samples, seconds=0.25, least=7)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from minidl import checks, models
-from minidl.bench.setup import Setup
+from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
 from minidl.fusion.cost import Machine, planned_ms
@@ -37,11 +37,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
-    p.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16", "fp16"])
+    p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     ways = f"{', '.join((*PLANS, 'auto'))}, a file; fastest: within the limit, of {', '.join(FUSIONS)}"
     p.add_argument("--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {ways}")
-    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int, help="default: usual for the network")
+    add_images(p)
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
     p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
     p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")

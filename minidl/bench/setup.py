@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,16 @@ from minidl.dist.communicator import Communicator
 from minidl.graph import Graph
 from minidl.layer import Layer
 
-__all__ = ["Setup", "device_of", "join", "layer_case", "parse_layer", "parse_shape"]
+__all__ = ["PRECISIONS", "Setup", "add_images", "device_of", "join", "layer_case", "parse_layer", "parse_shape"]
 
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 _SMALL = ("lenet", "mlp", "resnet20")  # networks for images of 32 x 32 and ten classes
+
+
+def add_images(p: argparse.ArgumentParser) -> None:
+    """The options that tell a `Setup` what images a network is for."""
+    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
+    p.add_argument("--classes", type=int, help="default: usual for the network")
 
 
 @dataclass(frozen=True)

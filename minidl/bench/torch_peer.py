@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from minidl import backend, checks
+from minidl.bench.layers import budget_on
 from minidl.bench.setup import device_of
 from minidl.bench.torch_calls import JOINT, layer_calls, peer_ms, time_calls
 from minidl.bench.torch_table import bench_module
@@ -48,20 +49,18 @@ def bench_command(a: argparse.Namespace) -> dict[str, Any]:
     The module is given ``a.batch`` images of three channels; without ``a.image_size``, of 224 x 224 pixels.
 
     Raises:
-        ValueError, TypeError: as `load`; for options that do not apply to a torch module.
+        ValueError, TypeError: as `load`; for a size, batch or number of samples that cannot be.
     """
-    for option in ("kernels", "energy", "nvtx", "trace", "classes"):
-        if getattr(a, option, None):
-            raise checks.bad_value("bench", f"--{option}", "left out with --torch", getattr(a, option))
     size = checks.at_least("bench", "--image-size", a.image_size or _IMAGE_SIZE, 1)
     batch = checks.at_least("bench", "--batch", a.batch, 1)
+    samples = checks.at_least("bench", "--samples", a.samples, 2)
     module, device = load(a.torch), device_of(a.device, SOLO)
     known = ceilings.find(backend.get_ops(device), remeasure=a.remeasure)
     name = a.torch.partition(":")[2]
     images = torch.randn((batch, _CHANNELS, size, size), generator=torch.Generator().manual_seed(0))
     rows = bench_module(
         module, images, precision=a.precision, device=device, case=f"torch {name}/{size}x{size}/b{batch}", ways=a.ways,
-        ceilings=known,
+        budget=budget_on(device, samples), ceilings=known,
     )  # fmt: skip
     setup = {
         "model": a.torch, "batch": batch, "precision": a.precision, "device": device, "ranks": 1, "image_size": size,
@@ -70,17 +69,8 @@ def bench_command(a: argparse.Namespace) -> dict[str, Any]:
     whole = rows[-1]["timings"]
     step = {"eager": whole["step"], "graph": whole["graph_step"], "compute_only": None, "exposed_ms": 0.0}
     step["images_per_s"] = batch / rows[-1]["ms"] * 1e3
-    return result(
-        "layers",
-        rows,
-        setup=setup,
-        ceilings=known,
-        conventions=CONVENTIONS,
-        step=step,
-        warnings=[],
-        spans=[],
-        memory=[],
-    )
+    nothing: dict[str, list] = {"warnings": [], "spans": [], "memory": []}
+    return result("layers", rows, setup=setup, ceilings=known, conventions=CONVENTIONS, step=step, **nothing)
 
 
 def load(spec: str) -> nn.Module:

@@ -18,7 +18,7 @@ from minidl import backend, checks, dist, models
 from minidl.backend import get_ops
 from minidl.bench import conv_tuning
 from minidl.bench.conv_tuning import case, of_layer, of_network, spelt
-from minidl.bench.setup import Setup, device_of, join, parse_layer, parse_shape
+from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, parse_layer, parse_shape
 from minidl.config import Help
 from minidl.cuda import nvrtc
 from minidl.cuda.conv2d_tuned import NOTHING, Table, identity, install, question_of, table_path
@@ -46,9 +46,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     conv.add_argument("--layer", action="append", metavar="TEXT", help="these layers instead: 'Conv2d(64, 64, 3)'")
     conv.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of a layer's input; once for each")
     conv.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each GPU")
-    conv.add_argument("--precision", nargs="+", default=["bf16"], choices=["fp32", "tf32", "bf16", "fp16"])
-    conv.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    conv.add_argument("--classes", type=int, help="default: usual for the network")
+    conv.add_argument("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
+    add_images(conv)
     conv.add_argument("--output", metavar="PATH", help="keep the table here, for MINIDL_TUNED=PATH; default: the cache")
     conv.add_argument("--remeasure", action="store_true", help="also what an earlier run has measured")
 

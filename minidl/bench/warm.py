@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from minidl import checks, models
-from minidl.bench.setup import Setup
+from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.bench.step import TrainingStep
 from minidl.cuda import conv2d_tuned, nvrtc
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
@@ -26,9 +26,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl warm``."""
     p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
-    p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
-    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int, help="default: usual for the network")
+    p.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    add_images(p)
     p.add_argument("--fusion", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument(
         "--gpu", default="auto", choices=["auto", *BUILT_IN], help="auto: this machine's; others need no GPU"

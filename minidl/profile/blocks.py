@@ -25,6 +25,8 @@ class Block:
         parts: milliseconds of each pass within the step, exposed communication, and what is unaccounted for.
         flop, bytes: of all passes, for the batch of one rank.
         wire_bytes: what one rank sends of its gradients.
+        energy_mj: of its passes alone; 0 where it was not measured.
+        floor_ms: the least that its passes can take at the machine's ceilings; 0 where those are not known.
         type, shape: of a single layer and its output.
     """
 
@@ -33,6 +35,8 @@ class Block:
     flop: int = 0
     bytes: int = 0
     wire_bytes: float = 0.0
+    energy_mj: float = 0.0
+    floor_ms: float = 0.0
     type: str | None = None
     shape: tuple[int, ...] | None = None
 
@@ -44,6 +48,11 @@ class Block:
     def intensity(self) -> float | None:
         """FLOP per byte of all passes; None for what moves nothing."""
         return self.flop / self.bytes if self.bytes else None
+
+    @property
+    def roof(self) -> float | None:
+        """The least time over the time within the step; None where either is not known."""
+        return self.floor_ms / self.ms if self.floor_ms and self.ms > 0 else None
 
     @property
     def communication_intensity(self) -> float | None:
@@ -61,6 +70,8 @@ class Block:
         self.flop += other.flop
         self.bytes += other.bytes
         self.wire_bytes += other.wire_bytes
+        self.energy_mj += other.energy_mj
+        self.floor_ms += other.floor_ms
 
 
 def singles(run: Run) -> list[Block]:
@@ -80,7 +91,8 @@ def _work(row: Row, ms: float) -> Block:
     if row["pass"] == "all_reduce":
         return Block("", {COMMUNICATION: ms}, wire_bytes=row.get("wire_bytes") or 0.0)
     part = COMMUNICATION if row["pass"] == "wait" else row["pass"]
-    return Block("", {part: ms}, row.get("flop") or 0, row.get("bytes") or 0)
+    energy, least = row.get("energy_mj") or 0.0, row.get("floor_ms") or 0.0
+    return Block("", {part: ms}, row.get("flop") or 0, row.get("bytes") or 0, energy_mj=energy, floor_ms=least)
 
 
 def blocks(run: Run, most: int = MOST) -> list[Block]:

@@ -184,6 +184,15 @@ class Run:
         return 1e3 * self.batch / self.step["ms"] if self.batch else None
 
     @property
+    def added(self) -> float | None:
+        """How much longer messages make the step, a fraction of the step without them: what they expose, and by how
+        much they slow down the passes beside them. None on one rank.
+        """
+        kind = "graph" if self.way == "graph_step" else "eager"
+        whole, silent = self.record.get(kind), self.record.get(f"{kind}_compute_only")
+        return whole["ms"] / silent["ms"] - 1 if whole and silent else None
+
+    @property
     def fusion(self) -> str:
         """The choice of fusion plan that was asked for (`minidl.fusion.fuse`)."""
         return (self.point.get("setup") or {}).get("fusion") or "none"

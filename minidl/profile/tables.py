@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TextIO
 
 __all__ = ["markdown", "plain", "show"]
@@ -59,7 +59,7 @@ def plain(title: str, columns: Sequence[str], rows: Cells) -> str:
     return "\n".join(text)
 
 
-def markdown(columns: Sequence[str], rows: Cells) -> str:
-    """As a Markdown table."""
-    head = [list(columns), ["---"] + ["---:"] * (len(columns) - 1)]
+def markdown(columns: Sequence[str], rows: Cells, words: Container[int] = (0,)) -> str:
+    """As a Markdown table; the columns of these numbers hold words, which are set to the left."""
+    head = [list(columns), ["---" if i in words else "---:" for i in range(len(columns))]]
     return "\n".join("| " + " | ".join(line) + " |" for line in [*head, *map(list, rows)])

@@ -256,13 +256,15 @@ def networks(found: Sequence[Run]) -> Table:
         raise NotInFile(f"{files}: no networks: no row of a whole step; run minidl bench model")
     shares = [run.shares() for run in whole]
     names = [name for name in _KINDS if any(abs(share.get(name, 0.0)) >= 5e-4 for share in shares)]
-    energy = [run.step.get("energy_mj") for run in whole]
-    columns = ["network", "batch", "ranks", "dtype", "step ms", "images/s", "TFLOP/s", "FLOP/B"]
-    columns += [*["mJ/image"] * any(energy), *names]
+    energy, added = [run.step.get("energy_mj") for run in whole], [run.added for run in whole]
+    several = any(more is not None for more in added)
+    columns = ["network", "batch", "ranks", "dtype", "step ms", *["messages add"] * several, "images/s", "TFLOP/s"]
+    columns += ["FLOP/B", *["mJ/image"] * any(energy), *names]
     cells = []
-    for run, share, millijoules in zip(whole, shares, energy, strict=True):
+    for run, share, millijoules, more in zip(whole, shares, energy, added, strict=True):
         ms, arm = run.step["ms"], "" if run.arm == "minidl" else f", {run.arm}"
         line = [run.model + arm, str(run.rank_batch or _NONE), str(run.ranks), run.dtype, _ms(ms)]
+        line += [_share(more)] * several
         line += [_number(run.images_per_s, 1, 0), _rate(1e-9 * run.step["flop"] / ms), _number(run.step["intensity"])]
         if any(energy):
             line.append(_number(millijoules / run.batch if millijoules and run.batch else None, 1, 0))

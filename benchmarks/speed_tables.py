@@ -1,0 +1,175 @@
+"""The tables of speed beside other libraries, made from files of results for report.py: one of README.md, the whole of
+docs/speed.md, and the commands behind them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from result_files import RESULTS, Row, everywhere, load, machine_of, machines
+
+from minidl.profile.results import load as results_of
+from minidl.profile.tables import markdown
+
+__all__ = ["TABLES", "commands", "headline", "results"]
+
+_USUAL = {"GPU": ("compiled, auto", "links/25"), "CPU": ("eager",)}  # how training runs unless told otherwise
+_PEERS = {
+    "torch-eager": "PyTorch",
+    "torch-graph": "PyTorch as a CUDA graph",
+    "torch-ddp": "PyTorch's DDP",
+    "torch-ddp-compile": "PyTorch's DDP, compiled",
+}
+_LEAST_MS = 0.008  # memory-bound operations that take less measure launches
+
+Found = tuple[float, str, Row]  # speed against the best peer, on which machine, and the row
+
+
+def _steps(benchmark: str) -> list[Found]:
+    """Of the same step twice the newest; worst first."""
+    found: dict[tuple, Found] = {}
+    for file in sorted(everywhere(benchmark), key=lambda file: file["date"]):
+        for row in file["rows"]:
+            if row["peers"]:
+                key = row["case"], machine_of(file), row["dtype"], row["arm"], row.get("ranks")
+                found[key] = min(row["peers"].values()) / row["ms"], machine_of(file), row
+    return sorted(found.values(), key=lambda item: item[0])
+
+
+def _convolutions() -> Iterator[Found]:
+    for file in everywhere("bench_conv"):
+        for row in file["rows"]:
+            yield min(row["peers"].values()) / row["ms"], machine_of(file), row
+
+
+def _operations() -> list[Row]:
+    return [row for file in everywhere("bench_ops") for row in file["rows"] if row["floor_ms"] >= _LEAST_MS]
+
+
+def _peer(row: Row) -> tuple[str, float]:
+    """The fastest peer: its name, its milliseconds."""
+    name, ms = min(row["peers"].items(), key=lambda item: item[1])
+    return _PEERS.get(name, name), ms
+
+
+# -- one table of all -------------------------------------------------------------------------------------------------
+
+
+def headline() -> str:
+    """Whole steps as training runs them, and the convolutions and operations that they consist of; worst first."""
+    lines = sorted([*_usual_steps(), *_all_convolutions(), *_all_operations()])
+    head = ["what", "on", "beside", "speed against it", "worst of them"]
+    return markdown(head, [[*what, f"{speed:.2f}", worst] for speed, *what, worst in lines], words=(0, 1, 2, 4))
+
+
+def _usual_steps() -> Iterator[tuple]:
+    for speed, machine, row in [*_steps("bench_train"), *_steps("bench_scaling")]:
+        if row["arm"] in _USUAL["CPU" if machine.startswith("CPU") else "GPU"]:
+            (network, _, batch), (peer, ms), ranks = row["case"].split("/"), _peer(row), row.get("ranks", 1)
+            what = f"training step: {network}, batch {batch[1:]}, {row['dtype']}"
+            on = f"{ranks} {machine}" if ranks > 1 else machine
+            yield speed, what, on, f"{peer}: {ms:.1f} ms, here {row['ms']:.1f}", ""
+
+
+def _all_convolutions() -> Iterator[tuple]:
+    groups: dict[tuple[str, str], list[tuple[float, str, str]]] = {}
+    for speed, machine, row in _convolutions():
+        part = f"{row['case']}, {row['pass'].replace('_', ' ')}"
+        groups.setdefault((machine, row["dtype"]), []).append((speed, part, row["case"].split()[0]))
+    for (machine, dtype), members in groups.items():
+        networks = ", ".join(sorted({network for _, _, network in members}))
+        worst, part, _ = min(members)
+        peer = "oneDNN" if machine.startswith("CPU") else "cuDNN"
+        mean = statistics.geometric_mean(speed for speed, _, _ in members)
+        yield mean, f"convolutions of {networks}, {dtype}", machine, peer, f"{worst:.2f}: {part}"
+
+
+def _all_operations() -> Iterator[tuple]:
+    rows, machine = _operations(), "NVIDIA H200"
+    beside = {
+        "PyTorch": [(_peer(row)[1] / row["ms"], row["case"]) for row in rows if row["peers"]],
+        "a copy of as many bytes": [(row["floor_ms"] / row["ms"], row["case"]) for row in rows],
+    }
+    for peer, speeds in beside.items() if rows else ():
+        worst, case = min(speeds)
+        middle = statistics.median(speed for speed, _ in speeds)
+        yield middle, "memory-bound operations, fp32 and bf16", machine, peer, f"{worst:.2f}: {case}"
+
+
+# -- docs/speed.md ----------------------------------------------------------------------------------------------------
+
+
+def training() -> str:
+    """Whole steps beside PyTorch, worst ratio first."""
+    rows = []
+    for speed, machine, row in _steps("bench_train"):
+        peer, ms = _peer(row)
+        figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{speed:.2f}"]
+        rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
+    head = ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"]
+    return markdown(head, rows, words=range(4))
+
+
+def operations() -> str:
+    """Memory-bound operations on large tensors: share of copy bandwidth, and against PyTorch's own."""
+    families: dict[str, list[Row]] = {}
+    for row in _operations():
+        families.setdefault(row["case"].split("/")[0], []).append(row)
+    lines = []
+    for name, members in families.items():
+        shares = [row["floor_ms"] / row["ms"] for row in members]
+        against = [_peer(row)[1] / row["ms"] for row in members if row["peers"]]
+        speed = f"{statistics.median(against):.2f}" if against else ""
+        lines.append((min(shares), [f"`{name}`", f"{min(shares):.0%}", f"{statistics.median(shares):.0%}", speed]))
+    lines.sort(key=lambda line: line[0])
+    head = ["memory-bound operation, H200", "worst share of copy", "median share", "speed against PyTorch's"]
+    return markdown(head, [line for _, line in lines])
+
+
+def convolutions() -> str:
+    """Geometric mean over layers of the library's time (cuDNN, oneDNN) over ours."""
+    groups: dict[tuple[str, ...], list[float]] = {}
+    for speed, machine, row in _convolutions():
+        groups.setdefault((row["case"].split()[0], machine, row["dtype"], row["pass"]), []).append(speed)
+    lines = sorted((statistics.geometric_mean(speeds), *key, min(speeds)) for key, speeds in groups.items())
+    head = ["convolutions of", "machine", "dtype", "pass", "speed against cuDNN or oneDNN, mean", "worst layer"]
+    return markdown(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines], words=range(4))
+
+
+def learning() -> str:
+    """Networks trained through the whole path."""
+    rows = []
+    for machine in machines():
+        for file in load(machine, "bench_learning"):
+            for row in file["rows"]:
+                losses = row["losses_by_tenth"]
+                what = [row["case"], machine, str(row["ranks"]), row["dtype"], str(row["steps"])]
+                rows.append([*what, f"{losses[0]:.3f} → {losses[-1]:.4f}", f"{row['test_accuracy']:.3f}"])
+    head = ["network", "machine", "ranks", "dtype", "steps", "loss, first → last tenth", "test accuracy"]
+    return markdown(head, rows)
+
+
+TABLES = {
+    "bench_train": training,
+    "bench_conv": convolutions,
+    "bench_ops": operations,
+    "bench_learning": learning,
+}
+
+
+def results() -> str:
+    """All tables of docs/speed.md."""
+    return "\n\n".join(make() for make in TABLES.values())
+
+
+def commands() -> str:
+    """What made each file of results that a table of docs/speed.md shows."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/*.json*")):
+        name = next((name for name in TABLES if path.stem.startswith(name)), None)
+        if name is not None and (file := results_of(path))["benchmark"] == name:
+            head = TABLES[name]().splitlines()[0].split("|")[1].strip()
+            cells = [f"`{path.relative_to(RESULTS)}`", head, str(file["commit"]), f"`{file['command']}`"]
+            lines.append(cells)
+    return markdown(["file of results", "table", "commit", "command"], lines, words=range(4))
