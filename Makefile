@@ -54,9 +54,8 @@ test-gpu: $(BUILT) ## the tests that need a GPU
 	@$(PY) -c "$$REQUIRE_GPU"
 	@$(PY) -m pytest -m gpu $(ARGS)
 
-sanitize: $(BUILT) ## laws of the operations on small shapes under compute-sanitizer's memcheck
-	@compute-sanitizer --tool memcheck --target-processes all --error-exitcode 9 \
-		$(PY) -m pytest -m gpu -k fp32 $(ARGS) tests/test_*_ops.py tests/test_layers.py
+sanitize: $(BUILT) ## a few cases of each law of the kernels under compute-sanitizer's memcheck and racecheck
+	@$(PY) scripts/sanitize.py $(ARGS)
 
 test-mpi: $(BUILT) ## the tests that start several ranks
 	@$(PY) -m pytest -m mpi $(ARGS)

@@ -96,18 +96,18 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     traffic, rows = Traffic(comm, int(a.message * 2**20)), []
     for name in a.precision:
-        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32
+        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32 == 1
         for network in a.network:
             for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
                 rows += _measure(layer, name, a.passes, traffic, a.samples)
+                if comm.rank == 0 and a.json:
+                    write(a.json, result("bench_conv_beside", rows, machine_record(), all_reduce_ms=traffic.ms))
     if comm.rank == 0:
         rows.sort(key=lambda row: row["peers"]["cudnn"] / row["ms"])
         columns = ["layer and pass", "type", "alone ms", "beside ms", "spread", "ratio", "cudnn alone ms"]
         columns += ["cudnn beside ms", "its spread", "its ratio", "speed alone", "speed beside"]
         title = f"beside all-reduces of {a.message:g} MiB ({traffic.ms:.3f} ms) on {comm.size} GPUs, worst first"
         show(title, columns, list(map(_cells, rows)), notes=_totals(rows))
-        if a.json:
-            write(a.json, result("bench_conv_beside", rows, machine_record(), all_reduce_ms=traffic.ms))
     comm.close()
 
 

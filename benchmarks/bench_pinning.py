@@ -6,7 +6,7 @@ Every policy sees the same trace of one training step (SGD with momentum) and th
 least 1 MiB. Shares are of what the step needs without a plan, parameters, gradients and momentum included. The oracle
 is scipy.optimize.milp (HiGHS) on rows written from the definition (tests/reference/pinning.py), not from the planner.
 ``gap`` is (bytes moved - least bytes moved) / all candidates where the MILP proved its optimum, else null.
-Step times are predicted, from FLOP and bytes at 60 % of an H200's measured roofline and its measured link.
+Step times are predicted, from FLOP and bytes at 80 % of an H200's measured roofline and its measured link.
 """
 
 from __future__ import annotations

@@ -5,14 +5,15 @@
 
 A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
-a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE]], of groups of so many MiB (``near``: 4 beside
-memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16. Engines
-on GPUs: links (sums by our own kernels where they have a route; links16 and links8: of so many blocks at most), nccl;
-on CPUs: shm, mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without
-messages, on all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some
-tenths of a second, and that is to count on both sides. Efficiency is the time without over that with messages. What
-communication adds is told twice: the arm less the step without messages, and, for the first arm, what events say the
-update waited in a step that is watched. Sums of batch norms stay in the step without messages, and go by links there.
+a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE[/sums]]], of groups of so many MiB (``near``: 4
+beside memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16;
+``sums``: those of large fully connected layers as well, in whose place factors travel else. Engines on GPUs: links
+(sums by our own kernels where they have a route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm,
+mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on
+all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
+second, and that is to count on both sides. Efficiency is the time without over that with messages. What communication
+adds is told twice: the arm less the step without messages, and, for the first arm, what events say the update waited
+in a step that is watched. Sums of batch norms and of the loss stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -76,6 +77,7 @@ class Arm(NamedTuple):
     engine: str
     group: str | None
     dtype: str
+    factors: bool
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -84,9 +86,9 @@ class Arm(NamedTuple):
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
-        if len(rest) > 2 or not sized or rest[1:] not in ([], ["fp32"], ["bf16"]):
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE]]", text)
-        return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32")
+        if not sized or rest[1:2] not in ([], ["fp32"], ["bf16"]) or rest[2:] not in ([], ["sums"]):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE[/sums]]]", text)
+        return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32", not rest[2:])
 
 
 def arguments() -> argparse.Namespace:
@@ -97,7 +99,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
     p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE]]")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE[/sums]]]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
     p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
@@ -117,7 +119,7 @@ class Ours:
                 layer.sync = synchronised
         self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
         fuse(self.step.model, fusion)
-        self.tuned_bytes = self.step.model.arena.group_bytes
+        self.tuned_bytes, self.factored = self.step.model.arena.group_bytes, self.step.model.arena.factored
         self.messages: dict[str, int] = {}
 
     def connect(self, arm: Arm) -> None:
@@ -130,6 +132,7 @@ class Ours:
                 comm.links.routes = ipc.ROUTES[arm.engine]
         elif arm.engine == "mpi":
             comm = comm.control
+        arena.factored = self.factored if arm.factors else {}
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 
@@ -294,6 +297,7 @@ def row(
         "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
         "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
         "group": arm.group or "tuned", "message_dtype": arm.dtype,
+        "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: its.messages.ms for peer, its in peers.items()},
         "peer_spreads": {peer: its.messages.spread for peer, its in peers.items()},
@@ -315,12 +319,16 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
             r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
             f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", "" if events is None else f"{events:.3f}",
         ])  # fmt: skip
-        for p in (p for p in peers if p in r["peers"]):
-            cells[-1] += [
-                f"{r['peers'][p]:.3f}", f"{r['peer_images_per_s'][p]:.0f}", f"{r['peer_efficiency'][p]:.2%}",
-                f"{r['peer_exposed_ms'][p]:.3f}", f"{r['peers'][p] / r['ms']:.2f}",
-            ]  # fmt: skip
+        for p in peers:
+            cells[-1] += _theirs(r, p) if p in r["peers"] else [""] * 5
     show(f"training steps on {rows[0]['ranks']} ranks, worst efficiency first", columns, cells)
+
+
+def _theirs(r: dict[str, Any], peer: str) -> list[str]:
+    return [
+        f"{r['peers'][peer]:.3f}", f"{r['peer_images_per_s'][peer]:.0f}", f"{r['peer_efficiency'][peer]:.2%}",
+        f"{r['peer_exposed_ms'][peer]:.3f}", f"{r['peers'][peer] / r['ms']:.2f}",
+    ]  # fmt: skip
 
 
 def clean(device: str) -> None:

@@ -1,9 +1,11 @@
-"""What a training step gains when pruned filters are cut out: the dense network, the masked one and the small one.
+"""What a training step gains when pruned filters are cut out, or single weights left to sparse layers: the dense
+network, the masked one, and the small or sparse one.
 
     python benchmarks/bench_shrink.py --model resnet50 --batch 64 --precision bf16 [--json PATH]
+    python benchmarks/bench_shrink.py --model resnet20 --batch 128 --granularity weight --sparsity 0.9 [--json PATH]
 
-Filters go by magnitude from starting weights: what a step takes does not depend on values. Arms take turns in each
-round of some steps; on a GPU steps are compiled, as `minidl.train.Trainer` runs them.
+They go by magnitude from starting weights: what a step takes does not depend on values. Arms take turns in each round
+of some steps; on a GPU steps are compiled, as `minidl.train.Trainer` runs them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from minidl.optim import SGD
 from minidl.profile.cost import PassCost
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
-from minidl.sparse import PrunedSGD, Pruning, shrink
+from minidl.sparse import PrunedSGD, Pruning, shrink, to_sparse
 from minidl.step import EagerStep
 
 
@@ -59,6 +61,20 @@ def cost(graph: Graph, batch: int, itemsize: int) -> PassCost:
         found = node.layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
         total += found.forward + found.backward_data + found.backward_weight
     return total
+
+
+def smaller(setup: Setup, state: dict[str, np.ndarray], granularity: str, sparsity: float) -> tuple[str, Graph]:
+    """(the arm's name, the network without what went): shrunk where filters or branches go, else sparse layers."""
+    masked = Model(setup.graph())
+    masked.load_state_dict(state)
+    optimizer = PrunedSGD(masked, 0.0, pruning=Pruning(None, granularity=granularity))
+    optimizer.prune(sparsity)
+    name = f"{granularity} {sparsity:.0%}"
+    if granularity.startswith(("filter", "layer")):
+        return name, shrink(setup.graph(), masked.state_dict())[0]
+    graph = setup.graph()
+    replaced = to_sparse(graph, masked.state_dict(), optimizer.masks())
+    return f"{name}, {len(replaced)} layers sparse", graph
 
 
 def step_of(model: Model, optimizer: SGD, batch: int, steps: int) -> Callable[[], None]:
@@ -97,13 +113,10 @@ def main() -> None:
     dense = Model(setup.graph(), device=device, precision=a.precision)
     state, itemsize = dense.state_dict(), dense.precision.storage.itemsize
     arms: dict[str, tuple[Model, float]] = {"dense": (dense, 0.0)}
-    masked = Model(setup.graph())
     for granularity in a.granularity:
         for sparsity in a.sparsity:
-            masked.load_state_dict(state)
-            PrunedSGD(masked, 0.0, pruning=Pruning(None, granularity=granularity)).prune(sparsity)
-            graph, _ = shrink(setup.graph(), masked.state_dict())
-            arms[f"{granularity} {sparsity:.0%}"] = Model(graph, device=device, precision=a.precision), sparsity
+            name, graph = smaller(setup, state, granularity, sparsity)
+            arms[name] = Model(graph, device=device, precision=a.precision), sparsity
     options = {"lr": 1e-9, "momentum": 0.9}
     calls = {name: step_of(model, SGD(model, **options), a.batch, a.steps) for name, (model, _) in arms.items()}
     twin = Model(setup.graph(), device=device, precision=a.precision)

@@ -276,11 +276,12 @@ def main() -> None:
             rows += function_rows(a, network(a, "cpu", "fp32"), batch) if comm.rank == 0 else []
         else:
             rows += device_rows(a, comm, batch)
+        if a.json and comm.rank == 0:  # what there is, in case that the rest takes too long
+            write(a.json, result("bench_unet", rows, machine_record()))
     if comm.rank == 0:
         if not cpu:
             print_device(rows, comm.size)
         if a.json:
-            write(a.json, result("bench_unet", rows, machine_record()))
             print(f"wrote {a.json}")
 
 

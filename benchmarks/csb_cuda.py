@@ -116,7 +116,7 @@ class Case:
         if which == "backward_weight":
             dys = self.operands("backward_data", last)
             return [
-                partial(self.matrix.sampled, dy, x, features_last=last)
+                partial(self.matrix.sampled, dy, x, features_last=last, split=split)
                 for dy, x in zip(dys, self.operands("forward", last), strict=True)
             ]
         arrays = self.operands(which, last)
@@ -195,7 +195,7 @@ def _arms(dtype: Any, which: str) -> list[tuple[str, str | None]]:
     """(dtype of the row, split)."""
     if dtype == bfloat16:
         return [("bf16", None)]
-    return [("fp32", None), *((s, s) for s in SPLIT_RATES if which != "backward_weight")]
+    return [("fp32", None), *((s, s) for s in SPLIT_RATES if s == "bf16x3" or which != "backward_weight")]
 
 
 def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterator[Row]:
@@ -225,7 +225,7 @@ def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterato
 
 
 def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row]:
-    """The three passes of a sparse convolution in float32 beside cuDNN's dense one, padding and all."""
+    """The three passes of a sparse convolution, exact and in TF32, beside cuDNN's dense one, padding and all."""
     import cupy as cp
 
     from minidl import cuda as ops
@@ -248,29 +248,35 @@ def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row
         torch.ops.aten.convolution_backward.default, bias_sizes=None, stride=[1, 1], padding=[size // 2] * 2,
         dilation=[1, 1], transposed=False, output_padding=[0, 0], groups=1,
     )  # fmt: skip
-    ours = {
-        "forward": [partial(ops.csb_conv2d, *pattern, values, x, *where, **layer.geometry) for x in xs],
-        "backward_data": [
-            partial(ops.csb_conv2d_backward_data, *pattern, values, dy, xs[0].shape, *where, **layer.geometry)
-            for dy in dys
-        ],
-        "backward_weight": [
-            partial(ops.csb_conv2d_backward_weight, *pattern, dy, x, *where, **layer.geometry, out=out)
-            for dy, x in zip(dys, xs, strict=True)
-        ],
-    }
     peers = {
         "forward": [partial(torch.conv2d, x, dense, padding=size // 2) for _, x in images],
         "backward_data": [partial(backward, dy, x, dense, output_mask=[True, False, False]) for dy, x in images],
         "backward_weight": [partial(backward, dy, x, dense, output_mask=[False, True, False]) for dy, x in images],
     }
-    for which, calls in ours.items():
-        time = timer.replayed(calls, budget)
-        yield {
-            "case": f"{name}/{100 * sparsity:g}%", "pass": which, "dtype": "fp32", "arm": "features-last",
-            "ms": time.ms, "spread": time.spread, "floor_ms": None, "peers": {"cudnn": _peer(peers[which], budget)},
-            "sparsity": sparsity, "shape": [n, h, w, c, k, size], "route": None, "error": None,
-        }  # fmt: skip
+    for tf32 in (0, 1):
+        options = {**layer.geometry, "tf32": tf32}
+        ours = {
+            "forward": [partial(ops.csb_conv2d, *pattern, values, x, *where, **options) for x in xs],
+            "backward_data": [
+                partial(ops.csb_conv2d_backward_data, *pattern, values, dy, xs[0].shape, *where, **options)
+                for dy in dys
+            ],
+            "backward_weight": [
+                partial(ops.csb_conv2d_backward_weight, *pattern, dy, x, *where, **options, out=out)
+                for dy, x in zip(dys, xs, strict=True)
+            ],
+        }
+        for which, calls in ours.items():
+            time = timer.replayed(calls, budget)
+            torch.backends.cudnn.allow_tf32 = bool(tf32)
+            peer = _peer(peers[which], budget)
+            torch.backends.cudnn.allow_tf32 = False
+            yield {
+                "case": f"{name}/{100 * sparsity:g}%", "pass": which, "dtype": "tf32" if tf32 else "fp32",
+                "arm": "features-last", "ms": time.ms, "spread": time.spread, "floor_ms": None,
+                "peers": {"cudnn": peer}, "sparsity": sparsity, "shape": [n, h, w, c, k, size], "route": None,
+                "error": None,
+            }  # fmt: skip
 
 
 def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str], short: bool = False) -> Iterator[Row]:

@@ -48,6 +48,15 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
+def _synchronised(network: torch.nn.Module) -> torch.nn.Module:
+    """``network`` with `torch.nn.SyncBatchNorm`, which does not run without a count of batches."""
+    network = torch.nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    for module in network.modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            module.num_batches_tracked = torch.zeros_like(module.running_mean[0], dtype=torch.long)
+    return network
+
+
 class Peer:
     """A training step of the same network: SGD with momentum, autocast in 16-bit types, channels last.
 
@@ -62,7 +71,7 @@ class Peer:
         device = ours.ops.name
         network = TorchGraph(graph).load(ours.model.state_dict()).to(device)
         if synchronised:
-            network = torch.nn.SyncBatchNorm.convert_sync_batchnorm(network)
+            network = _synchronised(network)
         options = {"device_ids": [torch.cuda.current_device()]} if device == "cuda" else {}
         self._parallel = DistributedDataParallel(
             network, gradient_as_bucket_view=True, broadcast_buffers=False, **options

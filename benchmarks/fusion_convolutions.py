@@ -1,11 +1,12 @@
 """The part of bench_fusion that times what convolutions do for the batch norms around them, against doing it apart.
 
-Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and summed
-for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum); output and
-weight gradient are also those of an input that is normalised as it is read, the prologue. `apart` is the same in passes
-of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without, and `whole` also adds up
-what the kernel leaves. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache on both
-sides.
+Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and
+summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
+output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
+that of one normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the
+convolution alone; `cost` is the kernel with over the kernel without, `bytes` what of that the arrays take that it
+reads besides, at the speed of a copy, and `whole` also adds up what the kernel leaves. What is farthest over its
+limit comes first. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache on both sides.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -26,6 +28,7 @@ import numpy as np
 from minidl import cuda as ops
 from minidl.cuda import conv2d_hopper
 from minidl.cuda.device import current_device
+from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, input_sets
 
@@ -50,6 +53,10 @@ class Arrays(bench_conv.Arrays):
         self.norm = self.moments, self.affine[0], ops.from_host(np.zeros(layer.channels, np.float32))
         options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
         self.options = options
+
+    def added_bytes(self, kind: str) -> int:
+        """Of the arrays that a convolution reads for what it does besides."""
+        return self.x[0].nbytes * (1 + self.joined) if kind == "gradients" else 0
 
     def forward(self, arm: str) -> list[Callable[[], Any]]:
         conv, w = ops.conv2d_stats if arm in ("whole", "kernel") else ops.conv2d, self.array(self.w)
@@ -107,13 +114,13 @@ class Arrays(bench_conv.Arrays):
         groups = zip(self.peer("backward_data"), self.inputs, self.outputs, self.x, strict=True)
         return [partial(call, conv, *map(nchw, rest)) for conv, *rest in groups]
 
-    def prologue(self, arm: str) -> list[Callable[[], Any]]:
+    def prologue(self, arm: str, packed: bool = False) -> list[Callable[[], Any]]:
         w = self.array(self.w)
 
         def call(x: Any) -> Any:
             if arm == "apart":
                 return ops.conv2d(ops.batch_norm_apply(x, *self.norm, relu=True), w, **self.options)
-            return ops.conv2d(x, w, **self.options, norm=None if arm == "plain" else self.norm)
+            return ops.conv2d(x, w, **self.options, norm=None if arm == "plain" else self.norm, packed=packed)
 
         return [partial(call, self.array(x)) for x in self.x]
 
@@ -123,6 +130,11 @@ class Arrays(bench_conv.Arrays):
         torch_conv = torch.nn.functional.conv2d
         w, where = bench_conv._nchw(self.w), ([self.layer.stride] * 2, [self.layer.padding] * 2)
         return [lambda x=x: torch_conv(self._normalised(x), w, None, *where) for x in self.x]
+
+    def packed(self, arm: str) -> list[Callable[[], Any]]:
+        return self.prologue(arm, True)
+
+    packed_peer = prologue_peer
 
     def prologue_weight(self, arm: str) -> list[Callable[[], Any]]:
         def call(dy: Any, x: Any, out: Any) -> Any:
@@ -155,38 +167,51 @@ PASSES = {
     "forward": ("forward", "statistics"),
     "backward_data": ("backward_data", "gradients"),
     "prologue": ("forward", "prologue"),
+    "packed": ("forward", "packed"),
     "prologue_weight": ("backward_weight", "prologue"),
 }  # the part of `Arrays`, the pass and the arm of its rows
+LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15}  # of what they should cost
 
 
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
     layers = [layer for layer in bench_conv.NETWORKS[a.network](a.batch) if layer.channels > 4]
-    rows = [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf))]
-    rows.sort(key=lambda row: row["count"] * (row["ms"] - row["apart_ms"]), reverse=True)
+    bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
+    rows, started = [], time.perf_counter()
+    for layer in layers:
+        if time.perf_counter() - started > 60 * a.minutes:
+            print(f"not measured: {layer.name}", flush=True)
+        else:
+            rows += _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth)
+    rows.sort(key=lambda row: row["cost"] - row["limit"], reverse=True)
     table = [
         [row["case"], row["pass"], row["arm"], str(row["count"])]
         + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
-        + [f"{row['cost']:+.1%}", f"{1e3 * row['ms']:.1f}", f"{1e3 * row['apart_ms']:.1f}"]
+        + [f"{row['cost']:+.1%}", f"{row['bytes_ms'] / row['plain_ms']:.1%}"]
+        + [f"{1e3 * row[key]:.1f}" for key in ("ms", "apart_ms")]
         + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
         for row in rows
     ]
-    columns = ["layer", "pass", "arm", "times", "plain", "kernel", "cost", "whole", "apart", "PyTorch"]
-    for pass_, arm in PASSES.values():
-        mine, which = (
-            [row for row in rows if (row["pass"], row["arm"].split(",")[0]) == (pass_, arm)],
-            f"{pass_}, {arm}",
-        )
+    columns = ["layer", "pass", "arm", "times", "plain", "kernel", "cost", "bytes", "whole", "apart", "PyTorch"]
+    for pass_, kind in PASSES.values():
+        mine = [row for row in rows if (row["pass"], _kind(row)) == (pass_, kind)]
         total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
         mean = statistics.geometric_mean(1 + row["cost"] for row in mine)
-        cost = total("kernel_ms") / total("plain_ms") - 1
-        print(f"{which}: cost {mean - 1:+.1%} in the mean of layers, {cost:+.1%} of their sum")
-        print(f"{which}: whole {total('ms'):.3f} ms, apart {total('apart_ms'):.3f} ms")
+        cost, limit = total("kernel_ms") / total("plain_ms") - 1, LIMITS[kind]
+        within = sum(row["cost"] <= limit for row in mine)
+        beyond = sum(row["cost"] - row["bytes_ms"] / row["plain_ms"] <= limit for row in mine)
+        print(f"{pass_}, {kind}: cost {mean - 1:+.1%} in the mean of layers, {cost:+.1%} of their sum")
+        print(f"{pass_}, {kind}: {within} of {len(mine)} layers within {limit:.0%}, {beyond} beyond their bytes")
+        print(f"{pass_}, {kind}: whole {total('ms'):.3f} ms, apart {total('apart_ms'):.3f} ms")
     show(f"batch norms in convolutions of {a.network}, batch {a.batch}, bf16: microseconds", columns, table)
     return rows
 
 
-def _rows(layer: bench_conv.Layer, budget: Budget) -> list[Row]:
+def _kind(row: Row) -> str:
+    return row["arm"].split(",")[0]
+
+
+def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row]:
     import cupy
     import torch
 
@@ -204,7 +229,8 @@ def _rows(layer: bench_conv.Layer, budget: Budget) -> list[Row]:
             "arm": kind if kind != "gradients" else "gradients, join" if arrays.joined else "gradients, relu",
             "ms": times["whole"].ms, "spread": times["whole"].spread, "floor_ms": None, "count": layer.count,
             "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
-            "cost": times["kernel"].ms / times["plain"].ms - 1, "peers": {"torch-eager": peer.ms},
+            "cost": times["kernel"].ms / times["plain"].ms - 1, "limit": LIMITS[kind],
+            "bytes_ms": 1e3 * arrays.added_bytes(kind) / bandwidth, "peers": {"torch-eager": peer.ms},
         })  # fmt: skip
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()

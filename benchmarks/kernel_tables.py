@@ -8,9 +8,10 @@ from result_files import Row, load, machine_of, machines
 
 from minidl.profile.tables import markdown
 
-__all__ = ["choices", "fused_pairs", "fused_steps"]
+__all__ = ["choices", "fused_convolutions", "fused_pairs", "fused_steps"]
 
 _SHOWN = 12  # rows of a table that shows the worst only
+_WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes of their own
 
 
 def choices() -> str:
@@ -63,6 +64,35 @@ def fused_steps() -> str:
         return ""
     head = ["network", "machine", "dtype", *arms, "best fixed / auto", "best fixed / adaptive", "PyTorch"]
     return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+
+
+def fused_convolutions() -> str:
+    """What convolutions take longer for what they do for batch norms: by kind, and where that is most."""
+    rows = [row for _, row in _fusion("convolutions")]
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row["pass"], row["arm"].split(",")[0]), []).append(row)
+    lines = []
+    for key, some in kinds.items():
+        costs, whole = [row["cost"] for row in some], [sum(row["count"] * row[k] for row in some) for k in _WHOLE]
+        within = sum(row["cost"] <= row["limit"] for row in some)
+        figures = f"{statistics.geometric_mean(1 + cost for cost in costs) - 1:+.1%}", f"{max(costs):+.1%}"
+        beyond = sum(row["cost"] - row["bytes_ms"] / row["plain_ms"] <= row["limit"] for row in some)
+        limit = f"{within} of {len(some)} ({some[0]['limit']:.0%})"
+        lines.append([*key, *figures, limit, str(beyond), *(f"{ms:.2f}" for ms in whole)])
+    if not lines:
+        return ""
+    head = markdown(
+        ["pass", "on the way", "cost, mean", "worst", "within", "beyond bytes", "ms whole", "ms apart"], sorted(lines)
+    )
+    lines = [
+        [f"{row['case']} {row['pass']}", row["arm"], f"{1e3 * row['plain_ms']:.1f}", f"{1e3 * row['kernel_ms']:.1f}"]
+        + [f"{row['cost']:+.1%}", f"{row['bytes_ms'] / row['plain_ms']:+.1%}"]
+        + [f"{1e3 * ms:.1f}" for ms in (row["ms"], row["apart_ms"], row["peers"]["torch-eager"])]
+        for row in sorted(rows, key=lambda row: row["limit"] - row["cost"])[:_SHOWN]
+    ]
+    columns = ["worst", "on the way", "µs without", "with", "cost", "of it bytes", "whole", "apart", "PyTorch"]
+    return f"{head}\n\n{markdown(columns, lines)}"
 
 
 def fused_pairs() -> str:

@@ -44,12 +44,14 @@ def scaling(files: Iterable[File]) -> str:
 
 def _step(row: Row) -> list[str]:
     figures = [f"{row['images_per_s']:.0f}", f"{row['efficiency']:.1%}", f"{row['exposed_ms']:.2f}"]
-    theirs = [""] * 4
-    if row["peers"]:
-        name, ms = min(row["peers"].items(), key=lambda peer: peer[1])
-        kind = " compiled" * name.endswith("compile")
-        theirs = [f"{row['peer_images_per_s'][name]:.0f}{kind}", f"{row['peer_efficiency'][name]:.1%}"]
-        theirs += [f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}"]
+    peers = [
+        [
+            f"{row['peer_images_per_s'][name]:.0f}{' compiled' * name.endswith('compile')}",
+            f"{row['peer_efficiency'][name]:.1%}", f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}",
+        ]
+        for name, ms in row["peers"].items()
+    ]  # fmt: skip
+    theirs = [" / ".join(cells) for cells in zip(*peers, strict=True)] or [""] * 4
     return [f"{row['case']} {row['dtype']}", str(row["ranks"]), row["arm"], *figures, *theirs]
 
 

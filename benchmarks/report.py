@@ -71,7 +71,11 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "scaling": lambda: rank_tables.scaling(everywhere("bench_scaling")),
         "shared layers": rank_tables.shared_layers,
     },
-    "docs/fusion.md": {"fused steps": kernel_tables.fused_steps, "fused pairs": kernel_tables.fused_pairs},
+    "docs/fusion.md": {
+        "fused steps": kernel_tables.fused_steps,
+        "fused pairs": kernel_tables.fused_pairs,
+        "fused convolutions": kernel_tables.fused_convolutions,
+    },
     "docs/memory.md": {
         "pinning": memory_tables.pinning,
         "predicted": memory_tables.predicted_steps,

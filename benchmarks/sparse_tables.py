@@ -11,6 +11,7 @@ from minidl.profile.tables import markdown
 __all__ = ["compressed", "pruned", "shrunk", "sparse"]
 
 
+FEW = 64  # samples: products that read the matrix and little else
 _SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight": "dY Xᵀ at A"}
 
 
@@ -28,6 +29,8 @@ def sparse(machine: str = "cpu") -> str:
         for row in file["rows"]:
             for peer, ms in row["peers"].items():
                 dtype = "" if machine == "cpu" else f"{row['dtype']}, "
+                if machine != "cpu" and len(row["shape"]) == 3 and row["shape"][-1] <= FEW:
+                    dtype += f"up to {FEW} samples, "
                 key = _SPARSE_PEERS[peer], f"{dtype}{_SPARSE_PASSES[row['pass']]}, {row['arm'].replace('-', ' ')}"
                 if row["shape"][-1] > 1:
                     groups.setdefault(key, {}).setdefault(row["sparsity"], []).append(ms / row["ms"])

@@ -144,7 +144,7 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
     p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
     p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
-    plans = f"{', '.join(CHOICES)}, fastest (in a memory limit), or a file of minidl fuse; default: on a GPU auto"
+    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: on a GPU auto, with --memory-limit the fastest"
     p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
     p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
     p.add_argument(
@@ -335,10 +335,8 @@ def _trained_once(a: argparse.Namespace) -> tuple[dict[str, float], Trainer]:
 
 def _prepared(a: argparse.Namespace, comm: Any, device: str, train_set: Any) -> tuple[Model, SGD, LimitedMemory | None]:
     """The model, fused and with its kernels compiled, what updates it, and within which memory."""
-    choosing = a.fusion == "fastest"
-    if choosing and (a.memory_limit is None or device != "cuda"):
-        raise ValueError("--fusion fastest is for training on a GPU with --memory-limit")
-    a.fusion = "auto" if choosing else a.fusion or ("auto" if device == "cuda" else "none")
+    choosing = a.fusion is None and a.memory_limit is not None and device == "cuda"
+    a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
     mode = precision(a.precision)
     shape, options = tuple(train_set[0][0].shape), _model_options(a)
     network = partial(models.build, a.model, shape, train_set.num_classes, **options)

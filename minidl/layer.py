@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checkpoint, checks, interop
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import SOLO, Communicator, Work
 from minidl.initializers import Initializer
 from minidl.params import Arena, Gradient, LayerParams, ParameterSpec
 from minidl.precision import Precision, bfloat16, float16, float32
@@ -51,6 +51,7 @@ class Layer:
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
+    factored = False  # may send factors of its gradients in their place
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
     def __init__(self, name: str | None = None, **unknown: Any):
@@ -109,6 +110,11 @@ class Layer:
 
     def backward_weight(self, dy: Any) -> None:
         """Write the parameter gradients into the views that `grad` names. Default: no parameters."""
+
+    def send_factors(self, dy: Any) -> Work | None:
+        """Start to give all ranks what the gradients of the parameters are products of, if that takes less than to add
+        them up: `backward_weight`, after the wait, makes the sums over ranks by itself. Default: None, it does not."""
+        return None
 
     def backward_weight_tile(self, dy: Any, rows: slice) -> None:
         """The part of `backward_weight` for one tile of the parameter declared with ``rows``, the first; the last tile
@@ -242,13 +248,18 @@ class Layer:
             self._arena.begin_step()
         tiled = isinstance(self.params, LayerParams) and self.params.tiled
         try:
-            # Weights that are updated tile by tile must have served the input gradient before.
-            dx = self._input_gradient(array, add) if tiled else None
+            factors = self.send_factors(array)
+            # Weights that are updated tile by tile must have served the input gradient before; and it hides factors.
+            early = tiled or factors is not None
+            dx = self._input_gradient(array, add) if early else None
+            if factors is not None:
+                with self.profiler.span(self.name, "wait"):
+                    factors.wait()
             self._weight_gradients(array, self.params.tiles if tiled else None)
             if isinstance(self.params, LayerParams):
                 with self.profiler.span(self.name, "message"):
-                    self.params.ready()
-            if not tiled:
+                    self.params.ready(summed=factors is not None)
+            if not early:
                 dx = self._input_gradient(array, add)
         except BaseException:
             if self._arena is not None:

@@ -24,6 +24,7 @@ from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
+from minidl.profile.factors import most_rows
 from minidl.profile.neighbourhood import Neighbour
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
@@ -52,6 +53,9 @@ class Model:
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
             By layer: what is enough for a message that ends there (`minidl.profile.neighbourhood.by_neighbourhood` of
             `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB.
+        factors: on several GPUs, the rows whose product a large fully connected layer's gradient is may travel in its
+            place, where they take less (`minidl.profile.factors`); sums then differ in their last bits. They are not
+            used with micro-batches, gradients in the momentum, gradients looked at for NaN, or a limit of memory.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
         input_grad: `backward` returns the gradient of the input, too.
@@ -72,6 +76,7 @@ class Model:
         store: TensorStore | None = None,
         profiler: Profiler = NULL_PROFILER,
         group_bytes: int | Mapping[str, int] | None = None,
+        factors: bool = True,
         message_dtype: str = "fp32",
         input_grad: bool = False,
     ):
@@ -109,7 +114,9 @@ class Model:
         if group_bytes is None:
             layers = self.neighbours() if comm.size > 1 else ()
             group_bytes = grouping.group_bytes(self.ops, comm, layers, self.precision.storage.itemsize)
-        self.arena.connect(comm, group_bytes, parse_precision(message_dtype).storage)
+        sent = parse_precision(message_dtype).storage
+        self.arena.factored = self._factored(sent.itemsize) if factors and comm.size > 1 else {}
+        self.arena.connect(comm, group_bytes, sent)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
         self.input_grad = input_grad
@@ -120,6 +127,15 @@ class Model:
         self.fusion: Any = None  # the plan that `minidl.fusion.fuse` set last
         self._agree()
         self.arena.settle()
+
+    def _factored(self, sent_itemsize: int) -> dict[str, int]:
+        """Layers that may send factors, and up to how many rows over all ranks."""
+        itemsize, found = self.precision.storage.itemsize, {}
+        for layer in self.layers:
+            if layer.factored and layer.params.trainable("weight"):
+                outputs, inputs = layer.params["weight"].shape
+                found[layer.name] = most_rows(inputs, outputs, itemsize, sent_itemsize, self.ops.name)
+        return {name: rows for name, rows in found.items() if rows}
 
     def neighbours(self) -> list[Neighbour]:
         """The layers in the order of the backward pass, each with the gradients that it sends and its work on a few
@@ -144,6 +160,7 @@ class Model:
         plan = [segment.describe() for segment in self.arena.segments]
         plan += [f"{layer.name} {layer!r}" for layer in self.layers]
         plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
+        plan += [f"factors of {name} up to {rows} rows" for name, rows in self.arena.factored.items()]
         plan.append(f"tuned kernels {self._kernels}")
         require_same(
             self.comm, "parameter plan", [f"precision {self.precision.name}, messages {self.arena.wire.dtype}", *plan]

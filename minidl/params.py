@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks, legality
-from minidl.dist.communicator import SOLO, Communicator, Work, place
+from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.initializers import generator
 from minidl.precision import Precision, float32
 from minidl.profile.neighbourhood import cut
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.segments import ALIGN, ParameterSpec, Segment, drawn, lay_out, ring_places
+from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out, ring_places
 
 __all__ = ["ALIGN", "Arena", "Gradient", "LayerParams", "Message", "ParameterSpec", "Segment"]
 
@@ -99,29 +98,17 @@ class LayerParams(Mapping[str, Any]):
         """The next gradients overwrite: for those who run backward passes of a layer one by one."""
         self._arena.begin_step()
 
-    def ready(self) -> None:
-        """All gradients of this layer are written: its all-reduce may start."""
-        self._arena.ready(self._layer)
+    def ready(self, *, summed: bool = False) -> None:
+        """All gradients of this layer are written: its all-reduce may start, unless they are sums already."""
+        self._arena.ready(self._layer, summed=summed)
 
+    def shares(self, rows: int) -> list[int] | None:
+        """Rows of the batch on each rank, where factors travel in the place of this layer's gradients; a collective.
 
-@dataclass
-class Message:
-    """A contiguous slice of gradients that is sent at once and updated at once: one layer or several neighbours."""
-
-    begin: int
-    end: int
-    layers: tuple[str, ...]
-    waiting: int = 0
-    work: Work | None = None
-    cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
-    own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
-    begun: bool = False  # to be updated in this step, within the backward pass
-    updated: bool = False  # all of it
-
-    @property
-    def name(self) -> str:
-        """The names of its layers, joined by ``+``, as profilers know it."""
-        return "+".join(self.layers)
+        Args:
+            rows: on this rank.
+        """
+        return self._arena.shares(self._layer, rows)
 
 
 class Arena:
@@ -163,6 +150,8 @@ class Arena:
         self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
         self._abandoned = False
         self.slots = 0  # messages that ``grad`` holds at a time; 0: all
+        self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
+        self._shares: list[int] | None = None  # rows of the batch on each rank, in this step
         self.tiled: dict[str, Segment] = {}  # of layers whose gradient ``grad`` holds tile by tile
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
@@ -249,8 +238,16 @@ class Arena:
     def watch(self, look: Callable[[str], None]) -> None:
         """Call ``look(layer)`` when the gradients of a layer are complete, before they are sent."""
         self._look = look
+        self.factored = {}  # by which a NaN would reach all ranks before anybody looks
         if self.slots:
             self.ring(self.slots, self._update)
+
+    def sum_all(self) -> None:
+        """Send no factors from now on, for those who count on what one rank does; a collective."""
+        if self.factored:
+            self.factored = {}
+            self.connect(self.comm, self.group_bytes, self.wire.dtype)
+            self.settle()
 
     def add_to(self, sums: Any, prepare: Callable[[], None]) -> None:
         """Add gradients to ``sums``, which an update needs anyway, instead of holding them apart.
@@ -262,6 +259,7 @@ class Arena:
         """
         legality.refuse("gradients", ring=self.slots, sharded=self.sharded, in_momentum=True)
         self.adds, self._prepare = True, prepare
+        self.factored = {}  # what all ranks bring is added up
         self.connected += 1
         self.grad = self.wire = sums
         self.begin_step()
@@ -303,12 +301,9 @@ class Arena:
         self.wire = self.ops.empty(self.grad.shape, message_dtype) if rounded else self.grad
         held = {name: [s for s in self._layers[name] if s.trainable] for name in reversed(self._layers)}
         spans = {name: (mine[0].offset, mine[-1].stop) for name, mine in held.items() if mine}
-        runs: list[list[tuple[str, int]]] = []
-        for name, (begin, end) in spans.items():
-            if not runs or held[name][0].rows:  # what is made in tiles begins a message
-                runs.append([])
-            runs[-1].append((name, 4 * (end - begin)))
-        groups = [names for run in runs for names in cut(run, group_bytes)]
+        sizes = [(name, 4 * (end - begin)) for name, (begin, end) in spans.items()]
+        tiled = {name for name in spans if held[name][0].rows}
+        groups = cut(sizes, group_bytes, tiled, self.factored if comm.size > 1 else ())
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
         self._share_out()
@@ -361,8 +356,9 @@ class Arena:
             raise checks.order("gradients", text, "load_state_dict, or go on from a checkpoint")
         self._ready.clear()
         self._begun.clear()
+        self._shares = None
         self._abandoned = False
-        self._send = send
+        self._send, self._parts = send, accumulate or not send
         if not accumulate:
             self._written.clear()
 
@@ -405,8 +401,17 @@ class Arena:
                 at = self._at(message.begin)
                 self.grad[at : at + self._held(message)].fill(0)
 
-    def ready(self, layer: str) -> None:
-        """Count a layer as done and start its message when it was the last of it."""
+    def shares(self, layer: str, rows: int) -> list[int] | None:
+        """See `LayerParams.shares`."""
+        most = self.factored.get(layer, 0)
+        if self.comm.size == 1 or not most or self._parts:
+            return None
+        if self._shares is None:
+            self._shares = self.comm.share(rows)
+        return self._shares if sum(self._shares) <= most else None
+
+    def ready(self, layer: str, *, summed: bool = False) -> None:
+        """Count a layer as done and start its message when it was the last of it, unless gradients are sums already."""
         message = self._message_of.get(layer)
         if message is None:
             return
@@ -416,17 +421,25 @@ class Arena:
         if message.waiting < 0:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
-            span = partial(self.profiler.span, message.name, "all_reduce")
-            at = self._at(message.begin)
-            part = self.wire[at : at + self._held(message)]
-            if self.wire is not self.grad:
-                self.ops.copy_into(part, self.gradient(message.begin, message.end))
-            if self.sharded:
-                message.work = self.comm.start_reduce_scatter(part, message.cuts, span, message.name)
-            else:
-                message.work = self.comm.start_all_reduce(part, span, message.name)
+            message.summed = summed
+            self._start(message)
             if self.slots:
                 self._ready.append(message)
+
+    def _start(self, message: Message) -> None:
+        """Send the message's gradients; those that are sums already need no journey."""
+        at = self._at(message.begin)
+        part = self.wire[at : at + self._held(message)]
+        if message.summed:
+            message.work = SOLO.start_all_reduce(part)
+            return
+        if self.wire is not self.grad:
+            self.ops.copy_into(part, self.gradient(message.begin, message.end))
+        span = partial(self.profiler.span, message.name, "all_reduce")
+        if self.sharded:
+            message.work = self.comm.start_reduce_scatter(part, message.cuts, span, message.name)
+        else:
+            message.work = self.comm.start_all_reduce(part, span, message.name)
 
     def make_room(self) -> None:
         """Between two layers of a backward pass: with a ring, update messages until the next one has a slot."""
@@ -478,7 +491,7 @@ class Arena:
         with self.profiler.span(message.name, "wait"):
             message.work.wait()
         message.work = None
-        if self.wire is not self.grad:
+        if self.wire is not self.grad and not message.summed:
             begin, end = message.own
             at = self._at(begin)
             self.ops.copy_into(self.gradient(begin, end), self.wire[at : at + end - begin])

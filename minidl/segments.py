@@ -1,4 +1,4 @@
-"""Where parameters lie in an arena, and where the gradients of a few messages lie in a ring: names and sizes alone."""
+"""Where parameters lie in an arena, the messages their gradients are cut into, and where a ring holds a few of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from math import prod
 import numpy as np
 
 from minidl import checks
+from minidl.dist.communicator import Work
 from minidl.initializers import Initializer
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "ParameterSpec", "Segment", "by_name", "drawn", "flattened", "lay_out", "ring_places"]
+__all__ = ["ALIGN", "Message", "ParameterSpec", "Segment", "by_name", "drawn", "flattened", "lay_out", "ring_places"]
 
 ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
 
@@ -76,6 +77,27 @@ class Segment:
     def describe(self) -> str:
         """One line that is equal on two ranks exactly when their plans agree here."""
         return f"{self.full_name} {self.shape} at {self.offset}{'' if self.trainable else ' frozen'}"
+
+
+@dataclass
+class Message:
+    """A contiguous slice of gradients that is sent at once and updated at once: one layer or several neighbours."""
+
+    begin: int
+    end: int
+    layers: tuple[str, ...]
+    waiting: int = 0
+    work: Work | None = None
+    cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
+    own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
+    summed: bool = False  # the layer makes sums over ranks itself in this step: nothing is sent
+    begun: bool = False  # to be updated in this step, within the backward pass
+    updated: bool = False  # all of it
+
+    @property
+    def name(self) -> str:
+        """The names of its layers, joined by ``+``, as profilers know it."""
+        return "+".join(self.layers)
 
 
 def by_name(flat: np.ndarray, segments: Iterable[Segment], prefix: str = "") -> dict[str, np.ndarray]:

@@ -52,7 +52,6 @@ class TensorStore:
     """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
 
     capturable = True  # a step of this store can be captured in a CUDA graph
-    resident = True  # what is saved stays where it is, so that several tensors may share memory
 
     def __init__(self) -> None:
         self._slots: dict[Hashable, Slot] = {}
@@ -150,5 +149,10 @@ class TensorStore:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the distinct tensors now held."""
-        return sum(slot.array.nbytes for slot in self._slots.values())
+        """Bytes of memory from the first to the last of each tensor now held; what several share counts once."""
+        end, total = 0, 0
+        for (address, shape, strides, _), slot in sorted(self._slots.items(), key=lambda item: item[0][0]):
+            last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + slot.array.itemsize
+            total += max(address + last - max(end, address), 0)
+            end = max(end, address + last)
+        return total

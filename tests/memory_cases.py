@@ -46,9 +46,12 @@ def random_trace(
 
 
 def small_graph(name: str, image: int, *, width: int = 8) -> m.Graph:
-    """A library model, a U-Net of ``width``, or "mixed": dropout, a view, a dense join and linear layers in one."""
+    """A library model, a U-Net of ``width``, "dense": dense layers whose joins share a buffer, or "mixed": dropout, a
+    view, a dense join and linear layers in one."""
     if name == "unet":
         return models.build(name, (image, image, 3), 2, width=width, depth=3)
+    if name == "dense":
+        return _dense_graph(image, width)
     if name != "mixed":
         return models.build(name, (image, image, 3), 10)
     graph = m.Graph()
@@ -58,6 +61,27 @@ def small_graph(name: str, image: int, *, width: int = 8) -> m.Graph:
     y = m.MaxPool2d(2, name="p1")(m.BatchNorm2d(16, name="b1")(m.Concat(name="cat")(y, z)))
     y = m.Linear(16 * (image // 2) ** 2, 32, name="l1")(m.Flatten(name="f")(y))
     return graph.output(m.Linear(32, 10, name="l2")(m.Dropout(0.5, name="d2")(m.ReLU(name="r2")(y))))
+
+
+def _dense_graph(image: int, width: int) -> m.Graph:
+    """Two blocks of dense layers as in a DenseNet, and what is between and behind them."""
+    graph = m.Graph()
+
+    def normed(x, name: str):
+        return m.ReLU(name=f"relu_{name}")(m.BatchNorm2d(x.shape[-1], name=f"norm_{name}")(x))
+
+    x = m.Conv2d(3, width, 3, padding=1, bias=False, name="conv0")(graph.input((image, image, 3)))
+    for block in ("a", "b"):
+        for i in range(3):
+            y = normed(x, f"{block}{i}1")
+            y = m.Conv2d(y.shape[-1], 2 * width, 1, bias=False, name=f"conv_{block}{i}1")(y)
+            y = normed(y, f"{block}{i}2")
+            y = m.Conv2d(2 * width, width, 3, padding=1, bias=False, name=f"conv_{block}{i}2")(y)
+            x = m.Concat(name=f"join_{block}{i}")(x, y)
+        x = m.Conv2d(x.shape[-1], 2 * width, 1, bias=False, name=f"conv_{block}")(normed(x, block))
+        x = m.AvgPool2d(2, name=f"pool_{block}")(x)
+    x = m.Flatten(name="flat")(m.AdaptiveAvgPool2d(1, name="pool")(x))
+    return graph.output(m.Linear(x.shape[-1], 10, name="linear")(x))
 
 
 @functools.cache

@@ -34,6 +34,10 @@ class Two:
             pass
         return self
 
+    def start_all_gather(self, array, cuts, span=None, name=""):
+        array[cuts[1] :] = array[: cuts[1]]
+        return self.start_all_reduce(array, span, name)
+
     def wait(self):
         pass
 
@@ -105,3 +109,18 @@ def test_transfer_wait_and_exposed_of_a_message():
              {("m", "all_reduce"): [5.0, 3.0], ("m", "wait"): [0.1, 0.1]}]  # fmt: skip
     message = network._message("m", ranks)
     assert (message.transfer, message.wait, message.exposed) == (2.0, 2.0, 0.5)
+
+
+def test_factors_are_a_row_of_what_they_send(monkeypatch):
+    """Two ranks of two samples each: one gives the other its rows of x and dy, 48 + 128 elements and 16 of padding."""
+    monkeypatch.setattr("minidl.model.most_rows", lambda inputs, *others: 4 * (inputs == 48))
+    step = TrainingStep(models.build("mlp", (4, 4, 3), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
+    found, times = cases(models.build("mlp", (4, 4, 3), 3), 2), network.measure(step, seconds=0.01)
+    table = Table("mlp", step, 2, found, (), times, {}, CEILINGS, lambda nbytes: Timing((1.0,) * 3))
+    messages = {row["layer"]: row for row in network_rows(table) if row["pass"] == "all_reduce"}
+    first, *others = (row for row in messages.values() if row["in"] is None)
+    inputs, outputs = step.model.layers[1].in_features, step.model.layers[1].out_features
+    width = -(-(inputs + outputs) // 64) * 64
+    assert first["factors"] and first["wire_bytes"] == 2 * 4 * width and first["message_bytes"] == 4 * 4 * width
+    assert first["ms"] == first["transfer_ms"] < 1.0 and first["exposed_ms"] >= 0
+    assert others and not any("factors" in row for row in others)

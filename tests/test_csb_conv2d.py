@@ -46,13 +46,13 @@ class Case:
         self.geometry = dict(zip(names, self.window, strict=True)) | {"kernel": (r, s)}
         self.dense = dict(zip(names, self.window, strict=True)) | {"groups": 1}
 
-    def forward(self, x, bias=None):
+    def forward(self, x, bias=None, **options):
         arrays = *self.pattern, self.values, x, *self.place
-        return self.ops.to_host(self.ops.csb_conv2d(*arrays, **self.geometry, bias=bias))
+        return self.ops.to_host(self.ops.csb_conv2d(*arrays, **self.geometry, bias=bias, **options))
 
-    def backward_data(self, dy):
+    def backward_data(self, dy, **options):
         arrays = *self.pattern, self.values, dy, self.images, *self.place
-        return self.ops.to_host(self.ops.csb_conv2d_backward_data(*arrays, **self.geometry))
+        return self.ops.to_host(self.ops.csb_conv2d_backward_data(*arrays, **self.geometry, **options))
 
     def backward_weight(self, dy, x, out=None, **options):
         out = self.ops.from_host(np.full(self.values.shape, np.nan, float32)) if out is None else out
@@ -158,20 +158,27 @@ def test_a_filter_without_elements_gives_the_bias_and_no_gradient(ops, rng):
     assert not a.backward_data(ops.from_host(dy)).any() and a.backward_weight(ops.from_host(dy), x).shape == (0,)
 
 
-@pytest.mark.parametrize("storage", [float32, bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("storage,tf32", [(float32, 0), (float32, 1), (float32, 3), (bfloat16, 0)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage):
+def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage, tf32):
     from minidl.cuda.csb_routes import conv_routes, route
     from minidl.cuda.device import current_device
 
     a = Case(cuda_ops, rng, case, storage, few)
     x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
-    y = reference.conv2d(x.astype(float), a.filters.astype(float), **a.dense)
-    dx = reference.conv2d_backward_data(dy.astype(float), a.filters.astype(float), a.images, **a.dense)
-    for name in conv_routes(case[2], np.dtype(storage), current_device()):
+    wide = [v.astype(float) for v in (x, dy, a.filters)]
+    y = reference.conv2d(wide[0], wide[2], **a.dense)
+    dx = reference.conv2d_backward_data(wide[1], wide[2], a.images, **a.dense)
+    dw = a.layer.at_pattern(reference.conv2d_backward_weight(wide[1], wide[0], a.filters.shape, **a.dense))
+    given = cuda_ops.from_host(x), cuda_ops.from_host(dy)
+    for name in conv_routes(case[2], np.dtype(storage), tf32, current_device()):
         with route(name):
-            np.testing.assert_array_equal(a.forward(cuda_ops.from_host(x)).astype(float), y, err_msg=name)
-            np.testing.assert_array_equal(a.backward_data(cuda_ops.from_host(dy)).astype(float), dx, err_msg=name)
+            np.testing.assert_array_equal(a.forward(given[0], tf32=tf32).astype(float), y, err_msg=name)
+            np.testing.assert_array_equal(a.backward_data(given[1], tf32=tf32).astype(float), dx, err_msg=name)
+            np.testing.assert_array_equal(a.backward_weight(*given[::-1], tf32=tf32), dw, err_msg=name)
+            ones = cuda_ops.from_host(np.ones(dw.shape, float32))
+            added = a.backward_weight(*given[::-1], out=ones, accumulate=True, tf32=tf32)
+            np.testing.assert_array_equal(added, dw + 1, err_msg=name)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -183,7 +190,7 @@ def test_routes_of_float32_give_the_same_bits(cuda_ops, rng, stride):
     a = Case(cuda_ops, rng, ((96, 14, 14, 64), (256, 3, 3), 64, (stride, stride), (1, 1), (1, 1)), values=draw)
     x, dy = (cuda_ops.from_host(v) for v in (draw(rng, a.images, float32), a.gradient(rng, values=draw)))
     found = []
-    for name in conv_routes(64, np.dtype(float32), current_device()):
+    for name in conv_routes(64, np.dtype(float32), 0, current_device()):
         with route(name):
             found.append((a.forward(x), a.backward_data(dy)))
     for other in found[1:]:
@@ -196,15 +203,18 @@ def test_a_convolution_cannot_take_any_route(rng):
     from minidl.cuda.device import BUILT_IN
 
     h200, single = BUILT_IN["H200"], np.dtype(float32)
-    assert conv_routes(64, single, h200) == ["rows", "generic"]
-    assert conv_routes(8, single, h200) == conv_routes(64, single, BUILT_IN["A100"]) == ["generic"]
-    assert conv_routes(64, np.dtype(bfloat16), h200) == ["dense", "generic"]
+    assert conv_routes(64, single, 0, h200) == ["rows", "generic"]
+    assert conv_routes(8, single, 0, h200) == conv_routes(64, single, 0, BUILT_IN["A100"]) == ["generic"]
+    assert conv_routes(64, single, 1, h200) == ["dense", "rows", "generic"]
+    assert conv_routes(64, np.dtype(bfloat16), 0, h200) == ["dense", "generic"]
+    assert choose_conv_route(64, single, 3, 0.1, h200) == choose_conv_route(64, single, 1, 0.01, h200) == "dense"
+    assert choose_conv_route(64, single, 3, 0.02, h200) == "rows"
     with route("skinny"), pytest.raises(ValueError, match="csb_conv2d: route"):
-        choose_conv_route(64, single, h200)
+        choose_conv_route(64, single, 0, 0.1, h200)
 
 
-def test_split_products_are_refused_where_there_are_none(cpu_ops, rng):
+def test_tf32_is_refused_where_there_is_none(cpu_ops, rng):
     a = Case(cpu_ops, rng, CASES[0])
     x = draw(rng, a.images, float32)
-    with pytest.raises(ValueError, match="csb_conv2d: split"):
-        cpu_ops.csb_conv2d(*a.pattern, a.values, x, *a.place, **a.geometry, split="tf32x3")
+    with pytest.raises(ValueError, match="csb_conv2d: tf32"):
+        cpu_ops.csb_conv2d(*a.pattern, a.values, x, *a.place, **a.geometry, tf32=1)

@@ -90,25 +90,32 @@ def test_every_route_of_float32_is_exact_on_whole_numbers(
                 np.testing.assert_array_equal(y, expected, err_msg=f"{name}, {split}, {samples} samples")
 
 
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     "shape,density", [((304, 136), 0.1), ((64, 64), 1.0), ((600, 2048), 0.7), ((8, 1032), 0.5), ((4096, 1040), 0.1)]
 )
-def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
+def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(
+    cuda_ops, rng, shape, density, storage, transposed, features_last
+):
     from minidl.cuda.device import current_device
 
     a = Matrix(cuda_ops, rng, shape, 64, density, storage)
-    where = {"transposed": transposed, "features_last": True}
+    where = {"transposed": transposed, "features_last": features_last}
     for samples in (1, 11, 16, 27, 32, 64, 133):
-        x = _operand(rng, a, samples, transposed, True, storage, _small)
+        x = _operand(rng, a, samples, transposed, features_last, storage, _small)
         bias = draw_integers(rng, shape[1 if transposed else 0], float32)
-        expected = reference.matmul(a.dense, x.astype(float), bias=bias, relu=True, **where).astype(storage)
-        fits = a.product(samples, storage, transposed, True).fits(current_device())
-        for name in (name for name in ROUTES if fits[name]):
-            with route(name):
-                y = a.matmul(cuda_ops.from_host(x), bias=cuda_ops.from_host(bias), relu=True, **where)
-            np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=f"{name}, {samples} samples")
+        product = a.product(samples, storage, transposed, features_last)
+        for shift in (None, bias):
+            fits = product._replace(bias=shift is not None).fits(current_device())
+            expected = reference.matmul(a.dense, x.astype(float), bias=shift, relu=True, **where).astype(storage)
+            given = None if shift is None else cuda_ops.from_host(shift)
+            for name in (name for name in ROUTES if fits[name]):
+                with route(name):
+                    y = a.matmul(cuda_ops.from_host(x), bias=given, relu=True, **where)
+                message = f"{name}, {samples} samples"
+                np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=message)
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -130,24 +137,28 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
+TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 3, 8), (4, 2, 16), (8, 1, 4), (16, 3, 16)]  # units, vec, run
+
+
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
-@pytest.mark.parametrize("part,density", [(64, 0.3), (128, 0.03)])
-def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, transposed, features_last):
+@pytest.mark.parametrize("part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (301, 332))])
+def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, transposed, features_last):
     """Whichever tile sizes choose, also where each thread block takes several."""
     from minidl.cuda.device import current_device
 
     device = current_device()
     if not csb_rows.applies(64, np.dtype(float32), device):
         pytest.skip("needs a Hopper GPU")
-    a = Matrix(cuda_ops, rng, (300, 330), 64, density, values=draw)
+    a = Matrix(cuda_ops, rng, shape, 64, density, values=draw)
     where = {"transposed": transposed, "features_last": features_last}
     for samples in (133, 12000):
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for units, vec in itertools.product((4, 16), (1, 2, 3, 4) if features_last else (1, 2, 4)):
-            tile = csb_rows.RowsTile(units, vec, part, part * density >= 4, 3072, 2)
+        for units, vec, run in TILES:
+            vec = 2 if vec == 3 and not features_last else vec
+            tile = csb_rows.RowsTile(units, vec, part, run, part * density >= 4, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
@@ -226,6 +237,57 @@ def test_sampled_products_of_float32_are_exact_on_whole_numbers(
     _check_dots(cuda_ops, rng, a, samples, features_last)
 
 
+SPLIT_SAMPLED = [
+    ((300, 262), 64, 0.3, 133), ((257, 300), 256, 0.1, 1001), ((1, 72), 64, 0.5, 64), ((513, 1032), 128, 0.05, 5000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", SPLIT_SAMPLED)
+def test_split_sampled_products_multiply_rests(cuda_ops, rng, shape, side, density, samples, features_last):
+    """Numbers of 13 bits need a rest; where only one operand has them nothing is left out."""
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    for limits in ((4095, 3), (3, 4095)):
+        dy, x = (
+            draw_integers(rng, (samples, f) if features_last else (f, samples), float32, limit=limit)
+            for f, limit in zip(shape, limits, strict=True)
+        )
+        out = cuda_ops.from_host(np.ones(a.values.size, float32))
+        _split_sampled(cuda_ops, a, dy, x, features_last, out, True)
+        expected = 1 + reference.sampled(a.mask, dy.astype(float), x.astype(float), side, features_last=features_last)
+        np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("shape,side,density,samples", SPLIT_SAMPLED)
+def test_split_sampled_products_keep_their_bound(cuda_ops, rng, shape, side, density, samples, features_last):
+    a = Matrix(cuda_ops, rng, shape, side, density)
+    dy, x = (draw(rng, (samples, f) if features_last else (f, samples), float32) for f in shape)
+    out = cuda_ops.empty(a.values.size, float32)
+    _split_sampled(cuda_ops, a, dy, x, features_last, out, False)
+    first = cuda_ops.to_host(out)
+    _split_sampled(cuda_ops, a, dy, x, features_last, out, False)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), first, err_msg="other bits on another run")
+    wide = dy.astype(float), x.astype(float)
+    expected = reference.sampled(a.mask, *wide, side, features_last=features_last)
+    magnitude = reference.sampled(a.mask, *map(np.abs, wide), side, features_last=features_last)
+    bound = (3.02 * 2.0**-16 + 3 * samples / 8 * 2.0**-23) * magnitude
+    assert (np.abs(first - expected) <= bound).all()
+    assert np.abs(first - expected).max() > 0, "float32 would not be tested"
+
+
+def _split_sampled(cuda_ops, a, dy, x, features_last, out, accumulate):
+    from minidl.cuda.device import current_device
+
+    shape, side = a.place
+    samples = dy.shape[0 if features_last else 1]
+    if not csb_sampled_hopper.splits("bf16x3", side, shape, a.values.size, samples, features_last, current_device()):
+        pytest.skip("needs a Hopper GPU")
+    given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
+    options = {"features_last": features_last, "out": out, "accumulate": accumulate}
+    cuda_ops.csb_sampled(*a.pattern, *given, shape, side, split="bf16x3", **options)
+
+
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 def test_sampled_products_of_float32_do_full_blocks_of_a_sparse_matrix(cuda_ops, rng, features_last):
     """Blocks with more elements than a thread block holds at a time, beside empty ones."""
@@ -251,6 +313,28 @@ def _check_dots(cuda_ops, rng, a, samples, features_last):
     csb_dots.sampled(*a.pattern, *given, *a.place, features_last, out, True)
     expected = 1 + reference.sampled(a.mask, dy.astype(float), x.astype(float), side, features_last=features_last)
     np.testing.assert_array_equal(cuda_ops.to_host(out), expected)
+
+
+@pytest.mark.parametrize("storage,split", [(float32, None), (float32, "bf16x3"), (bfloat16, None)])
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+def test_more_than_two_to_the_31_elements(cuda_ops, rng, features_last, storage, split):
+    """Offsets are 64 bits wide: the last samples of many equal the same samples alone, and give the whole gradient."""
+    a = Matrix(cuda_ops, rng, (8, 64), 64, 0.3, storage)
+    few, samples = 64, 2**25 + 64
+    last = draw_integers(rng, (few, 64), storage)
+    x = cuda_ops.zeros((samples, 64) if features_last else (64, samples), storage)
+    assert x.size > 2**31
+    where = (slice(-few, None), slice(None))[:: 1 if features_last else -1]
+    x[where] = cuda_ops.from_host(np.ascontiguousarray(last if features_last else last.T))
+    y = cuda_ops.csb_matmul(*a.pattern, a.values, x, *a.place, features_last=features_last, split=split)
+    expected = reference.matmul(a.dense, last.astype(float), features_last=True).astype(storage)
+    got = cuda_ops.to_host(cuda_ops.contiguous(y[where]))
+    np.testing.assert_array_equal((got if features_last else got.T).astype(float), expected.astype(float))
+    assert not (y[:1000] if features_last else y[:, :1000]).any()
+    out = cuda_ops.empty(a.values.size, float32)
+    cuda_ops.csb_sampled(*a.pattern, y, x, *a.place, features_last=features_last, out=out, split=split)
+    sampled = reference.sampled(a.mask, expected.astype(float), last.astype(float), 64, features_last=True)
+    np.testing.assert_array_equal(cuda_ops.to_host(out), sampled)
 
 
 # -- which route ------------------------------------------------------------------------------------------------------
@@ -323,6 +407,14 @@ def test_tiles_fill_the_device_in_few_rounds():
     assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
 
 
+def test_features_are_dealt_where_that_pays():
+    """Not for short products, nor where one thread block would have to count the whole matrix."""
+    for last, run in csb_rows.RUN.items():
+        assert csb_rows.choose_tile(1024, 512, 50176, 0.02, last, H200).run == run
+        assert csb_rows.choose_tile(256, 2304, 12544, 0.1, last, H200).run == csb_rows.UNIT
+        assert csb_rows.choose_tile(64, 64, 64, 0.02, last, H200).run == csb_rows.UNIT
+
+
 def test_regions_of_sampled_products_fit_the_device_and_what_they_hold():
     for shape, density in itertools.product(
         ((1, 1), (64, 64), (64, 2304), (2048, 64), (4096, 4096)), (0.0, 0.02, 0.25)
@@ -336,5 +428,6 @@ def test_regions_of_sampled_products_fit_the_device_and_what_they_hold():
 
 def test_chunks_of_sampled_products_are_never_empty():
     for shape, samples in itertools.product(((64, 64), (128, 256), (4096, 4096)), (1, 63, 64, 5000, 10**6)):
-        chunks = csb_sampled_hopper.chunks_of(shape, samples)
-        assert 1 <= chunks <= max(1, -(-samples // csb_sampled_hopper.DEPTH))
+        for products in (1, csb_sampled_hopper.PRODUCTS):
+            steps = products * -(-samples // csb_sampled_hopper.DEPTH)
+            assert 1 <= csb_sampled_hopper.chunks_of(shape, steps) <= steps

@@ -101,6 +101,22 @@ def test_a_limit_too_small_is_one_line_with_the_remedy(capsys):
         cli.main([*SMALL, "--limit", str(int(found[1]) - 1)])
 
 
+def test_the_fusion_that_is_predicted_fastest_is_planned_unless_one_is_named(capsys):
+    options = ["plan", "--model", "resnet50", "--batch", "16", "--precision", "bf16", "--limit", "600MiB"]
+
+    def told(*more: str) -> str:
+        assert cli.main([*options, *more]) == 0
+        return capsys.readouterr().out
+
+    line = re.search(r"^fusion (\w+): predicted ([\d.]+) ms", told(), re.MULTILINE)
+    alone = {}
+    for how in ("auto", "elementwise", "none"):
+        out = told("--fusion", how)
+        assert not out.startswith("fusion")
+        alone[how] = float(re.search(r"predicted step +([\d.]+) ms", out)[1])
+    assert alone[line[1]] == float(line[2]) == min(alone.values()) < max(alone.values())
+
+
 def test_only_moving_is_an_option(capsys):
     out = _run(capsys, "--limit", "40%", "--no-rebuild", "--link", "1000")
     assert "rebuilding 0.0 ms" in out and "1000.0 GB/s out" in out

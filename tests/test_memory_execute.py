@@ -23,7 +23,10 @@ from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
 from tests.memory_cases import small_graph
 from tests.memory_engine import DryEngine, Hazard, Judge
 
-CASES = [("resnet20", 32, 8, "bf16"), ("resnet50", 64, 2, "tf32"), ("unet", 64, 2, "bf16"), ("mixed", 16, 3, "fp32")]
+CASES = [
+    ("resnet20", 32, 8, "bf16"), ("resnet50", 64, 2, "tf32"), ("unet", 64, 2, "bf16"), ("mixed", 16, 3, "fp32"),
+    ("dense", 16, 4, "bf16"),
+]  # fmt: skip
 
 
 def _labels(name: str, image: int, batch: int) -> tuple[int, ...]:

@@ -68,29 +68,40 @@ def test_gaps_that_tie_blocks_together_are_decided_apart(most, rng, monkeypatch)
     assert crossed > 15
 
 
-def test_choosing_options_is_exact_also_among_those_that_are_left(rng):
+@pytest.mark.parametrize("linked", [False, True])
+def test_choosing_options_is_exact_also_among_those_that_are_left(linked, rng):
     """The recurrence alone, on tables of any numbers: equal to all combinations, pruned or not."""
     for _ in range(150):
-        tables = []
-        for _ in range(int(rng.integers(1, 5))):
-            n = int(rng.integers(1, 6))
-            options = Options(rng.integers(0, 6, n), rng.integers(-1, 12, n), rng.integers(0, 50, n), np.arange(n))
-            tables.append(options)
-        tables[0] = Options(
-            *(np.append(a, b) for a, b in zip(tables[0].__dict__.values(), (0, 99, 60, 9), strict=True))
-        )
-        for k in range(1, len(tables)):
-            tables[k].most[0], tables[k].kappa[0] = 99, 0
+        tables, awaited = [], []
+        count = int(rng.integers(1, 5))
+        given = int(rng.integers(0, 2)) if linked else 0  # bit 0; bit k + 1 is block k's
+        for k in range(count):
+            n = int(rng.integers(2, 7))
+            bits = {}
+            if linked:
+                needs = rng.integers(0, 2 << k, n) & rng.integers(0, 2 << k, n)
+                bits = {"needs": needs, "gives": rng.integers(0, 2, n) << (k + 1)}
+                bits["needs"][0] = 0
+            tables.append(
+                Options(rng.integers(0, 6, n), rng.integers(-1, 12, n), rng.integers(0, 50, n), np.arange(n), **bits)
+            )
+            tables[k].most[0], tables[k].kappa[0] = 99, 0  # something always fits
+        if linked:
+            behind = [int(np.bitwise_or.reduce(t.needs)) for t in tables]
+            awaited = [int(np.bitwise_or.reduce([0, *behind[k + 1 :]])) for k in range(count)]
         least = np.inf
         for picked in itertools.product(*(range(len(t.kappa)) for t in tables)):
-            inside, cost, fits = 0, 0, True
+            inside, cost, fits, kept = 0, 0, True, given
             for table, i in zip(tables, picked, strict=True):
                 fits &= inside <= table.most[i]
                 inside, cost = inside + table.kappa[i], cost + table.cost[i]
+                if linked:
+                    fits &= not table.needs[i] & ~kept
+                    kept |= int(table.gives[i])
             least = min(least, cost) if fits else least
         for some in (tables, [table.pruned() for table in tables]):
-            cost, codes = choose(some, 40)
-            assert cost == least and len(codes) == len(tables)
+            cost, codes = choose(some, 40, given, awaited)
+            assert cost == least and len(codes) == count
 
 
 def test_a_granule_bounds_what_rounding_costs(rng):

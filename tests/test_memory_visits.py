@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from minidl.memory.script import write
 from minidl.memory.simulate import Link
 from minidl.memory.visits import candidates, last_pass, visiting
 from minidl.step import EagerStep
+from minidl.store import TensorStore
 from tests.conftest import CUDA
 from tests.memory_engine import DryEngine, Hazard, Judge
 
@@ -202,6 +204,46 @@ def test_a_limit_below_what_fits_without_visits_is_met_with_them(small):
             with pytest.raises(RuntimeError, match="outside a planned step momentum is on the host"):
                 loss.forward(model.forward(x), labels)
                 model.backward(loss.backward())
+
+
+@pytest.mark.parametrize("device", ["shapes", CUDA])
+@pytest.mark.parametrize("given", [False, True])
+def test_another_limit_takes_the_momentum_along(small, device, given):
+    """It is where the new plan has it, with the content that it had; the limit that was replaced releases nothing."""
+    shapes = device == "shapes"
+    with dry_run() if shapes else nullcontext():
+        model = m.Model(_network(), device="cuda", group_bytes=0, seed=5)
+        optimizer, loss = m.SGD(model, 0.05, 0.9, 1e-2), m.SoftmaxCrossEntropy()
+        optimizer.update_in_backward()
+        options = {"least": 2048} | ({"engine": DryEngine} if shapes else {})
+        with pytest.raises(Infeasible) as told:
+            limit_memory(model, 64, 1000, **options)
+        tight = told.value.needed - (1 << 19)
+
+        def step(memory) -> None:
+            x = model.ops.from_host(np.random.default_rng(3).standard_normal((64, 32, 32, 3), np.float32))
+            labels = model.ops.zeros((64,), np.dtype("i4"))
+            with memory.step():
+                loss.forward(model.forward(x), labels)
+                model.backward(loss.backward())
+            optimizer.step()
+
+        first = limit_memory(model, 64, tight, optimizer=optimizer, **options)
+        step(first)
+        assert first.script.trace.visitors and optimizer.velocity.size < 0.1 * model.arena.trainable_size
+        before = optimizer.state_dict()
+        limit = tight if given else told.value.needed
+        second = limit_memory(model, 64, limit, optimizer=optimizer if given else None, **options)
+        after = optimizer.state_dict()
+        assert bool(second.script.trace.visitors) == given
+        assert (optimizer.velocity.size == model.arena.trainable_size) != given
+        assert shapes or (before.keys() == after.keys() and all(np.array_equal(before[k], after[k]) for k in before))
+        step(second)
+        first.release()
+        assert model.store is second.store
+        step(second)
+        second.release()
+        assert optimizer.velocity.size == model.arena.trainable_size and type(model.store) is TensorStore
 
 
 def test_what_cannot_visit_is_refused(small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from minidl.model import Model
 from minidl.models import resnet50
 from minidl.profile import scaling
 from minidl.profile.cluster import Cluster, sums_of
-from minidl.profile.neighbourhood import by_neighbourhood
+from minidl.profile.neighbourhood import by_neighbourhood, cut
 from minidl.profile.plots import save, simulated
 from minidl.profile.results import load
 from minidl.profile.runs import NotInFile, runs
@@ -34,8 +35,8 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ALONE = RESULTS / "h200-x1" / "bench_model_bf16.json.gz"
 SEVERAL = [RESULTS / f"h200-x{n}" / "bench_model_bf16.json.gz" for n in (2, 4)]
 RESNET50 = RESULTS / "h200" / "bench_model_bf16_resnet50.json.gz"
-SCALING, VGG16, ALL_REDUCES = (
-    RESULTS / "h200-x2" / f"bench_{name}.json" for name in ("scaling", "scaling_vgg16", "all_reduce")
+SCALING, VGG16, UNET, ALL_REDUCES = (
+    RESULTS / "h200-x2" / f"bench_{name}.json" for name in ("scaling", "scaling_vgg16", "scaling_unet", "all_reduce")
 )
 
 
@@ -69,6 +70,24 @@ def test_by_hand():
     assert dear.messages[1].ready == pytest.approx(5.25) and dear.slowed_ms == pytest.approx(0.5)
     whole = simulate(step, line(1.0, 500.0), 1, 1 << 40, interference=NO_INTERFERENCE)
     assert [m.layers for m in whole.messages] == [("b", "a")] and whole.ms == pytest.approx(5.0 + 7.0 + 0.3)
+
+
+def test_factors_by_hand():
+    """They travel beside the input gradient; the weight gradient is that of all rows, and nothing waits at the end."""
+    fc = LayerTimes("fc", 1.0, 2.0, 4 << 21, features=(2048, 1024))
+    step = StepTimes("net/b4", 4, 1.0, (fc, LayerTimes("a", 1.0, 0.0, 0)), 0.3, itemsize=2, device="cuda")
+    found = simulate(step, line(1.0, 500.0), 1, 0, interference=NO_INTERFERENCE)
+    [message] = found.messages
+    nbytes = 2 * 4 * 3072 * 2
+    assert (message.nbytes, message.ready, message.begin) == (nbytes, 1.0, 1.0)
+    assert message.end == pytest.approx(2.0 + nbytes / 2 / 500) and message.waited == pytest.approx(message.end - 3.0)
+    assert found.ms == pytest.approx(message.end + 1.0 + 1.0 + 0.3)
+    sums = simulate(step, line(1.0, 500.0), 1, 0, interference=NO_INTERFERENCE, factors=False)
+    assert sums.messages[0].nbytes == 4 << 21 and sums.ms > 100 * found.ms
+    many = simulate(step, line(1.0, 500.0), 64, 0, interference=NO_INTERFERENCE)
+    assert many.messages[0].nbytes == 4 << 21, "the rows of 128 ranks are as many bytes as the gradient"
+    on_cpu = simulate(replace(step, device="cpu"), line(1.0, 500.0), 1, 0, interference=NO_INTERFERENCE)
+    assert on_cpu == sums
 
 
 @pytest.mark.parametrize("group_bytes", [0, 1500, 4000, 1 << 40])
@@ -142,6 +161,14 @@ def test_messages_are_cut_as_a_model_cuts_them():
     assert len(counts) == 5
 
 
+def test_layers_begin_messages_and_have_some_to_themselves():
+    layers = [(name, 10) for name in "abcd"]
+    assert cut(layers, 100) == [tuple("abcd")] and cut(layers, 20) == [("a", "b"), ("c", "d")]
+    assert cut(layers, 100, begin={"b"}) == [("a",), ("b", "c", "d")]
+    assert cut(layers, 20, apart={"b"}) == [("a",), ("b",), ("c", "d")]
+    assert cut(layers, 100, apart={"a", "d"}) == [("a",), ("b", "c"), ("d",)]
+
+
 def test_planted_interference_is_found(rng):
     planted, cluster = Interference(0.3, 0.1, 0.006), line(0.01, 2e5)
     chosen = []
@@ -177,8 +204,9 @@ def test_interference_is_read_off_what_tune_comm_measured():
 def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
     links = [sums_of(load(ALL_REDUCES), "all-reduces")]
     found = [case for file in SEVERAL for case in measurements(cases(ALONE), str(file))]
-    later = measurements(cases(RESNET50), str(SCALING), links) + measurements(cases(ALONE), str(VGG16), links)
-    assert len(found) == 24 and len(later) == len(load(SCALING)["rows"]) + len(load(VGG16)["rows"]) == 8
+    later = measurements(cases(RESNET50), str(SCALING), links)
+    later += [case for file in (VGG16, UNET) for case in measurements(cases(ALONE), str(file), links)]
+    assert len(found) == 24 and len(later) == sum(len(load(file)["rows"]) for file in (SCALING, VGG16, UNET)) == 11
 
     def worst(interference):
         return max(abs(case.simulated(interference).ms / case.ms - 1) for case in (*found, *later))

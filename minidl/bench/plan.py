@@ -13,7 +13,6 @@ from minidl import checks, models
 from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
-from minidl.fusion.cost import Machine, planned_ms
 from minidl.memory import Infeasible, Plan, Problem, Timeline, best, check, problem, record
 from minidl.memory.limit import parse_limit
 from minidl.memory.limited import FUSIONS
@@ -38,8 +37,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
     p.add_argument("--precision", default="fp32", choices=PRECISIONS)
-    ways = f"{', '.join((*PLANS, 'auto'))}, a file; fastest: within the limit, of {', '.join(FUSIONS)}"
-    p.add_argument("--fusion", default="auto", metavar="PLAN", help=f"of batch norms: {ways}")
+    ways = f"{', '.join((*PLANS, 'auto'))}, a file; default: the fastest within the limit of {', '.join(FUSIONS)}"
+    p.add_argument("--fusion", metavar="PLAN", help=f"of batch norms: {ways}; with --times auto")
     add_images(p)
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
     p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
@@ -69,7 +68,6 @@ class _Case:
     times_ms: list[float]
     link: Link
     how: str  # where the times come from
-    fused_ms: float  # of the passes of batch norms under their plan, by the model of fusion
 
 
 def run(a: argparse.Namespace) -> int:
@@ -79,8 +77,8 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
-    if a.fusion == "fastest":
-        a.fusion = _fusion(a)
+    if a.fusion is None:
+        a.fusion = "auto" if a.times else _fusion(a)
     case = _case(a, a.batch)
     limit = parse_limit(a.limit, case.problem.peak)
     case, plan, run_ = _planned(a, case, limit)
@@ -105,26 +103,25 @@ def _fusion(a: argparse.Namespace) -> str:
         tried = argparse.Namespace(**vars(a) | {"fusion": how})
         case = _case(tried, a.batch)
         limit = parse_limit(a.limit, case.problem.peak) if limit is None else limit
+        if found and sum(case.times_ms) >= min(found.values()):
+            continue  # no plan is faster than the step without a limit
         try:
-            found[how] = _planned(tried, case, limit)[2].total_ms + case.fused_ms
+            found[how] = _planned(tried, case, limit)[2].total_ms
         except Infeasible as error:
             needed[how] = error.needed or 0
     a.limit = limit
     if not found:
         return min(needed, key=needed.__getitem__)  # whose error names the smallest limit of all
     fastest = min(found, key=found.__getitem__)
-    told = ", ".join(f"{how} {ms - found[fastest]:+.1f} ms" for how, ms in found.items())
-    if found[fastest] < max(found.values()):
-        print(f"fusion {fastest}: predicted {told}")
+    others = [f"{how} {ms:.1f} ms" for how, ms in found.items() if how != fastest]
+    print(f"fusion {fastest}: predicted {', '.join([f'{found[fastest]:.1f} ms', *others])}")
     return fastest
 
 
 def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
     setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
     graph = setup.graph()
-    fused = fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
-    machine = Machine.of(BUILT_IN[a.device])
-    fused_ms = planned_ms(graph, fused, batch, precision(a.precision), machine)
+    fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
     trace = record(
         graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, device=BUILT_IN[a.device],
         model=a.model, image_size=setup.image, classes=setup.num_classes,
@@ -139,7 +136,7 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
     if a.host_momentum:
         trace = _visited(trace, times, link)
-    return _Case(problem(trace, window, state=a.state), times, link, how, fused_ms)
+    return _Case(problem(trace, window, state=a.state), times, link, how)
 
 
 def _visited(trace: Trace, times: list[float], link: Link) -> Trace:

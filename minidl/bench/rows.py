@@ -14,7 +14,7 @@ from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.params import Message
-from minidl.profile import roofline
+from minidl.profile import factors, roofline
 from minidl.profile.cost import PassCost
 from minidl.profile.results import Row
 from minidl.profile.timing import Timing
@@ -172,10 +172,12 @@ def _message_rows(table: Table) -> list[Row]:
         carrier = message.layers[-1]
         for name in message.layers:
             row = table.new(name, "all_reduce") | _facts(cases[name])
-            row |= _carried(table, message) if name == carrier else {"ms": 0.0, "spread": 0.0, "in": carrier}
+            row |= (
+                _carried(table, message, cases[name]) if name == carrier else {"ms": 0.0, "spread": 0.0, "in": carrier}
+            )
             case = cases[name]
             flop = sum(case.cost(p, table.itemsize).flop for p in case.asked)
-            wire = roofline.wire_bytes(_gradient_bytes(table.step, name), ranks)
+            wire = _wire_bytes(table, case, _gradient_bytes(table.step, name))
             row |= {"wire_bytes": wire, "communication_intensity": roofline.communication_intensity(flop, wire)}
             rows.append(row)
     return rows
@@ -187,12 +189,31 @@ def _gradient_bytes(step: Running, layer: str) -> int:
     )
 
 
-def _carried(table: Table, message: Message) -> Row:
-    """The figures of a whole message: alone where that was measured, and within steps."""
-    ranks, nbytes = table.step.model.comm.size, 4 * (message.end - message.begin)
+def _wire_bytes(table: Table, case: Case, gradient_bytes: int) -> float:
+    """What a rank sends: of a sum of gradients, or of the factors in their place."""
+    ranks = table.step.model.comm.size
+    gathered = _gathered_bytes(table, case)
+    return gathered * (ranks - 1) / ranks if gathered else roofline.wire_bytes(gradient_bytes, ranks)
+
+
+def _gathered_bytes(table: Table, case: Case) -> int:
+    """Factors of all ranks that travel in the place of this layer's gradients (`minidl.profile.factors`), or 0."""
+    model, itemsize = table.step.model, table.itemsize
+    rows = table.batch * model.comm.size
+    if rows > model.arena.factored.get(case.layer.name, 0):
+        return 0
+    outputs, inputs = case.layer.specs[0].shape
+    return rows * factors.row_bytes(inputs, outputs, itemsize)
+
+
+def _carried(table: Table, message: Message, case: Case) -> Row:
+    """The figures of a whole message, whose last layer is that of ``case``: alone where that was measured, and within
+    steps.
+    """
+    gathered, nbytes = _gathered_bytes(table, case), 4 * (message.end - message.begin)
     row = table.new("", "all_reduce")
-    row |= {"wire_bytes": roofline.wire_bytes(nbytes, ranks), "transfer_ms": None}
-    if table.alone is not None:
+    row |= {"wire_bytes": _wire_bytes(table, case, nbytes), "transfer_ms": None}
+    if table.alone is not None and not gathered:
         timing = table.alone(nbytes)
         row |= {"ms": timing.ms, "spread": timing.spread, "timing": "hot"}
         row["timings"]["hot"] = timing.record()
@@ -205,7 +226,8 @@ def _carried(table: Table, message: Message) -> Row:
     row["transfer_ms"] = found.transfer if found is not None else None
     kept = ("ms", "spread", "timing", "timings", "floor_ms", "bound", "roof_share", "bus_gb_per_s")
     kept += ("transfer_ms", "wait_ms", "exposed_ms")
-    return {key: row[key] for key in kept} | {"message_bytes": nbytes, "message_layers": len(message.layers)}
+    whole = {"message_bytes": gathered or nbytes, "message_layers": len(message.layers)}
+    return {key: row[key] for key in kept} | whole | ({"factors": True} if gathered else {})
 
 
 # -- what is no layer -------------------------------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def group_name(o: Outcome) -> str:
         return "near"
     if o.group_bytes == 0:
         return "a layer"
-    return "all" if len(o.messages) == 1 else f"{o.group_bytes / _MIB:g}"
+    return "all" if o.group_bytes >= scaling.ALL or len(o.messages) == 1 else f"{o.group_bytes / _MIB:g}"
 
 
 def _ends(layers: Sequence[str]) -> str:
@@ -273,10 +273,11 @@ class Measured:
     added_ms: float
     beside: str
     messages: int = 0
+    factors: bool = False
 
     def simulated(self, interference: Interference) -> Outcome:
         """The same step on paper."""
-        options: dict[str, Any] = {"interference": interference, "message_share": self.share}
+        options: dict[str, Any] = {"interference": interference, "message_share": self.share, "factors": self.factors}
         return scaling.simulate(self.step, self.cluster, 1, self.group_bytes, **options)
 
 
@@ -298,7 +299,8 @@ def _profiled(
         if one.case in known and one.case in groups and one.ranks == sums.ranks and one.step:
             step, size, ms = scaling.measured(known[one.case]), groups[one.case], one.step["ms"]
             arm = f"{next(iter(sums.engines))}/{size / _MIB:g}"
-            yield Measured(step, cluster, arm, size, 1.0, ms, ms - step.ms, "one rank")
+            factors = any("factors" in row for row in one.rows)
+            yield Measured(step, cluster, arm, size, 1.0, ms, ms - step.ms, "one rank", factors=factors)
 
 
 def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links: Sequence[Sums]) -> Iterator[Measured]:
@@ -314,7 +316,8 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
             raise checks.bad_value("simulate", "--links", expected, None, remedy)
         step = scaling.measured(known[row["case"]]).scaled(row["alone_ms"])
         share = 0.5 if row["message_dtype"] == "bf16" else 1.0
+        factors = "factors" in row and not row["arm"].endswith("/sums")
         yield Measured(
             step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], _group(group), share,
-            row["ms"], row["exposed_ms"], "no messages", row["messages"],
+            row["ms"], row["exposed_ms"], "no messages", row["messages"], factors,
         )  # fmt: skip

@@ -55,7 +55,8 @@ def _unit_channels(x: Array) -> Array:
     return x if x.shape[-1] <= 1 or x.strides[-1] == x.itemsize else contiguous(x)
 
 
-def _refuse_tf32(who: str, tf32: bool) -> None:
+def refuse_tf32(who: str, tf32: int) -> None:
+    """Raise if products are to be rounded."""
     if tf32:
         raise checks.bad_value(who, "tf32", "False on the CPU", tf32, "TF32 exists on the GPU only")
 
@@ -74,7 +75,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
 @_QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False,
+    norm: Norm | None = None, tf32: bool = False, packed: bool = False,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
@@ -86,6 +87,7 @@ def conv2d(
         groups: channels are cut into so many groups that do not mix; ``groups == C == K`` is a depthwise convolution.
         norm: (moments, gamma, beta) of (2, C), (C,), (C,) float32, or None: the input is
             ``batch_norm_apply(x, *norm, relu=True)``.
+        packed: lets a GPU do that in packed 16-bit arithmetic; nothing here.
 
     Returns:
         y: (N, P, Q, K), dense, dtype of ``x``.
@@ -93,7 +95,7 @@ def conv2d(
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
-    _refuse_tf32("conv2d", tf32)
+    refuse_tf32("conv2d", tf32)
     if norm is not None:
         x = batch_norm_apply(x, *norm, relu=True)
     if _is_linear(x.shape, w.shape, padding, groups):
@@ -105,7 +107,7 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False, finish: bool = True,
+    norm: Norm | None = None, tf32: bool = False, packed: bool = False, finish: bool = True,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d`, and ``batch_norm_stats`` of its result, always finished."""
     y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, norm=norm, tf32=tf32)
@@ -133,7 +135,7 @@ def conv2d_backward_data(
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
-    _refuse_tf32("conv2d_backward_data", tf32)
+    refuse_tf32("conv2d_backward_data", tf32)
     x_shape = tuple(x_shape)
     if add is not None:
         add = _unit_channels(add)
@@ -179,7 +181,7 @@ def conv2d_backward_weight(
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
-    _refuse_tf32("conv2d_backward_weight", tf32)
+    refuse_tf32("conv2d_backward_weight", tf32)
     assert out.dtype == float32 and out.flags.c_contiguous
     if norm is not None:
         x = batch_norm_apply(x, *norm, relu=True)

@@ -84,15 +84,21 @@ def csb_sampled(
     features_last: bool = False,
     out: Array,
     accumulate: bool = False,
+    split: str | None = None,
 ) -> None:
     """The gradient of the values: ``out`` (nnz,) float32 = ``dy @ x.T`` at the pattern only; overwritten, or added to.
 
     Args:
         dy: (M, samples), or (samples, M) with ``features_last``.
         x: (K, samples), or (samples, K); the dtype of dy; both dense or pitched.
+        split: None.
 
     Sums over samples run in a fixed order, the same in both orientations.
+
+    Raises:
+        ValueError: another ``split``.
     """
+    refuse_split("csb_sampled", split)
     samples = dy.shape[0 if features_last else 1]
     expected = [(samples, n) if features_last else (n, samples) for n in shape]
     assert [dy.shape, x.shape] == expected and out.shape == indices.shape, (dy.shape, x.shape, shape, out.shape)

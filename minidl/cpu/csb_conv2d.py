@@ -13,7 +13,8 @@ import numpy as np
 
 from minidl.cpu import _csb
 from minidl.cpu.array import Array, empty, flat_float32, rows_float32, stored, zeros
-from minidl.cpu.csb import packed_room, refuse_split, threads_for
+from minidl.cpu.conv2d import refuse_tf32
+from minidl.cpu.csb import packed_room, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, conv_output_size, round_up, tap_axes
 
@@ -35,7 +36,7 @@ def csb_conv2d(
     padding: Pair,
     dilation: Pair,
     bias: Array | None = None,
-    split: str | None = None,
+    tf32: int = False,
 ) -> Array:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
@@ -45,12 +46,12 @@ def csb_conv2d(
         shape: (K, R * S * room), see above.
         kernel, stride, padding, dilation: (height, width) pairs; the padding holds zeros.
         bias: (K,) float32.
-        split: as in `csb_matmul`.
+        tf32: False, as in `minidl.cpu.conv2d`.
 
     Returns:
         (N, P, Q, K) dense, in the dtype of x. Sums in float32, in the order of (r, s, c), rounded once.
     """
-    refuse_split("csb_conv2d", split)
+    refuse_tf32("csb_conv2d", tf32)
     out = [conv_output_size(*axis) for axis in zip(x.shape[1:3], kernel, stride, padding, dilation, strict=True)]
     axes = tap_axes(x.shape[1:3], out, kernel, stride, padding, dilation)
     return _apply(indptr, indices, values, x, shape, side, axes, shape[0], False, bias)
@@ -69,13 +70,13 @@ def csb_conv2d_backward_data(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    split: str | None = None,
+    tf32: int = False,
 ) -> Array:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`.
 
     Sums run over (r, s, k) in this order.
     """
-    refuse_split("csb_conv2d_backward_data", split)
+    refuse_tf32("csb_conv2d_backward_data", tf32)
     axes = tap_axes(dy.shape[1:3], x_shape[1:3], kernel, stride, padding, dilation, backward=True)
     return _apply(indptr, indices, values, dy, shape, side, axes, x_shape[3], True, None)
 
@@ -94,12 +95,14 @@ def csb_conv2d_backward_weight(
     dilation: Pair,
     out: Array,
     accumulate: bool = False,
+    tf32: int = False,
 ) -> None:
     """The gradient of the values: ``out`` (nnz,) float32, overwritten, or added to; at the pattern only.
 
     Args:
         dy, x: (N, P, Q, K) and (N, H, W, C) of one dtype; all else as `csb_conv2d`.
     """
+    refuse_tf32("csb_conv2d_backward_weight", tf32)
     assert out.shape == indices.shape and dy.shape[3] == shape[0], (out.shape, indices.shape, dy.shape, shape)
     if dy.size == 0 or out.size == 0:
         if not accumulate:

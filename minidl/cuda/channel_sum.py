@@ -10,7 +10,7 @@ from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.conv2d_plan import BLOCKS_WANTED, lanes_along
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
+from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -20,6 +20,7 @@ BLOCK = 256
 DEEPEST = 128  # chunks that a block of sum_partials_kernel adds side by side, at most
 NARROWEST = 8  # results of such a block, at least: a memory sector
 ENOUGH_THREADS = 2**17  # that adding fills any device with
+QUAD = 4  # results of a thread
 UNROLL = 4  # rows that a thread has in flight; below that a block does little but its final reduction
 
 
@@ -61,9 +62,12 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
 def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) -> None:
     """``out`` (+)= the sum over ``partials``, (chunks, out.size) float32, in the order of the chunks."""
     split = 1
-    while split < DEEPEST and 2 * split <= chunks and split * out.size < ENOUGH_THREADS:
+    while split < DEEPEST and 2 * split <= chunks and split * out.size < ENOUGH_THREADS * QUAD:
         split *= 2
-    width = max(NARROWEST, BLOCK // split)
+    # Narrower accesses leave the order of the sums as it is.
+    aligned = all(address(array) % ACCESS == 0 for array in (partials, out) if array is not None)
+    vec = QUAD if out.size % QUAD == 0 and aligned else 1
+    width = max(NARROWEST // vec, BLOCK // split)
     sizes = np.int32(chunks), np.int64(out.size), np.int32(accumulate)
-    grid = ceil_div(out.size, width)
-    launch("channel_sum", "sum_partials_kernel", grid, split * width, partials, out, *sizes, defines={"SPLIT": split})
+    grid, defines = ceil_div(out.size, width * vec), {"SPLIT": split, "VEC": vec}
+    launch("channel_sum", "sum_partials_kernel", grid, split * width, partials, out, *sizes, defines=defines)

@@ -64,6 +64,7 @@ def conv2d(
     groups: int,
     norm: Norm | None = None,
     tf32: int = False,
+    packed: bool = False,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
 
@@ -75,9 +76,12 @@ def conv2d(
             ``batch_norm_apply(x, *norm, relu=True)``, which a kernel that can do so makes as it reads ``x``; the same
             bits either way.
         tf32: 1 or True: round float32 operands to TF32; 3: three TF32 products for each, near to float32's accuracy.
+        packed: a kernel that makes the input as it reads ``x`` may do so in packed 16-bit arithmetic, relu(x*s + t)
+            with s = rstd*gamma and t = beta - mean*s rounded to the dtype of x: before its one rounding off by at most
+            u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16. Only for means that are small beside deviations.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return _forward("conv2d", x, w, bias, geometry, norm, tf32, False)[0]
+    return _forward("conv2d", x, w, bias, geometry, norm, tf32, packed, False)[0]
 
 
 def conv2d_stats(
@@ -91,6 +95,7 @@ def conv2d_stats(
     groups: int,
     norm: Norm | None = None,
     tf32: int = False,
+    packed: bool = False,
     finish: bool = True,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
@@ -99,14 +104,22 @@ def conv2d_stats(
     they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, True)
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, True)
     if stats is None:
         return y, batch_norm_stats(y)
     return y, stats.statistics() if finish else stats
 
 
 def _forward(
-    who: str, x: Any, w: Any, bias: Any, geometry: dict, norm: Norm | None, tf32: int, statistics: bool
+    who: str,
+    x: Any,
+    w: Any,
+    bias: Any,
+    geometry: dict,
+    norm: Norm | None,
+    tf32: int,
+    packed: bool,
+    statistics: bool,
 ) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
@@ -115,7 +128,7 @@ def _forward(
     if y.size == 0:
         return y, None
     question = Question("forward", conv, code, tf32)
-    if norm is not None and not _normalizes(question):
+    if norm is not None and not _normalizes(question, statistics):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
@@ -132,15 +145,15 @@ def _forward(
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
     known = statistics and conv2d_hopper.takes_statistics(conv, code)
     below = conv2d_hopper.Below(x, *norm)
-    return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below)
+    return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed)
 
 
-def _normalizes(question: Question) -> bool:
+def _normalizes(question: Question, statistics: bool) -> bool:
     """Whether the kernel that is chosen for a forward pass can normalise its input."""
     conv, code = question.conv, question.code
     if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
         return False
-    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code)
+    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics)
 
 
 def conv2d_backward_data(
@@ -269,11 +282,16 @@ def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int
     code = dtype_code(first, who)
     if second.dtype != first.dtype:
         raise checks.bad_dtype(who, name, first.dtype, second.dtype)
+    check_tf32(who, tf32, code)
+    return code
+
+
+def check_tf32(who: str, tf32: int, code: int) -> None:
+    """Raise unless products of this storage type may be rounded so."""
     if tf32 not in (0, 1, 3):
         raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
-    if tf32 and first.dtype != float32:
+    if tf32 and code:
         raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
-    return code
 
 
 def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:

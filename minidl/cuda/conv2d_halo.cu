@@ -16,22 +16,23 @@
 // All arrays are seen through tensor maps (conv2d_halo.py makes them):
 //   source       (C, W, H, N), tiled: 64 channels x patch
 //   filter       (C, taps, K), tiled: 64 channels x 1 x 64 filters
-//   output, add  (channels, W, H, N), tiled: 64 channels x 8 x 4 pixels
-//   below        (channels, W, H, N), tiled: 64 channels x window
+//   output, add, below  (channels, W, H, N), tiled: 64 channels x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
 // from which conv2d_statistics.cu goes on. MASKED: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
 // pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED; PATCHES and STAGES (of filters) of the pipeline; SLABS,
-// output buffers per warpgroup.
+// What is added to a window and what is read below it comes in patches, too. The output takes the place of the last patch
+// of a tile and leaves from there, in one piece and while the next tile is under way.
+//
+// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED; PATCHES and STAGES (of filters) of the pipeline.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.
-// Dynamic shared memory: PATCHES * patch + STAGES * 8192 + 2 * SLABS * 4096 + 1024 bytes.
+// Dynamic shared memory: PATCHES * patch + STAGES * 8192 + 1024 bytes.
 // FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
-#include "conv2d_output.cuh"
+#include "conv2d_columns.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -44,8 +45,7 @@ constexpr int PIXELS = WIDTH * WINDOW;
 constexpr int FILTERS = 64;
 constexpr int WINDOWS = WARPGROUPS;  // of a tile
 constexpr int STAGE_BYTES = FILTERS * 128;
-constexpr int SLAB_LINES = 4, SLAB_PIXELS = WIDTH * SLAB_LINES, SLAB_BYTES = SLAB_PIXELS * 128;
-static_assert(WINDOW % SLAB_LINES == 0 && PATCHES % WINDOWS == 0, "whole slabs, whole tiles");
+static_assert(WINDOW % 2 == 0 && PATCHES == 2 * WINDOWS, "pairs of lines; one patch is filled beside the one in use");
 
 struct Maps {
     TensorMap filter, source, output, add;
@@ -91,72 +91,73 @@ struct Tile {
     }
 };
 
-// Shared memory: patches, stages of filters, slabs of output per warpgroup, barriers.
+// Shared memory: patches, stages of filters, barriers.
 struct Layout {
     u32 base;
     int patch_bytes;
 
     __device__ __forceinline__ u32 patch(int i) const { return base + i * patch_bytes; }
     __device__ __forceinline__ u32 stage(int i) const { return patch(PATCHES) + i * STAGE_BYTES; }
-    __device__ __forceinline__ u32 slab(int warpgroup, int i) const {
-        return stage(STAGES) + (warpgroup * SLABS + i) * SLAB_BYTES;
-    }
-    __device__ __forceinline__ u32 barriers() const { return slab(WARPGROUPS, 0); }
+    __device__ __forceinline__ u32 barriers() const { return stage(STAGES); }
     __device__ __forceinline__ u32 patch_filled(int i) const { return barriers() + 8 * i; }
     __device__ __forceinline__ u32 patch_emptied(int i) const { return barriers() + 8 * (PATCHES + i); }
     __device__ __forceinline__ u32 filled(int i) const { return barriers() + 8 * (2 * PATCHES + i); }
     __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (2 * PATCHES + STAGES + i); }
-    __device__ __forceinline__ u32 added(int warpgroup, int i) const {
-        return barriers() + 8 * (2 * (PATCHES + STAGES) + warpgroup * SLABS + i);
-    }
     // When a patch is what a product wants.
     __device__ __forceinline__ u32 patch_ready(int i) const {
-        return NORMALIZED ? added(WARPGROUPS, 0) + 8 * i : patch_filled(i);
+        return NORMALIZED ? barriers() + 8 * (2 * (PATCHES + STAGES) + i) : patch_filled(i);
     }
 };
 
 // One thread: fills patch after patch, and stage after stage.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
+struct Filling {
+    const Layout& at;
+    const Problem& p;
     Ring<PATCHES> patches;
     Ring<STAGES> ring;
+
+    // The next patches, of a tile's windows, each from a pixel of its window on.
+    __device__ __forceinline__ void patch(const TensorMap& map, const Tile& tile, int channel, int y, int x, int bytes) {
+#pragma unroll
+        for (int j = 0; j < WINDOWS; ++j) {
+            const Window window(p, tile.window + j);
+            const u32 barrier = at.patch_filled(patches.index);
+            barrier_wait(at.patch_emptied(patches.index), patches.parity ^ 1);
+            barrier_expect(barrier, bytes);
+            load_box(at.patch(patches.index), map, barrier, channel, window.x + x, window.y + y, window.image);
+            patches.advance();
+        }
+    }
+
+    // The filters of a chunk.
+    __device__ __forceinline__ void taps(const TensorMap& map, const Tile& tile, int channel) {
+        for (int tap = 0; tap < p.taps_h * p.taps_w; ++tap) {
+            const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
+            barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+            barrier_expect(barrier, STAGE_BYTES);
+            if constexpr (BACKWARD)
+                load_box(to, map, barrier, tile.column, tap, channel);
+            else
+                load_box(to, map, barrier, channel, tap, tile.column);
+            ring.advance();
+        }
+    }
+};
+
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
+    Filling filling{at, p};
     const int bytes = p.line * (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * 128;
     for (int i = first; i < last; i += p.group) {
         const Tile tile(p, i);
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
-#pragma unroll
-            for (int j = 0; j < WINDOWS; ++j) {
-                const Window window(p, tile.window + j);
-                const u32 barrier = at.patch_filled(patches.index);
-                barrier_wait(at.patch_emptied(patches.index), patches.parity ^ 1);
-                barrier_expect(barrier, bytes);
-                load_box(at.patch(patches.index), maps.source, barrier, channel, window.x + p.first_w,
-                         window.y + p.first_h, window.image);
-                patches.advance();
-            }
-            for (int tap = 0; tap < p.taps_h * p.taps_w; ++tap) {
-                const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
-                barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                barrier_expect(barrier, STAGE_BYTES);
-                if constexpr (BACKWARD)
-                    load_box(to, maps.filter, barrier, tile.column, tap, channel);
-                else
-                    load_box(to, maps.filter, barrier, channel, tap, tile.column);
-                ring.advance();
-            }
+            filling.patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
+            filling.taps(maps.filter, tile, channel);
         }
+        if (p.added) filling.patch(maps.add, tile, tile.column, 0, 0, PIXELS * 128);
 #if MASKED
 #pragma unroll
-        for (int array = 0; array < MASKED; ++array)
-#pragma unroll
-            for (int j = 0; j < WINDOWS; ++j) {
-                const Window window(p, tile.window + j);
-                const u32 barrier = at.patch_filled(patches.index);
-                barrier_wait(at.patch_emptied(patches.index), patches.parity ^ 1);
-                barrier_expect(barrier, PIXELS * 128);
-                load_box(at.patch(patches.index), maps.below[array], barrier, tile.column, window.x, window.y,
-                         window.image);
-                patches.advance();
-            }
+        for (int array = MASKED - 1; array >= 0; --array)
+            filling.patch(maps.below[array], tile, tile.column, 0, 0, PIXELS * 128);
 #endif
     }
 }
@@ -206,10 +207,23 @@ struct Input {
     const Problem& p;
     Ring<PATCHES> patches;
     Ring<STAGES> ring;
+    u32 place = 0, left = 0;  // of the patch that was read last, and the barrier that gives it back; 0: none
 
     __device__ __forceinline__ Input(const Layout& at, const Problem& p, int warpgroup) : at(at), p(p) {
         patches.index = warpgroup;
     }
+
+    __device__ __forceinline__ static bool speaks() { return threadIdx.x % 32 == 0; }
+
+    // Waits for the next patch.
+    __device__ __forceinline__ void take(u32 barrier) {
+        barrier_wait(barrier, patches.parity);
+        place = at.patch(patches.index), left = at.patch_emptied(patches.index);
+        patches.advance(WINDOWS);
+    }
+
+    // Waits for the next patch, which is none of the source.
+    __device__ __forceinline__ void take() { take(at.patch_filled(patches.index)); }
 
     // The product of one tap, whose pixels start at `pixels`.
     __device__ __forceinline__ void multiply_tap(Sum& sum, u32 pixels, int keep) const {
@@ -225,121 +239,141 @@ struct Input {
 
     // Sums up a tile.
     __device__ __forceinline__ void accumulate(Sum& sum) {
-        const bool speaks = threadIdx.x % 32 == 0;
-        u32 stage_before = 0, patch_before = 0;
+        u32 before = 0;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
-            barrier_wait(at.patch_ready(patches.index), patches.parity);
+            const u32 done = left;
+            take(at.patch_ready(patches.index));
             for (int a = 0; a < p.taps_h; ++a)
                 for (int b = 0; b < p.taps_w; ++b) {
                     const int pixel = (p.offset_h + a * p.delta_h) * p.line + p.offset_w + b * p.delta_w;
                     barrier_wait(at.filled(ring.index), ring.parity);
-                    multiply_tap(sum, at.patch(patches.index) + pixel * 128, channel + a + b);
+                    multiply_tap(sum, place + pixel * 128, channel + a + b);
                     await_products<1>();  // those of the tap before are done with their stage and their patch
-                    if (speaks && channel + a + b > 0) barrier_arrive(stage_before);
-                    if (speaks && channel > 0 && a + b == 0) barrier_arrive(patch_before);
-                    stage_before = at.emptied(ring.index);
+                    if (speaks() && channel + a + b > 0) barrier_arrive(before);
+                    if (speaks() && a + b == 0 && done) {
+                        await_stores_read<0>();  // where it is the tile before that left from there
+                        barrier_arrive(done);
+                    }
+                    before = at.emptied(ring.index);
                     ring.advance();
                 }
-            patch_before = at.patch_emptied(patches.index);
-            patches.advance(WINDOWS);
         }
         await_products<0>();
-        if (speaks) barrier_arrive(stage_before), barrier_arrive(patch_before);
+        if (speaks()) barrier_arrive(before);
         settle(sum);
     }
 };
 
-// Where a warpgroup's slabs of 32 pixels x 64 channels lie.
-struct Place {
-    static constexpr int COUNT = WINDOW / SLAB_LINES, BYTES = SLAB_BYTES;
+// How much of a window is in the image.
+struct Inside {
+    int lines, width;
 
-    const Layout& at;
-    const Maps& maps;
-    const Problem& p;
-    int warpgroup;
-
-    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
-    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
-
-    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        const Window from(p, tile.window + warpgroup);
-        load_box(to, maps.add, barrier, tile.column, from.x, from.y + s * SLAB_LINES, from.image);
+    __device__ __forceinline__ Inside(const Problem& p, int number) {
+        const Window window(p, number);
+        lines = number < p.windows ? min(p.height - window.y, WINDOW) : 0;
+        width = min(p.width - window.x, WIDTH);
     }
-
-    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (tile.window + warpgroup >= p.windows) return;
-        const Window to(p, tile.window + warpgroup);
-        store_box(maps.output, from, tile.column, to.x, to.y + s * SLAB_LINES, to.image);
+    __device__ __forceinline__ bool whole() const { return lines == WINDOW && width == WIDTH; }
+    // Of two lines of pixels from `line` on.
+    __device__ __forceinline__ bool operator()(int line, int pixel) const {
+        return pixel % WIDTH < width && line + pixel / WIDTH < lines;
     }
 };
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
-                  const Below& below, Ring<PATCHES>& patches) {
-    // Lane i holds the address of row i % 8, a pixel, of matrix i / 8: lower and upper 8 channels, then the next line.
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const int offset = (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-    float shift[2] = {0, 0};
-    if (bias) {
+// Words across of two lines: of sums from `line` on; d[4 * line + 2 * i + e] is channel lane / 4 of eight i, pixel
+// lane % 4 * 2 + e.
+DEVICE void round_lines(u32 (&words)[4], const Sum& sum, int line) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int channel = tile.column + 16 * warp + 8 * i + lane / 4;
-            if (channel < output.place.p.columns) shift[i] = bias[channel];
+    for (int i = 0; i < 4; ++i) {
+        const int from = 4 * (line + i % 2) + i / 2 * 2;
+        words[i] = Rounding<T>::round_pair(sum[from], sum[from + 1]);
+    }
+}
+
+DEVICE void add_lines(Sum& sum, u32 from) {
+#pragma unroll
+    for (int line = 0; line < WINDOW; line += 2) {
+        u32 words[4];
+        load_matrices<true>(words, from + line * (WIDTH * 128));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int to = 4 * (line + i % 2) + i / 2 * 2;
+            float other[2];
+            unpack_word(words[i], other);
+            sum[to] += other[0], sum[to + 1] += other[1];
         }
     }
-    const Problem& p = output.place.p;
-    const int number = tile.window + output.warpgroup;
-    const Window window(p, number);
-    const int lines = number < p.windows ? min(p.height - window.y, WINDOW) : 0, width = min(p.width - window.x, WIDTH);
+}
+
+DEVICE void add_bias(Sum& sum, const float* bias, int column, int columns) {
+    const u32 thread = thread_again();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int channel = column + int(thread / 32 * 16 + 8 * i + thread % 32 / 4);
+        const float shift = channel < columns ? bias[channel] : 0.0f;
+#pragma unroll
+        for (int line = 0; line < WINDOW; ++line) sum[4 * line + 2 * i] += shift, sum[4 * line + 2 * i + 1] += shift;
+    }
+}
+
+// A warpgroup: what is done to its window of a tile between sums and store.
+DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, const float* bias, float* partial,
+                  const Below& below, int warpgroup) {
+    const Problem& p = input.p;
+    const int number = tile.window + warpgroup;
+    const u32 across = columns_across();
+    if (bias) add_bias(sum, bias, tile.column, p.columns);
+    if (p.added || MASKED) {
+        if (input.speaks()) barrier_arrive(input.left);
+        input.left = 0;
+    }
+    if (p.added) {
+        input.take();
+        add_lines(sum, input.place + across);
+        if (MASKED && input.speaks()) barrier_arrive(input.left);
+    }
+    const Inside inside(p, number);
+    const bool whole = inside.whole();
     Tally tally;
+    tally.start();
 #if MASKED
     Masking masking(below, tile.column, p.columns);
-    u32 from[MASKED], emptied[MASKED];
-#pragma unroll
-    for (int array = 0; array < MASKED; ++array) {
-        barrier_wait(output.place.at.patch_filled(patches.index), patches.parity);
-        from[array] = output.place.at.patch(patches.index) + columns_across();
-        emptied[array] = output.place.at.patch_emptied(patches.index);
-        patches.advance(WINDOWS);
-    }
+    u32 outputs_at = 0, outputs_left = 0;
+    if (MASKED == 2) input.take(), outputs_at = input.place + across, outputs_left = input.left;
+    input.take();
+#else
+    warpgroup_sync(1 + warpgroup);  // all four warps are done with the pixels
 #endif
+    const u32 place = input.place + across;
 #pragma unroll
-    for (int s = 0; s < Place::COUNT; ++s) {
-        const u32 slab = output.open(tile, s);
-#pragma unroll
-        for (int j = 0; j < SLAB_LINES; j += 2) {
-            float d[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) d[e] = sum[(s * SLAB_LINES + j) * 4 + e] + shift[e / 2 % 2];
-            finish<true>(d, slab + j * WIDTH * 128 + offset, output.added());
-        }
+    for (int line = 0; line < WINDOW; line += 2) {
+        const u32 at = line * (WIDTH * 128);
+        u32 words[4];
+        round_lines(words, sum, line);
+        if ((STATISTICS || MASKED) && !whole) keep_inside(words, [&](int i) { return inside(line, i); });
 #if MASKED
-        output.share();
-#pragma unroll
-        for (int k = 0; k < SLAB_PIXELS; k += 16) {
-            const int place = s * SLAB_BYTES + k * 128;
-            masking.take(slab + columns_across() + k * 128, from[0] + place, from[MASKED - 1] + place, [&](int i) {
-                return (k + i) % WIDTH < width && s * SLAB_LINES + (k + i) / WIDTH < lines;
-            });
-        }
+        u32 inputs[4], outputs[4];
+        load_matrices<true>(inputs, place + at);
+        if (MASKED == 2) load_matrices<true>(outputs, outputs_at + at);
+        masking.mask(words, inputs, outputs);
 #endif
-        output.close(tile, s);
-        if constexpr (STATISTICS) {
-            const bool whole = width == WIDTH && (s + 1) * SLAB_LINES <= lines;
-            if (s == 0) tally.start();
-            tally.take<SLAB_PIXELS, 2>(slab, whole, [&](int i) {
-                return i % WIDTH < width && s * SLAB_LINES + i / WIDTH < lines;
-            });
-        }
+        if constexpr (STATISTICS) tally.add(words);
+        store_matrices<true>(place + at, words);
     }
 #if MASKED
-    if (threadIdx.x % 32 == 0)
-#pragma unroll
-        for (int array = 0; array < MASKED; ++array) barrier_arrive(emptied[array]);
+    if (MASKED == 2 && input.speaks()) barrier_arrive(outputs_left);
     const float found = masking.result();
 #else
     const float found = STATISTICS ? tally.result() : 0.0f;
 #endif
-    if ((STATISTICS || MASKED) && lines > 0)
+    fence_for_engine();
+    warpgroup_sync(1 + warpgroup);
+    if (threadIdx.x % 128 == 0 && number < p.windows) {
+        const Window to(p, number);
+        store_box(maps.output, input.place, tile.column, to.x, to.y, to.image);
+        commit_stores();
+    }
+    if ((STATISTICS || MASKED) && inside.lines > 0)
         ColumnShare().write(partial + i64(number) * 2 * p.columns, found, tile.column, p.columns);
 }
 
@@ -353,7 +387,6 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
         for (int i = 0; i < PATCHES; ++i)
             barrier_init(at.patch_filled(i), 1), barrier_init(at.patch_emptied(i), 4);
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
-        for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
 #if NORMALIZED
         for (int i = 0; i < PATCHES; ++i) barrier_init(at.patch_ready(i), WARPS);
 #endif
@@ -375,14 +408,12 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     } else {
         take_registers<NORMALIZED ? 208 : 232>();
         Input input(at, p, warpgroup);
-        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             Sum sum;
-            output.prepare(tile);
             input.accumulate(sum);
-            write(output, tile, sum, bias, partial, {moments, gamma, beta}, input.patches);
+            write(input, maps, tile, sum, bias, partial, {moments, gamma, beta}, warpgroup);
         }
-        output.drain();
+        await_stores_read<0>();  // before the block ends
     }
 }

@@ -16,9 +16,7 @@ from minidl.shapes import Pair, ceil_div, round_up
 __all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
 
 WIDTH = 8  # pixels of a window: one group of rows of an operand
-SLAB_LINES, SLAB_COLUMNS = 4, 64  # of a window, and channels, in an output buffer
-SLABS = 2  # output buffers of each of two warpgroups
-MOST_STAGES, FEWEST_STAGES = 6, 3
+MOST_STAGES, FEWEST_STAGES = 9, 3
 WINDOWS = 2  # of a tile, one for each warpgroup
 PATCHES = 2 * WINDOWS
 ATOM = 1024  # bytes: alignment of a patch
@@ -36,12 +34,13 @@ class HaloTile(NamedTuple):
 
     Attributes:
         window: the macro WINDOW, lines of a window.
-        step, rest: as of conv2d_hopper.py's ``HopperTile``.
+        step, rest, sums: as of ``HopperTile``.
     """
 
     window: int
     step: float
     rest: float
+    sums: float
 
     @property
     def name(self) -> str:
@@ -55,7 +54,7 @@ class HaloTile(NamedTuple):
     resident = 1
 
 
-HALO_TILES = (HaloTile(28, 0.68, 1.8), HaloTile(32, 0.77, 2.4))
+HALO_TILES = (HaloTile(28, 0.55, 0.9, 0.3), HaloTile(32, 0.62, 0.9, 0.3))
 
 
 def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:
@@ -66,9 +65,8 @@ def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:
 
 def _shared(tile: HaloTile, walk: tuple[Walk, Walk], stages: int) -> int:
     lines, line = _patch(tile, walk)
-    slabs = 2 * SLABS * SLAB_LINES * WIDTH * SLAB_COLUMNS * ITEMSIZE
     patches = PATCHES * round_up(lines * line * DEPTH * ITEMSIZE, ATOM)
-    return patches + stages * tile.columns * DEPTH * ITEMSIZE + slabs + ATOM
+    return patches + stages * tile.columns * DEPTH * ITEMSIZE + ATOM
 
 
 def _stages(tile: HaloTile, walk: tuple[Walk, Walk], device: DeviceRecord) -> int:
@@ -103,7 +101,7 @@ def plan_halo(
     share: int,
     statistics: bool = False,
     masked: int = 0,
-    normalized: bool = False,
+    normalized: int = 0,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -144,17 +142,17 @@ def plan_halo(
         apart = pixel, width * pixel, height * width * pixel
         return View(code, (channels, width, height, conv.images), apart, box)
 
-    slab, window = (SLAB_COLUMNS, WIDTH, SLAB_LINES, 1), (SLAB_COLUMNS, WIDTH, tile.window, 1)
+    window = tile.columns, WIDTH, tile.window, 1
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
-        (image(columns, h.count, w.count, columns, slab), 2),
-        (image(columns, h.count, w.count, pitches[1] if added else columns, slab), 3),
+        (image(columns, h.count, w.count, columns, window), 2),
+        (image(columns, h.count, w.count, pitches[1] if added else columns, window), 3),
         *((image(columns, h.count, w.count, pitches[2 + i], window), 4 + i) for i in range(masked)),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {"PATCHES": PATCHES, "SLABS": SLABS, "STATISTICS": int(statistics), "MASKED": masked}
+    defines |= {"PATCHES": PATCHES, "STATISTICS": int(statistics), "MASKED": masked}
     defines["NORMALIZED"] = int(normalized)
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

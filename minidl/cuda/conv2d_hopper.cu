@@ -304,7 +304,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
-        masking.take(slab + k, x + k, y + k, [](int) { return true; });
+        masking.take(slab + k, x + k, y + k);
     if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
@@ -326,33 +326,42 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     Masking masking;
 #endif
 #pragma unroll
-    for (int s = 0; s < Place::COUNT; ++s) {
-#if MASKED
-        if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-#endif
-        const u32 slab = output.open(tile, s);
-        const int first = s / BLOCKS * SLAB_COLUMNS;
+    for (int group = 0; group < output.GROUPS; ++group) {
+        const int begin = group * output.AT_ONCE;
+        output.open(tile, group);
         const u32 thread = thread_again();
 #pragma unroll
-        for (int j = 0; j < SLAB_COLUMNS; j += 16) {
-            float d[8];
+        for (int i = 0; i < output.AT_ONCE; ++i) {
+            const int first = (begin + i) / BLOCKS * SLAB_COLUMNS;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) d[e] = sum[s % BLOCKS][(first + j) / 2 + e];
-            if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
-            put(d, slab, j, thread, output.added());
+            for (int j = 0; j < SLAB_COLUMNS; j += 16) {
+                float d[8];
+#pragma unroll
+                for (int e = 0; e < 8; ++e) d[e] = sum[(begin + i) % BLOCKS][(first + j) / 2 + e];
+                if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
+                put(d, output.buffer(i), j, thread, output.added());
+            }
         }
 #if MASKED
         output.share();
-        mask_slab(masking, slab, place.at, ring, s, output.warpgroup);
-        if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
-#endif
-        output.close(tile, s);
-        if constexpr (STATISTICS) {
-            const int rows = place.p.classes[0].rows - place.row(tile, s);
-            if (s % BLOCKS == 0) tally.start();
-            tally.take<64, TAKEN>(slab, rows >= 64, [&](int i) { return i < rows; });
-            if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
+#pragma unroll
+        for (int s = begin; s < begin + output.AT_ONCE; ++s) {
+            if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
+            mask_slab(masking, output.buffer(s - begin), place.at, ring, s, output.warpgroup);
+            if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
+#endif
+        output.close(tile, group);
+        if constexpr (STATISTICS) {
+#pragma unroll
+            for (int s = begin; s < begin + output.AT_ONCE; ++s) {
+                const int rows = place.p.classes[0].rows - place.row(tile, s);
+                if (s % BLOCKS == 0) tally.start();
+                tally.take<64, TAKEN>(output.buffer(s - begin), rows >= 64, [&](int i) { return i < rows; });
+                if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
+            }
+        }
+        output.leave();
     }
     if constexpr (STATISTICS || MASKED) {
         float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;

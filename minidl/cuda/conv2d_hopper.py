@@ -146,7 +146,7 @@ def plan(
     chosen: tuple[HopperTile | HaloTile, int] | None = None,
     statistics: bool = False,
     masked: int = 0,
-    normalized: bool = False,
+    normalized: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -157,9 +157,10 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, arrays that are read for the ReLU and the batch norm below: 0, 1 or 2.
-        normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it.
+        normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
+            float32 arithmetic, 2 for packed 16-bit.
     """
-    tile, share = chosen or choose(conv, backward, device, code, normalized)
+    tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, statistics, masked, normalized)]
     walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
@@ -222,10 +223,13 @@ def takes_statistics(conv: Convolution, code: int) -> bool:
     return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
 
 
-def normalizes(conv: Convolution, code: int) -> bool:
+def normalizes(conv: Convolution, code: int, statistics: bool = False) -> bool:
     """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
     one launch, and where that should be faster than a pass of its own."""
-    return code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code)
+    statistics = statistics and takes_statistics(conv, code)
+    return (
+        code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code, statistics)
+    )
 
 
 def forward_fused(
@@ -238,16 +242,20 @@ def forward_fused(
     choice: Choice | None = None,
     statistics: bool = False,
     below: Below | None = None,
+    packed: bool = False,
 ) -> Any:
     """Forward pass into ``output`` together with what lies around it.
 
     Args:
         statistics: return those of the output, as `Sums`; where `takes_statistics`.
         below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
+        packed: make it in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded to
+            the dtype of x: before its one rounding off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of
+            float16.
     """
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
-    device, normalized = current_device(), below is not None
-    chosen = taken(choice, conv, False, device, code, normalized)
+    device, normalized = current_device(), 0 if below is None else 2 if packed else 1
+    chosen = taken(choice, conv, False, device, code, normalized > 0)
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, normalized=normalized)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)

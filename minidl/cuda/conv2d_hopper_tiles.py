@@ -14,6 +14,7 @@ from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = [
+    "IN_PLACE",
     "SLAB",
     "TILES",
     "HopperTile",
@@ -36,6 +37,7 @@ class HopperTile(NamedTuple):
         rows, columns, stages, slabs, resident: the macros TILE_M, TILE_N, STAGES, SLABS and RESIDENT.
         step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
             measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
+        sums: what of these it takes besides to take sums of what it writes.
     """
 
     rows: int
@@ -45,6 +47,7 @@ class HopperTile(NamedTuple):
     resident: int
     step: float
     rest: float
+    sums: float
 
     @property
     def name(self) -> str:
@@ -73,14 +76,16 @@ class HopperTile(NamedTuple):
 
 
 TILES = (
-    HopperTile(128, 256, 4, 2, 1, 0.64, 2.4),
-    HopperTile(256, 128, 4, 2, 1, 0.64, 2.4),
-    HopperTile(128, 192, 4, 3, 1, 0.54, 1.3),
-    HopperTile(256, 64, 4, 2, 1, 0.42, 1.0),
-    HopperTile(128, 128, 5, 4, 1, 0.38, 0.9),
-    HopperTile(128, 128, 3, 1, 2, 0.37, 0.55),
-    HopperTile(128, 64, 4, 1, 2, 0.25, 0.33),
+    HopperTile(128, 256, 4, 2, 1, 0.64, 2.4, 0.5),
+    HopperTile(256, 128, 4, 2, 1, 0.64, 2.4, 0.5),
+    HopperTile(128, 192, 4, 3, 1, 0.54, 1.3, 0.8),
+    HopperTile(256, 64, 4, 2, 1, 0.42, 1.0, 0.5),
+    HopperTile(128, 128, 5, 4, 1, 0.38, 0.9, 0.5),
+    HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
+    HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
 )
+# For rows that are normalised where they lie: all slabs of a tile leave at once, and what comes next has longer for it.
+IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -91,8 +96,8 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.15, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
-_WINDOW, _IN_PLACE = 1.02, 0.48
+_IN_REGISTERS = {(128, 256): 1.18, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
+_WINDOW, _IN_PLACE = 1.12, 0.56
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
@@ -104,7 +109,9 @@ def candidates(
 
     One that normalises its input needs the registers of a multiprocessor for itself.
     """
-    tiles = [tile for tile in TILES if tile.resident == 1] if normalized else TILES
+    tiles = TILES
+    if normalized:
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else [])
     return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
@@ -129,17 +136,19 @@ def microseconds(
     device: DeviceRecord,
     code: int = 1,
     normalized: bool = False,
+    sums: bool = False,
 ) -> tuple[float, float]:
     """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200.
 
-    A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate.
+    A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate. ``normalized``: the
+    input on the way; ``sums``: and those of a batch norm, of the output.
     """
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    busy = _busy(conv, tile, stages / tiles, normalized)
+    busy = _busy(conv, tile, stages / tiles, normalized) + sums * tile.sums
     arithmetic = max(rounds * busy, fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
@@ -159,20 +168,25 @@ def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normali
 
 @functools.lru_cache(maxsize=1024)
 def choose(
-    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+    conv: Convolution,
+    backward: bool,
+    device: DeviceRecord,
+    code: int = 1,
+    normalized: bool = False,
+    sums: bool = False,
 ) -> tuple[HopperTile | HaloTile, int]:
-    """The tile that should finish first, and how many of them a block works on."""
+    """The tile that should finish first, and how many of them a block works on; arguments as of `microseconds`."""
     among = candidates(conv, backward, device, code, normalized)
-    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized)[1])
+    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int) -> bool:
+def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int, sums: bool = False) -> bool:
     """Whether normalising the input on the way should take less time than a pass that reads and writes it before."""
     apart, together = (
-        microseconds(conv, False, choose(conv, False, device, code, on_the_way)[0], device, code, on_the_way)[1]
-        for on_the_way in (False, True)
+        microseconds(conv, False, choose(conv, False, device, code, *how)[0], device, code, *how)[1]
+        for how in ((False, sums), (True, sums))
     )
     return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
 

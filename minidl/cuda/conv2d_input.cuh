@@ -1,6 +1,10 @@
 // How the kernels of Hopper normalise their input as they read it: x is the input of a batch norm with a ReLU over it,
 // and what a product sees are relu((x - mean)*rstd*gamma + beta), rounded as batch_norm.cu rounds them, to the bit. They
 // are never in memory. Padding lies behind the ReLU: its zeros stay zeros.
+//
+// NORMALIZED 1: in float32. 2: in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded
+// to T, in one instruction for two values where the other takes seven; before the rounding of the result, which both have,
+// off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16.
 #pragma once
 #include "hopper.cuh"
 
@@ -11,6 +15,35 @@ struct Norm {
 };
 
 // What two neighbouring channels need; behind the last one zeros, which make zeros of zeros.
+#if NORMALIZED == 2
+struct Affine {
+    u32 scale = 0, shift = 0;
+
+    __device__ __forceinline__ Affine() {}
+    // of: the block of eight channels that they are of, which exists or does not.
+    __device__ __forceinline__ Affine(const Norm& norm, int of, int channel) {
+        if (of >= norm.channels) return;
+        const float2 mean = *reinterpret_cast<const float2*>(norm.moments + channel);
+        float2 s = *reinterpret_cast<const float2*>(norm.moments + norm.channels + channel);
+        const float2 gamma = *reinterpret_cast<const float2*>(norm.gamma + channel);
+        const float2 beta = *reinterpret_cast<const float2*>(norm.beta + channel);
+        s.x *= gamma.x, s.y *= gamma.y;
+        scale = Rounding<T>::round_pair(s.x, s.y);
+        shift = Rounding<T>::round_pair(fmaf(-mean.x, s.x, beta.x), fmaf(-mean.y, s.y, beta.y));
+    }
+
+    // Of a pair of values as they lie in memory. NaN stays NaN.
+    __device__ __forceinline__ u32 operator()(u32 pair) const {
+        u32 y;
+#if DTYPE == 1
+        asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(scale), "r"(shift));
+#else
+        asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(scale), "r"(shift));
+#endif
+        return y;
+    }
+};
+#else
 struct Affine {
     float2 mean = {0, 0}, scale = {0, 0}, shift = {0, 0};
 
@@ -42,6 +75,7 @@ struct Affine {
         return y;
     }
 };
+#endif
 
 // For warps that normalise in shared memory what the engine has brought there, rows of 128 bytes with 64 channels of a
 // pixel each: eight neighbours take a row, and each thread the same chunk of eight channels of all of its rows.

@@ -256,7 +256,8 @@ def plan_weight(
 
     def shared(tile: _Geometry) -> int:
         new = min(conv.stride[0], conv.kernel[0])
-        rows = STAGES * (tile.columns * tile_m + new * tile.length) * ITEMSIZE
+        behind = round_up((tile.step // 2 + 1) * 4, 16)
+        rows = STAGES * ((tile.columns * tile_m + new * tile.length) * ITEMSIZE + behind)
         sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
         return max(rows + (conv.kernel[0] + new) * tile.length * 4, sums)
 

@@ -26,7 +26,7 @@
 // RAGGED: 1 when a strip may be narrower than TILE_Q: windows behind its end must not be multiplied even by zero, for
 // they may be infinite; BLOCKS per multiprocessor that the registers must leave room for; VEC_DY: values per access.
 // Grid: chunks, row tiles, column tiles, the last fastest.
-// Dynamic shared memory: STAGES * (TILE_Q * TILE_M + NEW * LENGTH) * 2 + RING * LENGTH * 4 bytes, or if that is more
+// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * LENGTH * 4 bytes, or if that is more
 // what warps leave to each other at the end, WARPS_N * TILE_M * COLUMNS * 32 bytes.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: dy once per column tile, x once per row and column tile and strip; 4 * chunks * |dw| twice.
@@ -54,6 +54,8 @@ constexpr int NEW = STRIDE_H < KERNEL_H ? STRIDE_H : KERNEL_H;
 constexpr int WARMUP = (KERNEL_H - 1) / NEW;
 constexpr int RING = KERNEL_H + NEW;
 constexpr int ROW_BYTES = LENGTH * 4;  // of pairs
+// New rows of a stage, and behind them what their last pairs reach, which is read and not used.
+constexpr int ROWS_BYTES = NEW * LENGTH * 2 + ((STEP / 2 + 1) * 4 + 15) / 16 * 16;
 
 // The four pairs of pixels that a quad reads start so many pixels apart.
 constexpr int SPREAD = STEP == 6 ? 4 : 2;
@@ -215,10 +217,9 @@ conv2d_stem_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, flo
                           const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ int counts[STAGES];
-    constexpr int ROWS_BYTES = NEW * LENGTH * 2;
     unsigned char* const stages = shared;  // first, for their chunks are permuted by address
     unsigned char* const rows = stages + STAGES * Gradient::BYTES;
-    unsigned char* const pairs = rows + STAGES * ROWS_BYTES;  // also behind rows, whose last pairs reach too far
+    unsigned char* const pairs = rows + STAGES * ROWS_BYTES;
     const int lane = threadIdx.x % 32, warp_n = threadIdx.x / 32 % WARPS_N, warp_k = threadIdx.x / 32 / WARPS_N;
 
     u32 block = blockIdx.x;

@@ -251,9 +251,9 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         accumulate(sum, at, p, work.last - work.first, filter_row);
         const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
         output += (i64(work.part) * p.groups + work.group) * p.rows * columns + filter_row * 3 * p.channels;
-        finish<128 * WARPGROUPS>(sum, base, [&](int, int j, float4 quad) {
-            const int channel = work.channel + j % 8 * 8 + threadIdx.x % 4 * 2;
-            put_quad(output + j / 8 * p.channels, quad, row, p.rows, columns, channel, p.channels, p.accumulate);
-        });
+        const int channel = work.channel + threadIdx.x % 4 * 2;
+        const auto find = [&](int tap) { return Target{tap * p.channels + channel, p.channels - channel}; };
+        p.accumulate ? finish<128 * WARPGROUPS, 64, 8, 8, true>(sum, base, output, row, p.rows, columns, find)
+                     : finish<128 * WARPGROUPS, 64, 8, 8, false>(sum, base, output, row, p.rows, columns, find);
     }
 }

@@ -30,7 +30,7 @@
 // TILE_M * TILE_N, and 1024.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
-#include "conv2d_weight_spans.cuh"
+#include "conv2d_weight_hopper.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -263,7 +263,7 @@ template <bool ADD>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     const int first = work.row + row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    finish_spans<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
+    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
         return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
     });
 }
@@ -332,7 +332,7 @@ DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Probl
                     int column) {
     find_part(row, column);
     const int first = work.row + row + threadIdx.x % 32 / 4 * 2;
-    finish_spans<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
+    finish<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
         return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
     });
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from minidl.cuda.conv2d_weight_tiles import (
     HALO,
     ITEMSIZE,
     ROW_BYTES,
-    SPAN,
     TILES,
     Division,
     HaloTile,
@@ -62,11 +61,16 @@ __all__ = [
 
 ARCH = (9, 0)
 
-# The structure Problem of conv2d_weight_hopper.cu.
+# The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
 _PROBLEM = struct(
     "",
     "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
     "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
+)
+_HALO_PROBLEM = struct(
+    "",
+    "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
+    "further_n further_h further_w tiles_m tiles_n accumulate",
 )
 
 
@@ -163,101 +167,34 @@ def plan(
         tf32: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
     """
     tile, division = forced or choose(conv, normalized, tf32)
-    if isinstance(tile, HaloTile):
-        return _plan_halo(conv, code, pitches, vec_y, accumulate, tile, division, normalized)
-    views = _views(conv, code, pitches, tf32)
+    grid = halo(conv) if isinstance(tile, HaloTile) else None
+    views = halo_views(conv, code, pitches, grid) if grid else _views(conv, code, pitches, tf32)
     assert views.legal, (conv, pitches)
-    span = span_of(tf32)
-    rows, channels = conv.out_channels // conv.groups, conv.channels // conv.groups
-    taps, spans, steps = conv.kernel[0] * conv.kernel[1], ceil_div(channels, span), ceil_div(conv.pixels, span)
+    span, rows, channels = span_of(tf32), conv.out_channels // conv.groups, conv.channels // conv.groups
+    height, width = grid.size if grid else (conv.out_height, conv.out_width)
+    steps, spans = ceil_div(conv.images * height * width, span), ceil_div(channels, span)
     division = division.of(steps)
-    tiles_m, tiles_n = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
-    lines, further_w = divmod(span, conv.out_width)
-    further_n, further_h = divmod(lines, conv.out_height)
-    problem = argument(
-        _PROBLEM,
-        conv,
-        steps=steps,
-        chunks=division.chunks,
-        rows=rows,
-        channels=channels,
-        columns=taps * channels,
-        spans=spans,
-        blocks=taps * spans,
-        further_n=further_n,
-        further_h=further_h,
-        further_w=further_w,
-        tiles_m=tiles_m,
-        tiles_n=tiles_n,
-        accumulate=accumulate and division.parts == 1,
-    )
-    defines = {"DTYPE": code, "FLAT": int(_flat(conv)), "VEC_Y": vec_y if division.parts == 1 else 2} | tile.defines
-    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | ({"TF32": int(tf32)} if tf32 else {})
-    stem = "conv2d_weight_hopper"
-    return Planned(
-        stem,
-        tiles_m * tiles_n * conv.groups * division.chunks,
-        tile.threads,
-        views,
-        problem,
-        defines,
-        tile.shared_bytes,
-        division.parts,
-    )
-
-
-_HALO_PROBLEM = struct(
-    "",
-    "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
-    "further_n further_h further_w tiles_m tiles_n accumulate",
-)
-
-
-def _plan_halo(
-    conv: Convolution,
-    code: int,
-    pitches: tuple[int, int],
-    vec_y: int,
-    accumulate: bool,
-    tile: HaloTile,
-    division: Division,
-    normalized: bool,
-) -> Planned:
-    grid = halo(conv)
-    height, width = grid.size
-    views = halo_views(conv, code, pitches, grid)
-    assert views.legal, (conv, pitches)
-    steps = ceil_div(conv.images * height * width, SPAN)
-    division = division.of(steps)
-    lines, further_w = divmod(SPAN, width)
+    lines, further_w = divmod(span, width)
     further_n, further_h = divmod(lines, height)
-    rows, channels = conv.out_channels // conv.groups, conv.channels // conv.groups
-    tiles_m, tiles_n = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
-    problem = argument(
-        _HALO_PROBLEM,
-        conv,
-        steps=steps,
-        chunks=division.chunks,
-        rows=rows,
-        channels=channels,
-        grid_h=height,
-        grid_w=width,
-        tap_h=grid.tap[0],
-        tap_w=grid.tap[1],
-        ahead=grid.ahead,
-        held=grid.ahead + tile.stages,
-        further_n=further_n,
-        further_h=further_h,
-        further_w=further_w,
-        tiles_m=tiles_m,
-        tiles_n=tiles_n,
-        accumulate=accumulate and division.parts == 1,
-    )
-    defines = {"DTYPE": code, "STAGES": tile.stages, "VEC_Y": vec_y if division.parts == 1 else 2}
-    defines |= {"CLUSTER": division.cluster, "NORMALIZED": int(normalized)}
-    shared = grid.shared_bytes(tile.stages)
-    blocks = tiles_m * tiles_n * conv.groups * division.chunks
-    return Planned("conv2d_weight_halo", blocks, 512, views, problem, defines, shared, division.parts)
+    fields = {
+        "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
+        "further_h": further_h, "further_w": further_w, "accumulate": accumulate and division.parts == 1,
+    }  # fmt: skip
+    defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
+    defines["VEC_Y"] = vec_y if division.parts == 1 else 2
+    if grid:
+        stem, shared, tiles = "conv2d_weight_halo", grid.shared_bytes(tile.stages), (ceil_div(rows, span), spans)
+        fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
+        fields |= {"ahead": grid.ahead, "held": grid.ahead + tile.stages}
+    else:
+        taps = conv.kernel[0] * conv.kernel[1]
+        stem, shared = "conv2d_weight_hopper", tile.shared_bytes
+        tiles = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
+        fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans}
+        defines |= {"FLAT": int(_flat(conv))} | ({"TF32": int(tf32)} if tf32 else {})
+    problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
+    blocks = prod(tiles) * conv.groups * division.chunks
+    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts)
 
 
 def _flat(conv: Convolution) -> bool:

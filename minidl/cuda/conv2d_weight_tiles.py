@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from minidl.cuda.conv2d_family import Choice
@@ -77,6 +77,15 @@ class WeightTile(NamedTuple):
         return max(stages, 4 * self.rows * self.columns) + 1024
 
     @property
+    def traffic(self) -> int:
+        """Bytes of 16-bit values that go through shared memory for a stage: copied once, and read by every product of a
+        warpgroup.
+        """
+        down, across = self.rows // self.warpgroups[0] // SPAN, self.columns // self.warpgroups[1]
+        products = self.warpgroups[0] * self.warpgroups[1] * down
+        return ROW_BYTES * (self.rows + self.columns + products * (SPAN + across))
+
+    @property
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
@@ -129,7 +138,12 @@ class HaloTile(NamedTuple):
     """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
 
     stages: int
-    name = "halo"
+    name, threads, resident = "halo", 512, 1
+    traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"STAGES": self.stages}
 
 
 HALO = HaloTile(5)
@@ -226,28 +240,51 @@ class _Candidate(NamedTuple):
     step: float
 
 
-# Fitted to times measured on an H200 (bf16; ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
-# Microseconds, and what goes through in one.
-_PRODUCTS = 2.96e6  # multiply-adds of a multiprocessor
-_HALO_PRODUCTS = 4.24e6
+class _Rates(NamedTuple):
+    """Microseconds, and what goes through in one.
+
+    Attributes:
+        copied: bytes that a multiprocessor copies into stages.
+        fetched: bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
+        shared: bytes that a multiprocessor's shared memory takes and gives.
+        memory: bytes of the whole device.
+        missed: of bytes copied, the share that the L2 cache did not keep.
+        exposed: of the shorter of memory traffic and work, what the longer does not hide.
+        alone: a block without another one beside it to hide its latencies, against two.
+        start: until the pipeline of a block is filled.
+        written: values of the gradient that a block writes.
+        merged: adding up the sums of a cluster of the halo kernel.
+        second: the kernel that adds partial sums; ``summed``: values of them that it adds.
+    """
+
+    copied: float
+    fetched: float
+    shared: float
+    memory: float
+    missed: float
+    exposed: float
+    alone: float
+    start: float
+    written: float
+    merged: float
+    second: float
+    summed: float
+
+
+# Fitted to times measured on an H200 (ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
+_SIXTEEN = _Rates(1.14e5, 1.01e6, 2.48e5, 4.11e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
+_FLOAT = _Rates(1.15e5, 9.0e5, inf, 4.26e6, 0.009, 0.12, 1.45, 0.9, 8.0e3, 0.0, 1.6, 4.9e5)
+_PRODUCTS = 3.5e6  # multiply-adds of a multiprocessor in a microsecond, of 16-bit types
 # In TF32, and in three such products for each, by rows x columns of a warp.
 _TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
 _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
-_COPIED = 1.15e5  # bytes that a multiprocessor copies into stages
-_FETCHED = 9.0e5  # bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
-_MEMBERS = 16  # multiprocessors in each
+_MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-_MEMORY, _MISSED = 4.26e6, 0.009  # bytes of the whole device; of bytes copied, the share that the L2 cache did not keep
-_EXPOSED = 0.12  # of the shorter of memory traffic and work, what the longer does not hide
-_ALONE = 1.45  # a block without another one beside it to hide its latencies, against two
-_START, _WRITTEN = 0.9, 8.0e3  # of a block: until its pipeline is filled; values of the gradient that it writes
-_MERGED = 3.5  # sums of two blocks of the halo kernel
 # Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
 # kernel; bytes of a pass of its own.
 _STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
-_SECOND, _SUMMED = 1.6, 4.9e5  # the second kernel; values of partial sums that it adds
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
 ROUNDS = 8  # partial sums of a division that is fine
@@ -268,7 +305,7 @@ def normalizes(conv: Convolution) -> bool:
         return False
     apart, together = (min(_microseconds(conv, one) for one in _candidates(conv, n)) for n in (False, True))
     x = ITEMSIZE * conv.images * conv.height * conv.width * conv.channels
-    return together < apart + _SECOND + 2 * x / _PASSED
+    return together < apart + _SIXTEEN.second + 2 * x / _PASSED
 
 
 def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
@@ -299,7 +336,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
     or not at all.
     """
-    span = span_of(tf32)
+    span, rates = span_of(tf32), _FLOAT if tf32 else _SIXTEEN
     itemsize = ROW_BYTES // span
     rows, channels, steps = conv.out_channels // conv.groups, conv.channels // conv.groups, ceil_div(conv.pixels, span)
     blocks = conv.kernel[0] * conv.kernel[1] * ceil_div(channels, span)
@@ -313,12 +350,12 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         if normalized and not _spare(tile):
             continue
+        product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared)
+        normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
         for division in _divisions(count, steps, tile.resident, tf32 > 0):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                copied, copy = _copy(tiles, conv.groups, division, tile, span)
-                product = span * area / _rate(tile, tf32)
-                normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
+                copied, copy = _copy(tiles, conv.groups, division, tile, span, rates)
                 step = max(product, copy * slower, normalizing)
                 yield _Candidate(tile, division, steps, count, itemsize, copied, step)
     grid = None if tf32 else halo(conv)
@@ -326,9 +363,10 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
         tiles = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
         count = conv.groups * tiles[0] * tiles[1]
+        product = max(SPAN * area / _PRODUCTS, HALO.traffic / rates.shared)
         for division in _divisions(count, steps, 1, False):
-            copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN)
-            step = max(SPAN * area / _HALO_PRODUCTS, copy, normalized * _HALO_NORMALIZED)
+            copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN, rates)
+            step = max(product, copy, normalized * _HALO_NORMALIZED)
             yield _Candidate(HALO, division, steps, count, itemsize, copied, step)
 
 
@@ -340,7 +378,9 @@ def _rate(tile: WeightTile, tf32: int) -> float:
     return rates[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
 
 
-def _copy(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int) -> tuple[int, float]:
+def _copy(
+    tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, rates: _Rates
+) -> tuple[int, float]:
     """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor.
 
     ``tiles``: of a group of channels, along rows and columns.
@@ -357,7 +397,7 @@ def _copy(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: 
         fetched |= {(part, "x", m // tiles[0], block) for block in range(n * width, (n + 1) * width)}
     copied = ROW_BYTES * (tile.rows + tile.columns)
     fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
-    return copied, max(copied / _COPIED, fetches / _FETCHED)
+    return copied, max(copied / rates.copied, fetches / rates.fetched)
 
 
 def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Division]:
@@ -376,17 +416,17 @@ def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Divi
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     """Roughly the time that it takes."""
     tile, division, steps, tiles, itemsize, copied, step = candidate
-    resident = tile.resident if isinstance(tile, WeightTile) else 1
+    rates = _SIXTEEN if itemsize == ITEMSIZE else _FLOAT
     share = ceil_div(tiles * division.chunks, WORKERS)
-    rounds = share + (_ALONE - 1 if share % resident else 0)
+    rounds = share + (rates.alone - 1 if share % tile.resident else 0)
     gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
-    merged = _MERGED if division.cluster > 1 and isinstance(tile, HaloTile) else 0
-    around = _START + gradient / tiles / _WRITTEN + merged
-    busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, resident) * around
+    merged = rates.merged if division.cluster > 1 and isinstance(tile, HaloTile) else 0
+    around = rates.start + gradient / tiles / rates.written + merged
+    busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, tile.resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
-    memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels) + _MISSED * tiles * steps * copied
-    waited = memory / _MEMORY + _START
-    time = max(busy, waited) + _EXPOSED * min(busy, waited)
+    memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels)
+    waited = (memory + rates.missed * tiles * steps * copied) / rates.memory + rates.start
+    time = max(busy, waited) + rates.exposed * min(busy, waited)
     if division.parts > 1:
-        time += _SECOND + division.parts * gradient / _SUMMED
+        time += rates.second + division.parts * gradient / rates.summed
     return time

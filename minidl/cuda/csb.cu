@@ -9,7 +9,7 @@
 //   values    (nnz)                                                    T
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature      T
 //   y         dense in the same orientation;  bias (features) or null                           T;  float32
-//   dense     row * columns + column                                   T
+//   dense     row * row_step + column * column_step                    T
 //
 // csb_matmul_kernel. A block of 256 threads owns ROWS output features (a slice of a block row, transposed of a block
 // column) times 32 * VEC samples, and walks the blocks that feed them; nothing is shared between thread blocks, so
@@ -59,8 +59,8 @@ constexpr int SLICES = (SIDE + ROWS - 1) / ROWS; // of a block
 struct Shared {
     uint2 items[PIECE + UNROLL];  // (where the feature's values of x begin, value), grouped by output feature
     u32 mask[ROWS * WORDS];
-    int first[ROWS + 1];          // where the items of each output feature begin
     int warps[WARPS];
+    int first[ROWS + 1];          // where the items of each output feature begin
 };
 
 DEVICE int out_of(u32 index) { return TRANSPOSED ? index & 255 : index >> 8; }
@@ -255,28 +255,29 @@ csb_matmul_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
 // One thread block per block of A.
 struct Place {
     int begin, end;
-    i64 start;  // of the block's first element in the dense matrix
+    i64 row_step, column_step, start;  // start: of the block's first element in the dense matrix
 
-    __device__ __forceinline__ Place(const int* __restrict__ indptr, i64 columns, int across) {
+    __device__ __forceinline__ Place(const int* __restrict__ indptr, i64 row_step, i64 column_step, int across)
+        : row_step(row_step), column_step(column_step) {
         begin = indptr[blockIdx.x], end = indptr[blockIdx.x + 1];
-        start = i64(blockIdx.x / across) * SIDE * columns + blockIdx.x % across * SIDE;
+        start = blockIdx.x / across * SIDE * row_step + blockIdx.x % across * SIDE * column_step;
     }
-    __device__ __forceinline__ i64 of(u32 index, i64 columns) const {
-        return start + (index >> 8) * columns + (index & 255);
+    __device__ __forceinline__ i64 of(u32 index) const {
+        return start + (index >> 8) * row_step + (index & 255) * column_step;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(256)
 csb_expand_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
-                  T* __restrict__ dense, i64 columns, int across) {
-    const Place place(indptr, columns, across);
-    for (int e = place.begin + threadIdx.x; e < place.end; e += 256) dense[place.of(indices[e], columns)] = values[e];
+                  T* __restrict__ dense, i64 row_step, i64 column_step, int across) {
+    const Place place(indptr, row_step, column_step, across);
+    for (int e = place.begin + threadIdx.x; e < place.end; e += 256) dense[place.of(indices[e])] = values[e];
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 csb_pick_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ dense,
-                T* __restrict__ values, i64 columns, int across) {
-    const Place place(indptr, columns, across);
-    for (int e = place.begin + threadIdx.x; e < place.end; e += 256) values[e] = dense[place.of(indices[e], columns)];
+                T* __restrict__ values, i64 row_step, i64 column_step, int across) {
+    const Place place(indptr, row_step, column_step, across);
+    for (int e = place.begin + threadIdx.x; e < place.end; e += 256) values[e] = dense[place.of(indices[e])];
 }
 #endif

@@ -81,7 +81,7 @@ def csb_matmul(
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
     if y.size == 0:
         return y
-    product = Product(shape, side, indices.size, x.dtype, samples, transposed, features_last, split)
+    product = Product(shape, side, indices.size, x.dtype, samples, transposed, features_last, split, bias is not None)
     arrays = indptr, indices, values, x
     name = choose_route(product, current_device()) if depth else "generic"
     if name == "rows":
@@ -98,7 +98,14 @@ def csb_matmul(
 
 
 def _dense(product: Product, indptr: Any, indices: Any, values: Any, x: Any, bias: Any, relu: bool) -> Any:
-    """The matrix expanded, then multiplied like the filter of a 1x1 convolution of one image."""
+    """The matrix expanded, then multiplied like the filter of a 1x1 convolution of one image. Features first it is the
+    image, or rather the gradient of one, and x the filter: bias is None.
+    """
+    if not product.features_last:
+        gradient = _expand(indptr, indices, values, product.shape, product.side, product.transposed)[None, None]
+        y_shape = (1, 1, product.features, product.samples)
+        y = conv2d_backward_data(gradient, contiguous(x)[:, None, None], y_shape, **_POINTWISE)
+        return (apply_relu(y) if relu else y).reshape(product.features, product.samples)
     filters = csb_expand(indptr, indices, values, product.shape, product.side)[:, None, None]
     image = x[None, None]
     if product.transposed:
@@ -157,18 +164,25 @@ def csb_sampled(
     features_last: bool = False,
     out: Any,
     accumulate: bool = False,
+    split: str | None = None,
 ) -> None:
     """The gradient of the values: ``out`` (nnz,) float32 = ``dy @ x.T`` at the pattern only; overwritten, or added to.
 
     Args:
         dy: (M, samples), or (samples, M) with ``features_last``.
         x: (K, samples), or (samples, K); the dtype of dy; any row pitch.
+        split: "bf16x3" allows float32 products as three bfloat16 products, where they are faster; "tf32x3" changes
+            nothing.
 
     Samples are summed in chunks that depend on the sizes alone, and the chunks in order.
+
+    Raises:
+        ValueError: shapes that do not fit; ``split`` of 16-bit arrays.
     """
     who = "csb_sampled"
     check_sum(who, out)
     code = storage_code(who, "dy", dy, x)
+    check_split(who, split, code)
     dy, x = as_rows(dy), as_rows(x)
     spans = rows(dy), rows(x)
     samples = spans[0][0 if features_last else 1]
@@ -181,10 +195,12 @@ def csb_sampled(
     if out.size == 0 or samples == 0:
         sum_partials(None, 0, out, accumulate)
         return
-    if csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, current_device()):
+    device = current_device()
+    hopper = csb_sampled_hopper.applies(side, x.dtype, shape, samples, features_last, device)
+    if hopper or csb_sampled_hopper.splits(split, side, shape, out.size, samples, features_last, device):
         csb_sampled_hopper.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
-    if csb_dots.applies(side, x.dtype, shape, out.size, features_last, current_device()):
+    if csb_dots.applies(side, x.dtype, shape, out.size, features_last, device):
         csb_dots.sampled(indptr, indices, dy, x, shape, side, features_last, out, accumulate)
         return
     tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
@@ -197,7 +213,7 @@ def csb_sampled(
     )  # fmt: skip
     widest = ACCESS // dy.itemsize
     defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": SAMPLED_TILE, "TILE_N": SAMPLED_TILE}
-    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last), "CONV": 0}
+    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last)}
     defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": min(widest, vector_width(x))}
     grid = tiles[0] * tiles[1] * chunks
     assert grid < 2**31, (shape, samples)
@@ -211,8 +227,13 @@ def csb_sampled(
 
 def csb_expand(indptr: Any, indices: Any, values: Any, shape: Pair, side: int) -> Any:
     """The dense (M, K) matrix, in the dtype of ``values``."""
-    dense = zeros(shape, values.dtype)
-    _move("csb_expand", indptr, indices, values, dense, shape, side)
+    return _expand(indptr, indices, values, shape, side, False)
+
+
+def _expand(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool) -> Any:
+    """The dense matrix, or its transpose."""
+    dense = zeros(shape[::-1] if transposed else shape, values.dtype)
+    _move("csb_expand", indptr, indices, values, dense, shape, side, (1, shape[0]) if transposed else (shape[1], 1))
     return dense
 
 
@@ -221,13 +242,16 @@ def csb_pick(indptr: Any, indices: Any, dense: Any, shape: Pair, side: int) -> A
     if dense.shape != tuple(shape):
         raise checks.bad_shape("csb_pick", "dense", str(tuple(shape)), dense.shape)
     values = empty(indices.shape, dense.dtype)
-    _move("csb_pick", indptr, indices, contiguous(dense), values, shape, side)
+    _move("csb_pick", indptr, indices, contiguous(dense), values, shape, side, (shape[1], 1))
     return values
 
 
-def _move(name: str, indptr: Any, indices: Any, source: Any, target: Any, shape: Pair, side: int) -> None:
+def _move(
+    name: str, indptr: Any, indices: Any, source: Any, target: Any, shape: Pair, side: int, steps: Pair
+) -> None:  # fmt: skip
+    """``steps``: from row to row and from column to column of the dense matrix."""
     code = dtype_code(source, name, "values")
-    sizes = np.int64(shape[1]), np.int32(ceil_div(shape[1], side))
+    sizes = *map(np.int64, steps), np.int32(ceil_div(shape[1], side))
     grid = indptr.size - 1 if indices.size else 0
     defines = {"DTYPE": code, "SIDE": side}
     launch("csb", f"{name}_kernel", grid, 256, indptr, indices, source, target, *sizes, defines=defines)

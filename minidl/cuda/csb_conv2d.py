@@ -1,14 +1,13 @@
 """Convolution with a filter in Compressed Sparse Blocks, as in `minidl.cpu.csb_conv2d`: no matrix of patches is made.
 
-Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types on the dense
-convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches every output whose window
-holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient multiplies dense tiles and writes the pattern's
-elements only (csb_sampled.cu).
+Float32 runs on csb_rows.cu (Hopper) or csb.cu, which gather the pixels that a tap meets; 16-bit types, and float32 with
+``tf32``, on the dense convolution of the expanded filter: zeros are multiplied there, and an infinity or NaN reaches
+every output whose window holds it. `minidl.cuda.csb_routes.route` forces one. The weight gradient is the dense
+convolution's, of which the pattern's elements are taken.
 """
 
 from __future__ import annotations
 
-import math
 from math import prod
 from typing import Any
 
@@ -16,32 +15,28 @@ from minidl import checks
 from minidl.cuda import csb_rows
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.channel_sum import check_sum, sum_partials
-from minidl.cuda.conv2d import conv2d, conv2d_backward_data
-from minidl.cuda.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
+from minidl.cuda.conv2d import check_tf32, conv2d, conv2d_backward_data, conv2d_backward_weight
+from minidl.cuda.conv2d_plan import argument, struct
 from minidl.cuda.csb import (
     MOST_ROWS,
     PRODUCT_FIELDS,
-    SAMPLED_FIELDS,
-    SAMPLED_TILE,
-    STAGES,
     THREADS,
-    WARPS,
-    check_split,
     csb_expand,
+    csb_pick,
     storage_code,
     vectors_of,
 )
 from minidl.cuda.csb_routes import choose_conv_route
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, rows, vector_width
+from minidl.cuda.rows import rows
+from minidl.cuda.widen import widen
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, conv_output_size, tap_axes
 
 __all__ = ["csb_conv2d", "csb_conv2d_backward_data", "csb_conv2d_backward_weight"]
 
 _PRODUCT = struct(PRODUCT_FIELDS[0], PRODUCT_FIELDS[1] + " steps blocks", ("window", csb_rows.WINDOW))
-_SAMPLED = struct(*SAMPLED_FIELDS, ("window", csb_rows.WINDOW))
 
 Axes = tuple[tuple[int, ...], ...]
 
@@ -59,24 +54,26 @@ def csb_conv2d(
     padding: Pair,
     dilation: Pair,
     bias: Any | None = None,
-    split: str | None = None,
+    tf32: int = False,
 ) -> Any:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
-    As `minidl.cpu.csb_conv2d`; ``split`` permits what `minidl.cuda.csb_matmul` says and has no effect yet.
+    As `minidl.cpu.csb_conv2d`; ``tf32`` as in `minidl.cuda.conv2d`, a permission.
 
     Raises:
-        ValueError: ``split`` of 16-bit arrays.
+        ValueError: ``tf32`` of 16-bit arrays, or not 0, 1 or 3.
     """
-    code = _checked("csb_conv2d", values, x, split)
+    code = _checked("csb_conv2d", "values", values, x, tf32)
     out = tuple(conv_output_size(*axis) for axis in zip(x.shape[1:3], kernel, stride, padding, dilation, strict=True))
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in (x.shape[0], *out, shape[0]):
         return empty((x.shape[0], *out, shape[0]), x.dtype)
-    if choose_conv_route(side, x.dtype, current_device()) == "dense":
-        return conv2d(x, _filters(indptr, indices, values, shape, side, kernel, x.shape[3]), bias, **geometry)
+    name = choose_conv_route(side, x.dtype, tf32, _density(indices, shape, kernel, x.shape[3]), current_device())
+    if name == "dense":
+        filters = _filters(indptr, indices, values, shape, side, kernel, x.shape[3])
+        return conv2d(x, filters, bias, **geometry, tf32=tf32)
     axes = tap_axes(x.shape[1:3], out, kernel, stride, padding, dilation)
-    return _product(indptr, indices, values, x, shape, side, axes, shape[0], False, bias, code)
+    return _product(name, indptr, indices, values, x, shape, side, axes, shape[0], False, bias, code)
 
 
 def csb_conv2d_backward_data(
@@ -92,18 +89,19 @@ def csb_conv2d_backward_data(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    split: str | None = None,
+    tf32: int = False,
 ) -> Any:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`."""
-    code = _checked("csb_conv2d_backward_data", values, dy, split)
+    code = _checked("csb_conv2d_backward_data", "values", values, dy, tf32)
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1}
     if 0 in x_shape:
         return empty(x_shape, dy.dtype)
-    if choose_conv_route(side, dy.dtype, current_device()) == "dense":
+    name = choose_conv_route(side, dy.dtype, tf32, _density(indices, shape, kernel, x_shape[3]), current_device())
+    if name == "dense":
         filters = _filters(indptr, indices, values, shape, side, kernel, x_shape[3])
-        return conv2d_backward_data(dy, filters, x_shape, **geometry)
+        return conv2d_backward_data(dy, filters, x_shape, **geometry, tf32=tf32)
     axes = tap_axes(dy.shape[1:3], x_shape[1:3], kernel, stride, padding, dilation, backward=True)
-    return _product(indptr, indices, values, dy, shape, side, axes, x_shape[3], True, None, code)
+    return _product(name, indptr, indices, values, dy, shape, side, axes, x_shape[3], True, None, code)
 
 
 def csb_conv2d_backward_weight(
@@ -120,53 +118,40 @@ def csb_conv2d_backward_weight(
     dilation: Pair,
     out: Any,
     accumulate: bool = False,
+    tf32: int = False,
 ) -> None:
     """The gradient of the values: ``out`` (nnz,) float32, overwritten, or added to; at the pattern only.
 
     Args:
         dy, x: (N, P, Q, K) and (N, H, W, C) of one dtype; all else as `csb_conv2d`.
 
-    Pixels are summed in chunks that depend on the sizes alone, and the chunks in order.
+    As `minidl.cuda.conv2d_backward_weight`, whose dense result is a workspace.
     """
     who = "csb_conv2d_backward_weight"
     check_sum(who, out)
-    code = storage_code(who, "dy", dy, x)
+    _checked(who, "dy", dy, x, tf32)
     if out.shape != indices.shape:
         raise checks.bad_shape(who, "out", str(indices.shape), out.shape)
     if out.size == 0 or dy.size == 0:
         sum_partials(None, 0, out, accumulate)
         return
-    dy, x = as_rows(dy), as_rows(x)
-    samples, taps = prod(dy.shape[:3]), prod(kernel)
-    room = shape[1] // taps
-    axes = tap_axes(x.shape[1:3], dy.shape[1:3], kernel, stride, padding, dilation)
-    tiles = ceil_div(shape[0], SAMPLED_TILE), ceil_div(shape[1], SAMPLED_TILE)
-    chunk = pixel_chunk(samples, tiles[0] * tiles[1])
-    chunks = ceil_div(samples, chunk)
-    problem = argument(
-        _SAMPLED, dy_pitch=rows(dy)[2], x_pitch=rows(x)[2], samples=samples, chunk=chunk, nnz=out.size, rows=shape[0],
-        columns=shape[1], across=ceil_div(shape[1], side), tiles_m=tiles[0], tiles_n=tiles[1],
-        accumulate=accumulate and chunks == 1, window=(*axes, x.shape[3], room),
-    )  # fmt: skip
-    widest = ACCESS // dy.itemsize
-    defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": SAMPLED_TILE, "TILE_N": SAMPLED_TILE}
-    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": 1, "CONV": 1}
-    defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": math.gcd(widest, vector_width(x), room)}
-    grid = tiles[0] * tiles[1] * chunks
-    assert grid < 2**31 and samples < 2**32, (shape, samples)
-    shared = max(STAGES * DEPTH_BYTES * 2 * SAMPLED_TILE, 4 * SAMPLED_TILE**2)
-    partials = out if chunks == 1 else empty((chunks, out.size), float32)
-    launch("csb_sampled", "csb_sampled_kernel", grid, 32 * WARPS**2, indptr, indices, dy, x, partials, problem,
-           defines=defines, shared=shared)  # fmt: skip
-    if chunks > 1:
-        sum_partials(partials, chunks, out, accumulate)
+    channels, room = x.shape[3], shape[1] // prod(kernel)
+    dense = empty((shape[0], *kernel, channels), float32)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": 1, "tf32": tf32}
+    conv2d_backward_weight(dy, x, **geometry, out=dense)
+    wide = dense if channels == room else widen(dense, room)
+    sum_partials(csb_pick(indptr, indices, wide.reshape(shape), shape, side), 1, out, accumulate)
 
 
-def _checked(who: str, values: Any, x: Any, split: str | None) -> int:
+def _checked(who: str, name: str, first: Any, x: Any, tf32: int) -> int:
     """The code of the storage type."""
-    code = storage_code(who, "values", values, x)
-    check_split(who, split, code)
+    code = storage_code(who, name, first, x)
+    check_tf32(who, tf32, code)
     return code
+
+
+def _density(indices: Any, shape: Pair, kernel: Pair, channels: int) -> float:
+    return indices.size / max(shape[0] * prod(kernel) * channels, 1)
 
 
 def _filters(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, kernel: Pair, channels: int) -> Any:
@@ -176,13 +161,13 @@ def _filters(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, ker
 
 
 def _product(
-    indptr: Any, indices: Any, values: Any, source: Any, shape: Pair, side: int, axes: Axes, features: int,
+    name: str, indptr: Any, indices: Any, values: Any, source: Any, shape: Pair, side: int, axes: Axes, features: int,
     transposed: bool, bias: Any, code: int,
 ) -> Any:  # fmt: skip
-    """The product whose samples are the places of the grid of ``axes`` in each image of ``source``."""
+    """The product whose samples are the places of the grid of ``axes`` in each image, by the route ``name``."""
     source = as_rows(source)
     y = empty((source.shape[0], axes[0][1], axes[1][1], features), source.dtype)
-    if choose_conv_route(side, y.dtype, current_device()) == "rows":
+    if name == "rows":
         csb_rows.convolve(indptr, indices, values, source, y, shape, side, transposed, axes, bias)
         return y
     samples, depth, taps = prod(y.shape[:3]), source.shape[3], axes[0][2] * axes[1][2]

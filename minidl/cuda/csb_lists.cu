@@ -1,61 +1,152 @@
 // Lists of elements by output feature: what csb_rows.cu multiplies. Made anew for each product, in either direction,
 // from the one copy of the matrix; a workspace, gone after the product.
 //
-// The matrix (transposed: its transpose) is cut into parts of 64 output features x PART summed ones, of a convolution's
-// filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features of a part, the share of one
-// warp. A unit's list is a header, the number of items of each feature in 16 bytes and 16 more, then the items (x,
-// value): `x` is the summed feature within the part times `scale`. Items of a feature lie in the order of the summed
-// one and begin at a multiple of 16 bytes.
+// The matrix (transposed: its transpose) is cut into parts of OUT output features x PART summed ones, of a convolution's
+// filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp. As
+// warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
+// time, those with most elements first, each to the unit that has least so far.
+// A unit's list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is the summed feature
+// within the part times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16
+// bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
-//   units     (4 * parts of output features, parts of summed ones): first slot, number of slots or 0 without an element
-//   used      slots taken so far, 0 at first: where a part's lists lie depends on the run, what is in them does not
+//   units     (units, parts of summed ones): first slot, number of slots or 0 without an element
+//   order     (units, 16 / RUN): the first of each RUN features; null with RUN 16, where features stay as they lie
+//   used      slots taken so far: where a part's lists lie depends on the run, what is in them does not
 //
 // Elements are ranked by counting bits of a mask per output feature (integer atomicOr, whose order does not matter), so
 // both directions cost the same and the lists are the same on every run.
-// Grid: parts, those of summed features fastest. Bytes: 6 nnz read (SIDE / 64)^2 times from L2, 8 (nnz + pads) written.
+// Grid: parts, those of summed features fastest; of csb_order_kernel, parts of output features. Bytes: 8 nnz read
+// (SIDE / 64)^2 times from L2, 8 (nnz + pads) written.
+// After R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), for the dealing.
 //
-// Macros: SIDE, TRANSPOSED, PART (64, 128).
+// Macros: SIDE, TRANSPOSED, OUT (64, 128, 256), RUN (4, 8, 16), PART (64, 128).
 #include "csb.cuh"
 
-constexpr int THREADS = 128, OUT = 64, UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
-constexpr int HEADER = 4;  // slots of a header
+constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads that share a band of output features
+constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
+constexpr int HEADER = 2;  // slots of a list before its items
+constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
+constexpr u32 NONE = 0xffffffffu;
 
 struct Problem {
     Matrix a;
     int steps;  // parts of summed features, over all taps
     int parts;  // of a tap
-    int room;   // columns of a tap
+    int taps;
+    int room;  // columns of a tap
     int scale;
 };
 
-struct Shared {
-    u32 mask[OUT][WORDS];  // by output feature, over the summed ones
-    int begin[OUT];        // slot of the feature's first item, from the part's first
-    int unit[UNITS];        // slots of each unit
-    u32 first;              // slot of the part
+// Elements of a feature, capped: the sum of sixteen and the number of a unit fit a word.
+constexpr int MOST = 1 << 20;
+
+struct Dealing {
+    int count[OUT];
+    int elements[RUNS], sorted[RUNS];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Counts the elements of the output features from `first` on; a warp takes blocks in turn, and each lane a few
+// neighbours of their elements, so that lanes seldom meet one counter.
+DEVICE void count_elements(int (&count)[OUT], const int* __restrict__ indptr, const u16* __restrict__ indices,
+                           const Problem& p, int first) {
+    const int lane = threadIdx.x % 32, features = TRANSPOSED ? p.room : p.a.rows;
+    const int left = features - first < OUT ? features - first : OUT, inner = first % SIDE;
+    const int bands = ceil_div(inner + left, SIDE);  // blocks that the features take
+    const int others = TRANSPOSED ? ceil_div(p.a.rows, SIDE) * p.taps : p.a.across, blocks = bands * others;
+    for (int round = threadIdx.x / 32; round < blocks; round += COUNTERS) {
+        const int mine = round + COUNTERS / 32 * lane;
+        int bounds[2] = {}, place = 0;
+        if (mine < blocks) {
+            const int band = mine % bands, other = mine / bands;
+            const i64 block = TRANSPOSED
+                ? i64(other / p.taps) * p.a.across + (other % p.taps * p.room + first) / SIDE + band
+                : i64(first / SIDE + band) * p.a.across + other;
+            bounds[0] = indptr[block], bounds[1] = indptr[block + 1], place = band * SIDE - inner;
+        }
+        for (int i = 0; i < 32 && round + COUNTERS / 32 * i < blocks; ++i) {
+            const int begin = __shfl_sync(0xffffffffu, bounds[0], i), end = __shfl_sync(0xffffffffu, bounds[1], i);
+            const int from = __shfl_sync(0xffffffffu, place, i), some = ceil_div(end - begin, 32);
+            const int last = begin + (lane + 1) * some < end ? begin + (lane + 1) * some : end;
+#pragma unroll 4
+            for (int e = begin + lane * some; e < last; ++e) {
+                const int out = (TRANSPOSED ? indices[e] & 255 : indices[e] >> 8) + from;
+                if (0 <= out && out < OUT) atomicAdd(&count[out], 1);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(COUNTERS, 1)
+csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, int* __restrict__ order,
+                 u32* __restrict__ used, const __grid_constant__ Problem p) {
+    __shared__ Dealing s;
+    const int thread = threadIdx.x, lane = thread % 32, first = blockIdx.x * OUT;
+    if (blockIdx.x == 0 && thread == 0) *used = 0;
+    if (thread < OUT) s.count[thread] = 0;
+    __syncthreads();
+    count_elements(s.count, indptr, indices, p, first);
+    __syncthreads();
+    if (thread < RUNS) {
+        int elements = 0;
+        for (int i = 0; i < RUN; ++i) elements += s.count[RUN * thread + i] < MOST ? s.count[RUN * thread + i] : MOST;
+        s.elements[thread] = elements;
+    }
+    __syncthreads();
+    if (thread < RUNS) {
+        const int mine = s.elements[thread];
+        int rank = 0;
+#pragma unroll 8
+        for (int i = 0; i < RUNS; ++i) rank += s.elements[i] > mine || (s.elements[i] == mine && i < thread);
+        s.sorted[rank] = thread;
+    }
+    __syncthreads();
+    if (thread >= 32) return;
+    u32 load = 0;
+    int taken = 0;
+#pragma unroll 4
+    for (int i = 0; i < RUNS; ++i) {
+        const int run = s.sorted[i], elements = s.elements[run];
+        const u32 key = lane < UNITS && taken < EACH ? load * 32 + lane : NONE;
+        if (lane == static_cast<int>(__reduce_min_sync(0xffffffffu, key) % 32)) {
+            order[(blockIdx.x * UNITS + lane) * EACH + taken] = first + RUN * run;
+            load += elements;
+            ++taken;
+        }
+    }
+}
+
+struct Shared {
+    u32 mask[OUT][WORDS];  // by place of the output feature, over the summed ones
+    int begin[OUT];        // slot of the feature's first item, from the part's first
+    int place[RUNS];       // of each run of features, in runs
+    int unit[UNITS];       // slots of each unit
+    u32 first;             // slot of the part
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const float* __restrict__ values,
-                 uint2* __restrict__ slots, uint2* __restrict__ units, u32* __restrict__ used,
-                 const __grid_constant__ Problem p) {
+                 const int* __restrict__ order, uint2* __restrict__ slots, uint2* __restrict__ units,
+                 u32* __restrict__ used, const __grid_constant__ Problem p) {
     __shared__ Shared s;
     const int out_part = blockIdx.x / p.steps, step = blockIdx.x % p.steps, thread = threadIdx.x;
     const int tap = step / p.parts, summed_part = (step - tap * p.parts) * PART;
     const Matrix a = {p.a.rows, (tap + 1) * p.room, p.a.across};  // up to the tap's last column
     const auto for_part = [&](auto visit) {
+        const int band = thread / SHARE * BAND, share = thread % SHARE, out = out_part * OUT + band;
+        const auto at = [&](int o) { return RUN == UNIT ? band + o : s.place[(band + o) / RUN] * RUN + o % RUN; };
         if constexpr (TRANSPOSED)
-            for_elements<THREADS, PART, OUT>(indptr, indices, a, summed_part, tap * p.room + out_part * OUT, thread,
-                                             [&](int e, int row, int column) { visit(e, column, row); });
+            for_elements<SHARE, PART, BAND>(indptr, indices, a, summed_part, tap * p.room + out, share,
+                                            [&](int e, int row, int column) { visit(e, at(column), row); });
         else
-            for_elements<THREADS, OUT, PART>(indptr, indices, a, out_part * OUT, tap * p.room + summed_part, thread,
-                                             visit);
+            for_elements<SHARE, BAND, PART>(indptr, indices, a, out, tap * p.room + summed_part, share,
+                                            [&](int e, int row, int column) { visit(e, at(row), column); });
     };
     for (int i = thread; i < OUT * WORDS; i += THREADS) (&s.mask[0][0])[i] = 0;
+    if (RUN < UNIT && thread < RUNS) s.place[order[out_part * RUNS + thread] / RUN - out_part * RUNS] = thread;
     __syncthreads();
-    for_part([&](int, int out, int summed) { atomicOr(&s.mask[out][summed / 32], 1u << summed % 32); });
+    for_part([&](int, int place, int summed) { atomicOr(&s.mask[place][summed / 32], 1u << summed % 32); });
     __syncthreads();
     int count = 0, sum = 0;
     if (thread < OUT) {
@@ -70,24 +161,27 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? HEADER + sum : 0;
     }
     __syncthreads();
-    if (thread == 0) s.first = atomicAdd(used, s.unit[0] + s.unit[1] + s.unit[2] + s.unit[3]);
+    if (thread == 0) {
+        int total = 0;
+        for (int u = 0; u < UNITS; ++u) total += s.unit[u];
+        s.first = atomicAdd(used, total);
+    }
     __syncthreads();
     if (thread < OUT) {
         const int unit = thread / UNIT, size = s.unit[unit];
         int start = 0;
         for (int u = 0; u < unit; ++u) start += s.unit[u];
-        const int item = HEADER + sum - ((count + 1) & ~1);
-        s.begin[thread] = start + item;
+        s.begin[thread] = start + HEADER + sum - ((count + 1) & ~1);
         if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
         if (thread % UNIT == 0)
             units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
     }
     __syncthreads();
-    for_part([&](int e, int out, int summed) {
-        int rank = __popc(s.mask[out][summed / 32] & ((1u << summed % 32) - 1));
+    for_part([&](int e, int place, int summed) {
+        int rank = __popc(s.mask[place][summed / 32] & ((1u << summed % 32) - 1));
 #pragma unroll
         for (int w = 0; w < WORDS - 1; ++w)
-            if (w < summed / 32) rank += __popc(s.mask[out][w]);
-        slots[s.first + s.begin[out] + rank] = make_uint2(summed * p.scale, __float_as_uint(values[e]));
+            if (w < summed / 32) rank += __popc(s.mask[place][w]);
+        slots[s.first + s.begin[place] + rank] = make_uint2(summed * p.scale, __float_as_uint(values[e]));
     });
 }

@@ -47,16 +47,16 @@ def _rows(
     tile = csb_rows.choose_tile(features, depth, samples, arrays[1].size / (features * depth), features_last, device)
     scale = 4 if features_last else 128 * tile.vec
 
-    def decode() -> tuple[Any, Any]:
-        return csb_rows.lists(*arrays, shape, side, transposed, scale, tile.part)
+    def decode() -> tuple[Any, Any, Any]:
+        return csb_rows.lists(*arrays, shape, side, transposed, scale, tile)
 
-    slots, units = decode()
+    made = decode()
 
     def phase(name: str) -> Callable[[], None]:
-        return lambda: csb_rows.multiply(tile, slots, units, x, y, features_last, None, False, name)
+        return lambda: csb_rows.multiply(tile, *made, x, y, features_last, None, False, name)
 
     tiles = ceil_div(features, tile.units * csb_rows.UNIT) * ceil_div(samples, 32 * tile.vec)
-    uneven = {"warps": _uneven(units, tile.units), "rounds": round_up(tiles, device.multiprocessors) / tiles}
+    uneven = {"warps": _uneven(made[1], tile.units), "rounds": round_up(tiles, device.multiprocessors) / tiles}
     return {"index decode": decode, "loads": phase("loads"), "multiply-adds": phase("multiply-adds")}, uneven
 
 

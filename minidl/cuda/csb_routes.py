@@ -37,6 +37,7 @@ class Product(NamedTuple):
     transposed: bool
     features_last: bool
     split: str | None
+    bias: bool = False
 
     @property
     def features(self) -> int:
@@ -52,6 +53,11 @@ class Product(NamedTuple):
     def density(self) -> float:
         return self.nnz / max(self.shape[0] * self.shape[1], 1)
 
+    @property
+    def _as_filter(self) -> bool:
+        """Whether features first x can be the filter of a convolution: its biases are not the product's."""
+        return not self.bias and 0 < self.samples * max(self.features, self.depth) < 2**31
+
     def fits(self, device: DeviceRecord) -> dict[str, bool]:
         """Whether each route can do it, the fastest first.
 
@@ -62,7 +68,7 @@ class Product(NamedTuple):
             "split": self.split is not None and csb_tensor.applies(*where),
             "rows": csb_rows.applies(*where),
             "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
-            "dense": self.features_last and self.dtype.itemsize == 2,
+            "dense": self.dtype.itemsize == 2 and (self.features_last or self._as_filter),
             "generic": True,
         }
 
@@ -83,21 +89,23 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     return name
 
 
-def conv_routes(side: int, dtype: Any, device: DeviceRecord) -> list[str]:
+def conv_routes(side: int, dtype: Any, tf32: int, device: DeviceRecord) -> list[str]:
     """The routes of a convolution, `minidl.cuda.csb_conv2d`, the fastest first."""
-    fits = {"rows": csb_rows.applies(side, dtype, device), "dense": dtype.itemsize == 2, "generic": True}
+    dense = dtype.itemsize == 2 or tf32 > 0
+    fits = {"dense": dense, "rows": csb_rows.applies(side, dtype, device), "generic": True}
     return [name for name, fit in fits.items() if fit]
 
 
-def choose_conv_route(side: int, dtype: Any, device: DeviceRecord) -> str:
-    """The forced route; else the fastest.
+def choose_conv_route(side: int, dtype: Any, tf32: int, density: float, device: DeviceRecord) -> str:
+    """The forced route; else the fastest, three TF32 products of dense filters from a density on.
 
     Raises:
         ValueError: when the forced route cannot do it.
     """
-    names, forced = conv_routes(side, dtype, device), _forced.get()
+    names, forced = conv_routes(side, dtype, tf32, device), _forced.get()
     if forced is None:
-        return names[0]
+        sparse = tf32 == 3 and density < SPLIT_FROM["tf32x3"]
+        return names[1] if sparse else names[0]
     if forced not in names:
         raise checks.bad_value("csb_conv2d", "route", "one that can do this convolution on this device", forced)
     return forced

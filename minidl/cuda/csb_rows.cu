@@ -3,13 +3,13 @@
 //
 // A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
 // time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages.
-// Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles. Each of UNITS warps multiplies its
+// Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps multiplies its
 // unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
 // With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
 // lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
 // several, x with each.
 //
-//   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
+//   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
@@ -22,10 +22,10 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), FOURS
-// (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of
-// x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2
-// copies no x).
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN
+// (csb_lists.cu), FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
+// (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
+// multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -43,7 +43,7 @@ struct Problem {
 };
 
 constexpr int UNIT = 16;
-constexpr int HEADER = 4;  // slots
+constexpr int HEADER = 2;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
@@ -65,21 +65,26 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
 #pragma unroll 8
     for (int i = 0; i < DOWN / STEP; ++i) {
         const int pixel = pixels[row + i * STEP];
-        const bool valid = inside && pixel >= 0;
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, valid ? x + pixel * p.x_pitch + feature + column : x, valid);
+        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, x + pixel * p.x_pitch + feature + column,
+                              inside && pixel >= 0);
     }
 #else
+    constexpr int GROUP = 8;  // copies whose bounds are known from one number
     const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
                                       : x + (feature + row) * p.x_pitch + sample + column;
     const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
-    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature;
-    const int rows = inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0;
-    const i64 step = STEP * p.x_pitch;
-#pragma unroll 8
-    for (int i = 0; i < DOWN / STEP; ++i) {
-        const bool valid = row + i * STEP < rows;
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, valid ? from : x, valid);
-        from += step;
+    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature, step = STEP * p.x_pitch;
+    int there = (inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0) - row;
+    static_assert(DOWN / STEP % GROUP == 0, "whole groups");
+#pragma unroll 1
+    for (int i = 0; i < DOWN / STEP; i += GROUP) {
+#pragma unroll
+        for (int g = 0; g < GROUP; ++g) {
+            copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * g, from, g * STEP < there);
+            from += step;
+        }
+        to += 4 * PITCH * STEP * GROUP;
+        there -= GROUP * STEP;
     }
 #endif
 }
@@ -208,11 +213,22 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const u
     }
 }
 
+// The output features of a unit.
+struct Features {
+    const int* __restrict__ runs;  // the first of each RUN
+    int first;                     // with RUN 16
+
+    __device__ __forceinline__ int operator[](int i) const {
+        return RUN == UNIT ? first + i : __ldg(runs + i / RUN) + i % RUN;
+    }
+};
+
 // Bias and ReLU.
-DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, int feature) {
+DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, const Problem& p, const Features& features) {
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        const float shift = bias && feature + i < p.features ? bias[feature + i] : 0.0f;
+        const int feature = features[i];
+        const float shift = bias && feature < p.features ? bias[feature] : 0.0f;
 #pragma unroll
         for (int v = 0; v < VEC; ++v) {
             if (bias) sum[i][v] += shift;
@@ -240,7 +256,8 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
 
 #endif
 
-DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile, int feature) {
+DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
+                  const Features& features) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
 #pragma unroll
@@ -250,7 +267,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
         if constexpr (VEC_Y == 4) {
             swap_fours(v);
-            const int first = feature + lane % 4 * 4;
+            const int first = features[lane % 4 * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
@@ -261,32 +278,34 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         } else {
             const i64 sample = tile + 32 * j + lane;
 #pragma unroll
-            for (int i = 0; i < UNIT; ++i)
-                if (sample < p.samples && feature + i < p.features) y[sample * p.features + feature + i] = v[i];
+            for (int i = 0; i < UNIT; ++i) {
+                const int feature = features[i];
+                if (sample < p.samples && feature < p.features) y[sample * p.features + feature] = v[i];
+            }
         }
     }
 #else
     const i64 sample = tile + lane * VEC;
-    float* to = y + feature * p.samples + sample;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (feature + i < p.features) {
-            if constexpr (VEC_Y == VEC) {
-                if (sample < p.samples) store<float, VEC>(to, sum[i]);
-            } else {
+        const int feature = features[i];
+        if (feature >= p.features) continue;
+        float* const to = y + feature * p.samples + sample;
+        if constexpr (VEC_Y == VEC) {
+            if (sample < p.samples) store<float, VEC>(to, sum[i]);
+        } else {
 #pragma unroll
-                for (int j = 0; j < VEC; ++j)
-                    if (sample + j < p.samples) to[j] = sum[i][j];
-            }
+            for (int j = 0; j < VEC; ++j)
+                if (sample + j < p.samples) to[j] = sum[i][j];
         }
-        to += p.samples;
     }
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const float* __restrict__ x,
-                const float* __restrict__ bias, float* __restrict__ y, const __grid_constant__ Problem p) {
+csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const int* __restrict__ order,
+                const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
+                const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
     const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + 32, full = notes + STAGES * NOTES;
     const u32 empty = full + 8 * STAGES;
@@ -330,8 +349,9 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        const int feature = (tile % p.tiles_down * UNITS + warp) * UNIT;
-        if (bias || p.relu) finish(sum, bias, p, feature);
-        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, feature);
+        const int unit = tile % p.tiles_down * UNITS + warp;
+        const Features features = {order + unit * (UNIT / RUN), unit * UNIT};
+        if (bias || p.relu) finish(sum, bias, p, features);
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features);
     }
 }

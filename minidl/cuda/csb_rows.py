@@ -24,8 +24,11 @@ __all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", 
 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
-OUT, UNIT = 64, 16  # output features of a part of csb_lists.cu, and of a warp
-HEADER = 4  # slots of a list before its items
+UNIT = 16  # output features of a warp
+HEADER = 2  # slots of a list before its items
+RUN = {False: 4, True: 8}  # by features last, neighbours that are dealt together: features last, stores of 32 bytes
+SAVED = 0.08  # share of the time that dealing saves
+DEALING = 4.0, 1.6e-4  # microseconds that it takes, in all and for each element of a block's output features
 FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
@@ -38,7 +41,7 @@ PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
 WINDOW = np.dtype([("down", AXIS), ("across", AXIS), ("channels", np.int32), ("room", np.int32)])
 
-_LISTS = struct("", "rows columns across steps parts room scale")
+_LISTS = struct("", "rows columns across steps parts taps room scale")
 _FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} parts", ("window", WINDOW))
 
@@ -49,6 +52,7 @@ class RowsTile(NamedTuple):
     units: int
     vec: int
     part: int
+    run: int
     fours: bool
     capacity: int
     stages: int
@@ -96,7 +100,8 @@ def choose_tile(
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    tile = RowsTile(units, vec, part, part * density >= 4, 0, 0)
+    dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
+    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -112,33 +117,31 @@ def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
 
 
 def lists(
-    indptr: Any,
-    indices: Any,
-    values: Any,
-    shape: Pair,
-    side: int,
-    transposed: bool,
-    scale: int,
-    part: int,
+    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, scale: int, tile: RowsTile,
     taps: int = 1,
-) -> tuple[Any, Any]:
-    """(slots, units) of csb_lists.cu."""
-    room = shape[1] // taps
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """(slots, units, order) of csb_lists.cu."""
+    room, wide = shape[1] // taps, tile.units * UNIT
     features, summed = (room, shape[0]) if transposed else (shape[0], room)
-    out, parts = ceil_div(features, OUT), ceil_div(summed, part)
+    out, parts = ceil_div(features, wide), ceil_div(summed, tile.part)
     steps = taps * parts
     # Each output feature of a part may have a pad, each unit a header.
-    slots = empty((indices.size + out * steps * (OUT + OUT // UNIT * HEADER) + 2, 2), np.uint32)
+    slots = empty((indices.size + out * steps * tile.units * (UNIT + HEADER) + 2, 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
-    units = empty((out * (OUT // UNIT), steps, 2), np.uint32)
+    units = empty((out * tile.units, steps, 2), np.uint32)
     problem = argument(
-        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, room=room,
-        scale=scale,
+        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
+        room=room, scale=scale,
     )  # fmt: skip
-    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "PART": part}
-    arrays = indptr, indices, values, slots, units, zeros(1, np.uint32)
-    launch("csb_lists", "csb_lists_kernel", out * steps, 128, *arrays, problem, defines=defines)
-    return slots, units
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "RUN": tile.run, "PART": tile.part}
+    if tile.run == UNIT:
+        order, used = None, zeros(1, np.uint32)
+    else:
+        order, used = empty((out * tile.units, UNIT // tile.run), np.int32), empty(1, np.uint32)
+        launch("csb_lists", "csb_order_kernel", out, 1024, indptr, indices, order, used, problem, defines=defines)
+    arrays = indptr, indices, values, order, slots, units, used
+    launch("csb_lists", "csb_lists_kernel", out * steps, 2 * wide, *arrays, problem, defines=defines)
+    return slots, units, order
 
 
 def matmul(
@@ -151,7 +154,7 @@ def matmul(
     samples, density = count if features_last else length, indices.size / (features * depth)
     tile = tile or choose_tile(features, depth, samples, density, features_last, current_device())
     scale = 4 if features_last else 128 * tile.vec
-    made = lists(indptr, indices, values, shape, side, transposed, scale, tile.part)
+    made = lists(indptr, indices, values, shape, side, transposed, scale, tile)
     multiply(tile, *made, x, y, features_last, bias, relu)
 
 
@@ -168,13 +171,13 @@ def convolve(
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
     tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
-    made = lists(indptr, indices, values, shape, side, transposed, 4, tile.part, taps)
+    made = lists(indptr, indices, values, shape, side, transposed, 4, tile, taps)
     parts = made[1].shape[1] // taps
     multiply(tile, *made, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
 
 def multiply(
-    tile: RowsTile, slots: Any, units: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
+    tile: RowsTile, slots: Any, units: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
     phase: str = "all", **convolution: Any,
 ) -> None:  # fmt: skip
     """The product of `lists` made for this tile; ``phase``: one of `PHASES`, to take times apart."""
@@ -192,12 +195,13 @@ def multiply(
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "FOURS": int(tile.fours), "CAPACITY": tile.capacity,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
+        "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
     shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec
     grid = min(tiles, current_device().multiprocessors)
-    arrays = slots, units, x, bias, y
+    arrays = slots, units, order, x, bias, y
     threads = 32 * tile.units + FETCHERS
     launch("csb_rows", "csb_rows_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)

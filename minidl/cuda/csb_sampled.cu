@@ -13,11 +13,7 @@
 //   dy, x     feature * pitch + sample, or with FEATURES_LAST sample * pitch + feature         T
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to         float32
 //
-// With CONV, the weight gradient of a convolution: samples are the pixels of dy, and a column is a channel of the pixel
-// of x that its tap meets (csb_window.cuh).
-//
-// Macros: DTYPE, TF32 (0), STAGES, TILE_M = TILE_N = 64, WARPS_M, WARPS_N; SIDE; FEATURES_LAST; CONV
-// (with FEATURES_LAST); VEC_DY, VEC_X: elements
+// Macros: DTYPE, TF32 (0), STAGES, TILE_M = TILE_N = 64, WARPS_M, WARPS_N; SIDE; FEATURES_LAST; VEC_DY, VEC_X: elements
 // per access, at most 16 bytes.
 // Grid: column tiles (fastest), row tiles, chunks. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, at
 // least 4 * TILE_M * TILE_N.
@@ -25,7 +21,6 @@
 // Bytes: dy once per column tile, x once per row tile (from L2), indices, 4 * chunks * nnz twice.
 #include "tile.cuh"
 #include "csb.cuh"
-#include "csb_window.cuh"
 
 struct Problem {
     i64 dy_pitch, x_pitch;
@@ -34,9 +29,6 @@ struct Problem {
     Matrix a;
     int tiles_m, tiles_n;
     int accumulate;
-#if CONV
-    Window window;
-#endif
 };
 
 // One operand: EXTENT features by DEPTH samples of each stage.
@@ -79,41 +71,6 @@ struct Feed {
     }
 };
 
-#if CONV
-// The right operand of a convolution: a thread's vectors lie in one tap.
-struct Pixels {
-    using Operand = Tile<TILE_N, false>;
-    static constexpr int COLUMNS = TILE_N / VEC_X, STEP = THREADS / COLUMNS, ROWS = DEPTH / STEP;
-
-    const T* from;  // this thread's channel of the first pixel
-    const Problem& p;
-    i64 sample;     // of this thread's first row in the next stage
-    int tap;
-    bool inside;
-
-    __device__ __forceinline__ Pixels(const T* x, const Problem& p, i64 first_sample, int first_column)
-        : p(p), sample(first_sample + threadIdx.x / COLUMNS) {
-        const int column = first_column + threadIdx.x % COLUMNS * VEC_X, channel = column % p.window.room;
-        from = x + channel;
-        tap = column / p.window.room;
-        inside = column < p.a.columns && channel < p.window.channels;
-    }
-
-    __device__ __forceinline__ void copy(u32 tile, int samples) {
-        const int column = threadIdx.x % COLUMNS * VEC_X, row = threadIdx.x / COLUMNS;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const i64 pixel = inside && row + i * STEP < samples
-                                  ? p.window.pixel(static_cast<u32>(sample + i * STEP), tap) : -1;
-            const T* const source = from + (pixel < 0 ? 0 : pixel) * p.x_pitch;
-            copy_values<VEC_X>(tile + Operand::offset(column, row + i * STEP), reinterpret_cast<const char*>(source),
-                               pixel >= 0);
-        }
-        sample += DEPTH;
-    }
-};
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ dy,
                    const T* __restrict__ x, float* __restrict__ output, const __grid_constant__ Problem p) {
@@ -136,11 +93,7 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     const int count = static_cast<int>(first_sample + p.chunk < p.samples ? p.chunk : p.samples - first_sample);
     const int stages = ceil_div(count, DEPTH);
     Feed<TILE_M, VEC_DY> left(dy, p.dy_pitch, first_sample, first_row, p.a.rows);
-#if CONV
-    Pixels right(x, p, first_sample, first_column);
-#else
     Feed<TILE_N, VEC_X> right(x, p.x_pitch, first_sample, first_column, p.a.columns);
-#endif
     const u32 shared_tiles = shared_address(tiles);
     int remaining = count, written = 0, read = 0;
     const auto copy = [&] {

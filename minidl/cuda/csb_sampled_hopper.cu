@@ -1,5 +1,7 @@
 // The sampled product of csb_sampled.cu in 16-bit types on Hopper (sm_90a): operands copied by the engine (TMA) and
-// multiplied by warpgroups (wgmma).
+// multiplied by warpgroups (wgmma). With SPLIT of float32 operands, each as a head and a rest in bfloat16 (csb_split.cu):
+// every 64 samples are summed three times, head * head, head * rest, rest * head. What is left out, and what infinities
+// become, is as in csb_tensor.cu.
 //
 //   out[e] = sum over samples of dy[row of e, sample] * x[column of e, sample],   for the elements e of a pattern
 //
@@ -10,14 +12,15 @@
 //
 //   indptr, indices   as in csb.cuh
 //   dy, x     seen through tensor maps (csb_sampled_hopper.py): boxes of 64 features x 64 samples, the features
-//             fastest with FEATURES_LAST, else the samples
+//             fastest with FEATURES_LAST, else the samples; with SPLIT heads, then rests
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to           float32
 //
 // Grid: column tiles (fastest), row tiles, chunks. Block: two warpgroups that multiply, 64 rows each, and one that
 // fetches. Dynamic shared memory: STAGES * 48 KiB (at least the tile's 132 KiB) + 1024.
-// FLOP: 2 M K samples, dense. Bytes: dy and x once if the L2 cache keeps what tiles share; 2 nnz; 4 chunks nnz twice.
+// FLOP: 2 M K samples, dense; with SPLIT 6. Bytes: dy and x once if the L2 cache keeps what tiles share; 2 nnz; 4 chunks
+// nnz twice.
 //
-// Macros: DTYPE (1, 2), SIDE, FEATURES_LAST, STAGES.
+// Macros: DTYPE (1, 2), SPLIT, SIDE, FEATURES_LAST, STAGES.
 #include "hopper.cuh"
 #include "csb.cuh"
 
@@ -51,8 +54,14 @@ DEVICE void fill(u32 shared, u32 full, u32 empty, const Maps& maps, int row, int
         if (lane == 0) barrier_expect(barrier, STAGE);
         __syncwarp();
         if (lane < BLOCKS) {
-            if (FEATURES_LAST) load_box(to, of_dy ? maps.dy : maps.x, barrier, feature, step * DEPTH);
-            else load_box(to, of_dy ? maps.dy : maps.x, barrier, step * DEPTH, feature);
+            const TensorMap& map = of_dy ? maps.dy : maps.x;
+#if SPLIT
+            const int sample = step / 3 * DEPTH, rest = step % 3 == (of_dy ? 2 : 1);
+            load_box(to, map, barrier, FEATURES_LAST ? feature : sample, FEATURES_LAST ? sample : feature, rest);
+#else
+            const int sample = step * DEPTH;
+            load_box(to, map, barrier, FEATURES_LAST ? feature : sample, FEATURES_LAST ? sample : feature);
+#endif
         }
         ring.advance();
     }

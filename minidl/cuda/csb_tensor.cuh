@@ -8,7 +8,7 @@ DEVICE void barrier_arrive_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read and zeros are written instead.
+// Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read, wherever it points, and zeros are written.
 template <int BYTES>
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
     const int readable = valid ? BYTES : 0;

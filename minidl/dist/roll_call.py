@@ -280,10 +280,12 @@ class RollCall:
     def _find_stuck(self) -> None:
         under_way, now = self.log.waiting(), time.monotonic()
         stagger = STAGGER_SECONDS * min(self._comm.rank, 20)
-        if not under_way or under_way[0].seconds < min(SUSPECT_SECONDS, self.limit / 2) + stagger:
+        # A host may come to the end before its GPU is seen to wait: who is late at the end may be, who does not come to
+        # a call may not.
+        waiting = next((one for one in under_way if one.call.kind != _CLOSE), under_way[0] if under_way else None)
+        if waiting is None or waiting.seconds < min(SUSPECT_SECONDS, self.limit / 2) + stagger:
             self._asked = None
             return
-        waiting = under_way[0]
         over, last = waiting.seconds > self.limit + stagger, waiting.seconds > self.limit + stagger + DEFER_SECONDS
         if now - self._asked_by_lower < DEFER_SECONDS and not last:
             return  # that rank looks into it

@@ -265,9 +265,8 @@ def _shared_memory(control: MPICommunicator, size: int, own: list[tuple[int, int
 
 
 def _make_file(size: int) -> str:
-    folder = (
-        "/dev/shm" if os.path.isdir("/dev/shm") else None
-    )  # memory; elsewhere a file, whose pages are in memory too
+    # Elsewhere a file, whose pages are in memory too.
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
     handle, name = tempfile.mkstemp(prefix="minidl-", dir=folder)
     try:
         os.ftruncate(handle, size)

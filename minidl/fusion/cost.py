@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
-from minidl.fusion.sites import Site, find_sites
+from minidl.fusion.sites import Site
 from minidl.graph import Graph
 from minidl.layers import Conv2d
 from minidl.precision import Precision, bfloat16
 
-__all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "planned_ms", "predict", "runs_as", "site_cost"]
+__all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
 
 HOPPER = (9, 0)
 
@@ -113,11 +113,6 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
     forward = cost.forward + sum(MODES[mode].costs[0] for mode in modes_of(way))
     backward = cost.backward + sum(MODES[mode].costs[1] for mode in modes_of(way))
     return Predicted(of_pass * forward, of_pass * backward)
-
-
-def planned_ms(graph: Graph, plan: Plan, batch: int, precision: Precision, machine: Machine) -> float:
-    """The model's time of all sites of a network under ``plan``."""
-    return sum(predict(graph, site, plan.sites[site.name], batch, precision, machine).ms for site in find_sites(graph))
 
 
 def heuristic(graph: Graph, sites: Sequence[Site], precision: Precision, machine: Machine) -> Plan:

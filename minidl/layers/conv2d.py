@@ -90,7 +90,8 @@ class Conv2d(_Convolution):
     # gradient for the ReLU below, and sum it for a batch norm under that.
     statistics = False
     masks = False
-    modes = ("training", "statistics", "masks")
+    packed = False  # set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`)
+    modes = ("training", "statistics", "masks", "packed")
 
     def __init__(
         self,
@@ -138,6 +139,7 @@ class Conv2d(_Convolution):
             self.save(x=x)
         elif (term := owed(x)) is not None:
             options["norm"] = norm = term.moments, term.gamma, term.beta
+            options["packed"] = self.packed
             facts = x.origin.owner, term.owner, True, norm[1:]
             self.save(raw=term.raw, moments=term.moments, below=facts)
             x = term.raw

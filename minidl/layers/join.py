@@ -127,7 +127,7 @@ class Concat(Layer):
         buffer, begin = values[0].buffer if self.continues else None, 0
         if buffer is not None:
             begin = parts.pop(0).shape[-1]
-        elif self.room and self.store.resident:
+        elif self.room:
             channels = sum(part.shape[-1] for part in parts) + self.room
             buffer = self.ops.empty((*parts[0].shape[:-1], channels), parts[0].dtype)
         else:

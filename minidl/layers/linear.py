@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 from minidl import checks
+from minidl.dist.communicator import Work
 from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
-from minidl.profile import Cost, PassCost
+from minidl.params import LayerParams
+from minidl.profile import Cost, PassCost, factors
 
 __all__ = ["Linear"]
 
@@ -23,9 +28,13 @@ class Linear(Layer):
 
     Shapes:
         x (N, in_features) → (N, out_features); weight (out_features, in_features), bias (out_features,).
+
+    On several GPUs, where a batch is small beside the weights, the rows of x and dy travel in the place of the gradient
+    that is their product, and each rank computes the sum over all (`minidl.profile.factors`).
     """
 
     accepts_add = True
+    factored = True
 
     def __init__(
         self,
@@ -63,15 +72,31 @@ class Linear(Layer):
         y = self.ops.conv2d(_image(x), _image(self.params["weight"]), self.params.get("bias"), **_POINT, tf32=self.tf32)
         return y.reshape(x.shape[0], self.out_features)
 
+    def send_factors(self, dy: Any) -> Work | None:
+        rows = self.params.shares(dy.shape[0]) if isinstance(self.params, LayerParams) else None
+        if rows is None:
+            return None
+        ends, width = [0, *accumulate(rows)], self.in_features + self.out_features
+        both = self.ops.empty((ends[-1], factors.pitch(self.in_features, self.out_features)), dy.dtype)
+        own = both[ends[self.comm.rank] : ends[self.comm.rank + 1]]
+        self.ops.copy_into(own[:, : self.in_features], self.saved().x)
+        self.ops.copy_into(own[:, self.in_features : width], dy)
+        self.recall(SimpleNamespace(x=both[:, : self.in_features], dy=both[:, self.in_features : width]))
+        span = partial(self.profiler.span, self.name, "all_reduce")
+        cuts = [end * both.shape[1] for end in ends]
+        return self.comm.start_all_gather(both.reshape(-1), cuts, span, self.name)
+
     def backward_weight(self, dy: Any) -> None:
         rows = self.specs[0].rows or self.out_features
         for begin in range(0, self.out_features, rows):
             self.backward_weight_tile(dy, slice(begin, min(begin + rows, self.out_features)))
 
     def backward_weight_tile(self, dy: Any, rows: slice) -> None:
+        saved = self.saved()
+        dy = getattr(saved, "dy", dy)  # of all ranks, as x, where factors were sent
         if (weight := self.grad("weight", rows)) is not None:
             self.ops.conv2d_backward_weight(
-                _image(dy[:, rows]), _image(self.saved().x), **_POINT,
+                _image(dy[:, rows]), _image(saved.x), **_POINT,
                 out=_image(weight.view), accumulate=not weight.first, tf32=self.tf32,
             )  # fmt: skip
         if rows.stop == self.out_features and (bias := self.grad("bias")) is not None:

@@ -3,18 +3,30 @@
 `record` walks a training step on shapes alone, `problem` finds what can be away and when, `pin` decides by dynamic
 programming, `best` also over rebuilding and by the clock; `check`, `timeline` and `validate` look at a plan without
 trusting whoever made it. Plans and traces are plain records. Nothing here needs a GPU.
+
+The files in the order in which a step passes through them:
+
+    record, recording, trace    a step walked on shapes; what it tells an executor, and planners
+    visits, times               momentum that visits; how long each pass takes
+    gaps, pinning               who may be away when; the dynamic programme over keeping and moving
+    rebuild, joint, planner     recipes; the programme over rebuilding too; the search for the fastest plan
+    policies                    other planners, to compare
+    plan, simulate, program     the record of a plan; its check, its time, its operations on streams and their proof
+    placement, script           offsets; a plan down to the byte
+    limit, limited, execute     what a limit is; a model's steps within one; the store that carries a script out
+    arena                       the one block of memory of captured steps without a limit
+    nested                      arrays within what layers hand to each other
 """
 
 from minidl.memory.gaps import Gap, Problem, problem
-from minidl.memory.joint import Joint, best
+from minidl.memory.joint import Joint
 from minidl.memory.limited import LimitedMemory, limit_memory
 from minidl.memory.pinning import pin
 from minidl.memory.plan import Decision, Infeasible, Plan
+from minidl.memory.planner import best, widen
 from minidl.memory.program import Operation, Race, program, validate
 from minidl.memory.record import record
 from minidl.memory.simulate import Link, Timeline, Usage, Violation, check, measure, timeline
-from minidl.memory.slack import widen
-from minidl.memory.store import PlannedStore
 from minidl.memory.trace import Step, Tensor, Trace
 
 __all__ = [
@@ -26,7 +38,6 @@ __all__ = [
     "Link",
     "Operation",
     "Plan",
-    "PlannedStore",
     "Problem",
     "Race",
     "Step",

@@ -69,13 +69,13 @@ class ScriptedStore(TensorStore):
     Attributes:
         at: the step that runs, or ran last; -1 before the first.
         rebuilding: the tensor that is being made again; None else.
+        settle: brings back to the device what lies in the host's memory between steps; called when the store goes.
     """
-
-    resident = False
 
     def __init__(self, engine: Engine, script_for: Callable[[int], Script]):
         super().__init__()
         self.engine, self.script_for = engine, script_for
+        self.settle: Callable[[], None] = lambda: None
         self._script: Script | None = None
         self._reset()
 

@@ -3,37 +3,36 @@
 Within a block of gaps (see `minidl.memory.gaps`; neighbouring ones are joined where one is rebuilt from another) every
 combination is an option: what it keeps, what it needs at each step of the block beyond the base load, and what it
 costs: the milliseconds of rebuilding plus the price of the bytes moved. A tensor from which another is rebuilt has to
-be back by then, and what is rebuilt stays until it was used; both is counted. Tensors are rebuilt from tensors of
-their own block only, so what happens in a block stays in it and the recurrence of `minidl.memory.pinning` holds.
+be back by then, and what is rebuilt stays until it was used; both is counted.
 
-For one price the answer is exact within this model. The price itself is a guess at how well transfers hide, so
-`best` tries several, beside plans without rebuilding, and takes what `minidl.memory.simulate.timeline` finds fastest.
+A source may lie in another block. In one further in it may be back by then whatever is decided. In one further out it
+has to be kept: a *link*. The recurrence of `minidl.memory.pinning` then has a table for each set of kept links that
+blocks behind still ask for.
+
+For one price the answer is exact within this model. The price itself is a guess at how well transfers hide:
+`minidl.memory.planner` tries several.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from minidl.memory.gaps import Problem, blocks, occupied
-from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps, pin
-from minidl.memory.plan import Decision, Infeasible, Plan, human
+from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps
+from minidl.memory.plan import Decision, Plan
 from minidl.memory.rebuild import Recipe, recipes
-from minidl.memory.simulate import Link, Timeline, measure, timeline
-from minidl.memory.slack import widen
+from minidl.memory.simulate import measure
 
-__all__ = ["Joint", "best"]
+__all__ = ["Joint"]
 
 KEEP, OFFLOAD, REBUILD = range(3)
 LARGEST_GROUP = 6
 PAIRED_GROUP = 12
 MOST_OPTIONS = 1500
-RESERVES = (0.0, 0.03, 0.07, 0.15)
-PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
-_DEAR = 1e6  # moves only what can be had in no other way
+MOST_LINKS = 3
 
 
 class Joint:
@@ -71,33 +70,43 @@ class Joint:
         # The first step behind the loss that belongs to each block: what happens in it must not happen earlier.
         inner.append(problem.trace.loss)
         self.begin = {run[0]: inner[k] + 1 for k, run in enumerate(self.runs)}
+        self.block = {i: k for k, run in enumerate(self.runs) for i in run}
         self._own = {run[0]: self._usable(run) for run in self.runs}
+        self._link()
         self._cache: dict[tuple, tuple[np.ndarray, ...]] = {}
         self.tables = [self._table(run, steps) for run, steps in zip(self.runs, self.steps, strict=True)]
 
     def _joined(self, runs: list[list[int]]) -> list[list[int]]:
-        """Neighbouring blocks together where the inner one can be rebuilt from the outer one, up to a size."""
+        """Neighbouring blocks together, up to a size: where the inner one can be rebuilt from the outer one, and where
+        both end at one step, so that the outer one has none behind the loss to rebuild anything at."""
         joined: list[list[int]] = []
         for run in runs:
-            linked = joined and any(
-                recipe is not None and set(recipe.sources) & set(joined[-1])
-                for recipe in (self.recipes[i] for i in run)
-            )
-            if linked and len(joined[-1]) + len(run) <= self.largest:
+            if joined and len(joined[-1]) + len(run) <= self.largest and self._belong(joined[-1], run):
                 joined[-1] = joined[-1] + run
             else:
                 joined.append(list(run))
         return joined
+
+    def _belong(self, outer: Sequence[int], inner: Sequence[int]) -> bool:
+        sources = {s for i in inner if (recipe := self.recipes[i]) is not None for s in recipe.sources}
+        return bool(sources & set(outer)) or max(self.gaps[i].stop for i in outer) <= max(
+            self.gaps[i].stop for i in inner
+        )
 
     def usable(self, run: Sequence[int]) -> list[Recipe | None]:
         """The recipes that may be used in a block."""
         return self._own[run[0]]
 
     def _usable(self, run: Sequence[int]) -> list[Recipe | None]:
-        """Those whose sources lie in the block and that end within it; of too many those of the largest tensors."""
+        """Those whose sources may be there and that end within the block; of too many those of the largest tensors."""
         latest, begin = max(self.gaps[i].stop for i in run), self.begin[run[0]]
-        found = [self.recipes[i] for i in run]
-        own = [r if r is not None and set(r.sources) <= set(run) and latest >= begin else None for r in found]
+        own = [self.recipes[i] if latest >= begin else None for i in run]
+        for p, (i, recipe) in enumerate(zip(run, own, strict=True)):
+            need = min(self.problem.gaps[i].back, latest)
+            if recipe is not None and not all(
+                s in run or self._back(s, need) or self._before(s, i) for s in recipe.sources
+            ):
+                own[p] = None
         largest = sorted((p for p, r in enumerate(own) if r is not None), key=lambda p: -self.gaps[run[p]].bytes)
         count = 1 << len(run)
         for p in largest:
@@ -106,6 +115,49 @@ class Joint:
             if count > (1 << PAIRED_GROUP if self._paired(run) else MOST_OPTIONS):
                 own[p] = None
         return own
+
+    def _back(self, source: int, need: int) -> bool:
+        """Whether a gap's tensor is there before step ``need`` behind the loss, whatever is decided."""
+        return self.problem.gaps[source].back <= need <= self._last(source)
+
+    def _before(self, source: int, i: int) -> bool:
+        """Whether the block of ``source`` comes before that of gap ``i``, so that it may be kept for it."""
+        return self.block.get(source, -1) < self.block[i] and self._last(source) >= self.problem.gaps[i].back
+
+    def _last(self, i: int) -> int:
+        return self.problem.trace.tensors[self.gaps[i].tensor].last
+
+    def _link(self) -> None:
+        """Find the links and give each a bit, as many at once as `MOST_LINKS`; recipes beyond that are dropped.
+
+        Those of the largest tensors come first. A bit is free again behind the last block that asks for it.
+        """
+        ends: dict[int, int] = {}  # link -> the last block that asks for it
+        open_ = np.zeros(len(self.runs), np.int64)  # links that are asked for in a block or behind it
+        wanted = [(i, r) for run in self.runs for i, r in zip(run, self.usable(run), strict=True) if r is not None]
+        for i, recipe in sorted(wanted, key=lambda pair: -self.gaps[pair[0]].bytes):
+            k, more = self.block[i], np.zeros_like(open_)
+            for s in (links := self._outer(i, recipe)):
+                more[max(ends.get(s, self.block.get(s, -1) - 1) + 1, 0) : k + 1] += 1
+            if links and (open_ + more).max() > MOST_LINKS:
+                self._own[self.runs[k][0]][self.runs[k].index(i)] = None
+            else:
+                open_ += more
+                ends |= {s: max(ends.get(s, k), k) for s in links}
+        self.bits: dict[int, int] = {}
+        self.awaited = [0] * len(self.runs)
+        for link in sorted(ends, key=lambda i: self.block.get(i, -1)):
+            begin = self.block.get(link, -1)
+            taken = {self.bits[o] for o in self.bits if ends[o] >= begin}
+            bit = self.bits[link] = next(1 << n for n in itertools.count() if 1 << n not in taken)
+            for k in range(max(begin, 0), ends[link]):
+                self.awaited[k] |= bit
+
+    def _outer(self, i: int, recipe: Recipe) -> list[int]:
+        """The sources of a recipe that have to be kept in blocks before."""
+        run = self.runs[self.block[i]]
+        need = min(self.problem.gaps[i].back, max(self.gaps[j].stop for j in run))
+        return [s for s in recipe.sources if s not in run and not self._back(s, need)]
 
     def _paired(self, run: Sequence[int]) -> bool:
         return self.largest > LARGEST_GROUP and len(run) > LARGEST_GROUP
@@ -130,12 +182,13 @@ class Joint:
             if not again.any():
                 continue
             need[again, p] = np.minimum(need[again, p], latest)  # while the steps around still belong to this block
-            for source in own[p].sources:
+            for source in (s for s in own[p].sources if s in place):
                 need[again, place[source]] = np.minimum(need[again, place[source]], need[again, p])
         return need
 
     def _table(self, run: Sequence[int], steps: np.ndarray) -> tuple[np.ndarray, ...]:
-        """(units at each step, units kept, bytes moved, milliseconds, choices) of every combination in a block."""
+        """Of every combination in a block: units at each step, units kept, bytes moved, ms, choices, links it needs and
+        keeps."""
         own = self.usable(run)
         place = {i: p for p, i in enumerate(run)}
         begin, end = min(self.gaps[i].start for i in run), max(self.gaps[i].stop for i in run)
@@ -145,8 +198,10 @@ class Joint:
             gap = self.gaps[i]
             need = self.problem.gaps[i].back - end
             key.append((gap.bytes, gap.start - begin, gap.stop - end, need))
+            key.append(self.bits.get(i, 0))
             if recipe is not None:
-                key.append((tuple(place[s] for s in recipe.sources), recipe.beside, recipe.ms))
+                inside = tuple(place[s] for s in recipe.sources if s in place)
+                key.append((inside, self._asked(i, recipe), self._earliest(i, recipe) - end, recipe.beside, recipe.ms))
         key = tuple(key)
         if key in self._cache:
             return self._cache[key]
@@ -157,6 +212,10 @@ class Joint:
         self, run: Sequence[int], steps: np.ndarray, choices: np.ndarray, own: Sequence[Recipe | None]
     ) -> tuple[np.ndarray, ...]:
         need = self._needs(run, choices, own)
+        earliest = np.array([0 if r is None else self._earliest(i, r) for i, r in zip(run, own, strict=True)])
+        possible = ((choices != REBUILD) | (need >= earliest)).all(axis=1)
+        choices, need = choices[possible], need[possible]
+        asked, given = np.zeros(len(choices), np.int64), np.zeros(len(choices), np.int64)
         usage = np.zeros((len(choices), len(steps)), np.int64)
         kept, moved = np.zeros(len(choices), np.int64), np.zeros(len(choices), np.int64)
         ms, codes = np.zeros(len(choices)), np.zeros(len(choices), np.int64)
@@ -169,11 +228,23 @@ class Joint:
             usage += size * ((begin[:, None] <= steps) & (steps <= gap.stop))
             kept += size * keep
             moved += 2 * gap.bytes * move
+            given |= self.bits.get(i, 0) * keep
             if again.any():
+                asked |= self._asked(i, own[p]) * again
                 ms += own[p].ms * again
                 usage += -(-own[p].beside // self.granule) * (again[:, None] & (steps == need[:, p, None]))
             codes += choice * 3**p
-        return usage, kept, moved, ms, codes
+        return usage, kept, moved, ms, codes, asked, given
+
+    def _asked(self, i: int, recipe: Recipe) -> int:
+        """Bits of the links of a recipe."""
+        return sum(self.bits[s] for s in self._outer(i, recipe))
+
+    def _earliest(self, i: int, recipe: Recipe) -> int:
+        """The first step before which a recipe can run: what it reads of inner blocks is back."""
+        run = self.runs[self.block[i]]
+        outer = self._outer(i, recipe)
+        return max((self.problem.gaps[s].back for s in recipe.sources if s not in run and s not in outer), default=0)
 
     def _fetch(self, i: int, need: np.ndarray, begin: int) -> np.ndarray:
         """The step at which the copy of gap ``i`` back may begin: it is needed at ``need``, its block at ``begin``."""
@@ -196,10 +267,11 @@ class Joint:
             if room.min() < 0 or (found is not None and spent >= found[0]):
                 continue
             tables = []
-            for (usage, units, moved, ms, codes), steps in zip(self.tables, self.steps, strict=True):
+            for (usage, units, moved, ms, codes, asked, given), steps in zip(self.tables, self.steps, strict=True):
                 most = (room[steps] - usage).min(axis=1, initial=np.iinfo(np.int64).max)
-                tables.append(Options(units, most, price * moved + ms, codes).pruned())
-            cost, taken = choose(tables, int(room.max(initial=0)))
+                tables.append(Options(units, most, price * moved + ms, codes, asked, given).pruned())
+            given = sum(self.bits.get(i, 0) for i in kept)
+            cost, taken = choose(tables, int(room.max(initial=0)), given, self.awaited)
             if found is None or spent + cost < found[0]:
                 found = spent + cost, kept, taken
         assert found is not None, "evicting everything fits, as was checked"
@@ -248,44 +320,3 @@ def _finished(
         problem.trace.digest, policy, capacity, granule, proven, peak,
         total("keep"), total("offload"), total("recompute"), tuple(decisions),
     )  # fmt: skip
-
-
-def best(
-    problem: Problem,
-    capacity: int,
-    times_ms: Sequence[float],
-    link: Link | None = None,
-    *,
-    rebuild: bool = True,
-    host_bytes: int | None = None,
-) -> tuple[Plan, Timeline]:
-    """The plan that the simulator finds fastest, and how it runs.
-
-    Offload-only plans with several reserves (memory left for prefetches), and with ``rebuild`` joint plans at several
-    prices; each gets the memory that it leaves free for wider windows.
-
-    Args:
-        host_bytes: most bytes that may be moved; default: any number.
-
-    Raises:
-        Infeasible: when one step alone exceeds ``capacity``, or every plan found moves more than ``host_bytes``.
-    """
-    link = link or Link()
-    prices = PRICES if host_bytes is None else (*PRICES, _DEAR)
-    problem.require(capacity)
-    plans = [pin(problem, int(c)) for r in RESERVES if (c := capacity * (1 - r)) >= problem.floor]
-    if rebuild and plans[0].moved_bytes:
-        both_ms = (1 / link.out_gb_per_s + 1 / link.in_gb_per_s) / 2e6
-        for joint in (Joint(problem, times_ms), Joint(problem, times_ms, largest=PAIRED_GROUP)):
-            plans += [joint.solve(capacity, price * both_ms) for price in prices]
-    found: tuple[Plan, Timeline] | None = None
-    for plan in dict.fromkeys(plans):
-        if host_bytes is not None and plan.moved_bytes > host_bytes:
-            continue
-        plan = widen(problem.trace, dataclasses.replace(plan, capacity=capacity))
-        run = timeline(problem.trace, plan, times_ms, link)
-        if found is None or run.total_ms < found[1].total_ms:
-            found = plan, run
-    if found is None:
-        raise Infeasible(f"every plan found moves more than {human(host_bytes or 0)} to the host")
-    return found

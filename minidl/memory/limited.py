@@ -11,14 +11,13 @@ from typing import Any
 
 from minidl import checks
 from minidl.fusion import fuse
-from minidl.fusion.cost import Machine, planned_ms
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
-from minidl.memory.joint import best
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Infeasible, Plan, human
+from minidl.memory.planner import Planner
 from minidl.memory.record import record_step
 from minidl.memory.recording import Recording
 from minidl.memory.script import Script, fitted, outside, write
@@ -33,7 +32,7 @@ from minidl.store import TensorStore
 __all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "unbound"]
 
 FUSIONS = ("auto", "elementwise", "none")
-"""Plans of batch-norm fusion that commands choose among within a limit."""
+"""Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
 
 _WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
@@ -45,6 +44,7 @@ class LimitedMemory:
     Attributes:
         limit: bytes.
         need: bytes that a step takes without a limit.
+        unlimited_ms: that such a step is predicted to take.
         script: of the largest batch: plan, offsets, bytes of the arena and on the host.
         predicted: the simulator's step.
     """
@@ -54,6 +54,7 @@ class LimitedMemory:
         self._recording = self._recorded(batch)
         self.need = problem(self._recording.trace, least=options["least"]).peak
         self.limit = parse_limit(limit, self.need)
+        self.unlimited_ms = float(sum(self._times(self._recording.trace)))
 
     def plan(self) -> LimitedMemory:
         """Find the plan; nothing of the model changes."""
@@ -97,9 +98,8 @@ class LimitedMemory:
 
     def release(self) -> None:
         """Give the memory back: the model keeps everything again, as without a limit."""
-        if self.script.trace.visitors:
-            self._options["optimizer"].host_momentum(())
-        _release(self._model)
+        if self._model.store is self.store:  # not another limit's
+            _release(self._model)
         self._scripts.clear()
         del self.store
 
@@ -150,8 +150,9 @@ class LimitedMemory:
             here = partial(self.store.visitor, trace.tensors[i].name)
             host = partial(self.store.engine.host, place, message.end - message.begin)
             visits.append(Visit(message.begin, message.end, here, host))
-        if optimizer is not None:
+        if visits:
             optimizer.host_momentum(sorted(visits, key=lambda visit: visit.begin))
+            self.store.settle = partial(optimizer.host_momentum, ())
 
     def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
         trace, times = recording.trace, self._times(recording.trace)
@@ -159,13 +160,13 @@ class LimitedMemory:
         if ready is not None and ready.trace == trace.digest:
             return self._ready(recording, dataclasses.replace(ready, capacity=limit))
 
+        options = {"rebuild": self._options["rebuild"], "host_bytes": host_bytes}
+        problems = [problem(trace, window, self._options["least"]) for window in _WINDOWS]
+        planners = [Planner(p, times, self._link, **options) for p in problems]
+
         def plan(capacity: int) -> Plan:
-            for window in _WINDOWS:
-                p = problem(trace, window, self._options["least"])
-                if capacity >= p.floor or window == _WINDOWS[-1]:
-                    rebuild = self._options["rebuild"]
-                    return best(p, capacity, times, self._link, rebuild=rebuild, host_bytes=host_bytes)[0]
-            raise AssertionError("the last window is always tried")
+            fitting = (planner for planner in planners if capacity >= planner.problem.floor)
+            return next(fitting, planners[-1]).best(capacity)[0]
 
         script = fitted(recording, limit, plan)
         check(trace, script.plan)
@@ -238,7 +239,7 @@ def limit_memory(
     reserve: int = 0,
     engine: Callable[[int, int], Engine] | None = None,
 ) -> LimitedMemory:
-    """Train ``model`` within a limit of GPU memory: saved tensors stay, travel to the host and back, or are made again.
+    """Train ``model`` within a limit of GPU memory: saved tensors stay, go to the host and back, or are made again::
 
         memory = limit_memory(model, batch=256, limit="25%")
         with memory.step(len(x)):
@@ -264,9 +265,10 @@ def limit_memory(
             seconds.
         optimizer: of the model, after `update_in_backward`; its momentum may then lie on the host but around the
             update of its layer, where that makes a step faster within the limit (`minidl.memory.visits`).
-        fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`): the model runs by that with which a
-            step within the limit is predicted fastest. A ``limit`` that is a part is one of what the first needs. What
-            fusion keeps unwritten cannot be made again in parts, so the fastest plan without a limit need not be it.
+        fusions: plans of batch-norm fusion to choose among (`minidl.fusion.fuse`), such as `FUSIONS`: the model runs by
+            that with which a step within the limit is predicted fastest, on all ranks by that of rank 0. A ``limit``
+            that is a part is one of what the first needs. Fused kernels may need tensors earlier or longer, so the
+            fastest plan without a limit need not be it. Default: the model's fusion stays.
         reserve: bytes of the limit that are for others: what else the process holds on the GPU, such as rests of pieces
             that a pool cannot give back.
         engine: makes memory and streams of so many bytes on device and host; default: the GPU's.
@@ -286,6 +288,7 @@ def limit_memory(
         "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
         "reserve": checks.at_least("memory", "reserve", reserve, 0),
     }  # fmt: skip
+    model.arena.sum_all()  # the plan is that of one rank
     if fusions:
         return _fused(model, batch, limit, fusions, options).allocate()
     return LimitedMemory(model, batch, limit, **options).plan().allocate()
@@ -296,7 +299,6 @@ def _fused(
 ) -> LimitedMemory:
     """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
     before, found, tried, told = model.fusion, {}, [], None
-    machine = Machine.of(model.ops.current_device())
     for how in fusions:
         fused = fuse(model, how)
         if fused in tried:
@@ -304,17 +306,19 @@ def _fused(
         tried.append(fused)
         memory = LimitedMemory(model, batch, limit, **options)
         limit = memory.limit
+        if found and memory.unlimited_ms >= min(other.predicted.total_ms for other in found.values()):
+            continue  # no plan is faster than the step without a limit
         try:
-            passes = planned_ms(model.graph, fused, batch, model.precision, machine)
-            found[how] = memory.plan().predicted.total_ms + passes, memory
+            found[how] = memory.plan()
         except Infeasible as error:
             told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
-    fastest = model.comm.share(min(found, key=lambda how: found[how][0]) if found else None)[0]
+    fastest = min(found, key=lambda how: found[how].predicted.total_ms) if found else None
+    fastest = model.comm.share(fastest)[0]
     if fastest not in found:
         fuse(model, before if before is not None else "none")
-        raise told
+        raise told or Infeasible("memory limit: rank 0 found no plan, or one for a fusion that does not fit here")
     fuse(model, fastest)
-    return found[fastest][1]
+    return found[fastest]
 
 
 def _gpu(arena_bytes: int, host_bytes: int) -> Engine:
@@ -332,6 +336,7 @@ def _attach(model: Model, store: TensorStore) -> None:
 
 def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
+        model.store.settle()
         _attach(model, TensorStore())
 
 

@@ -45,15 +45,23 @@ _NEVER = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True)
 class Options:
-    """The ways to treat one block, one entry each: units kept, most units kept outside, cost, and which it is."""
+    """The ways to treat one block, one entry each: units kept, most units kept outside, cost, and which it is.
+
+    ``needs`` and ``gives`` are bits of tensors that other blocks look at (`minidl.memory.joint`): those that blocks
+    before must have kept, and those that the entry keeps; without them, none.
+    """
 
     kappa: np.ndarray
     most: np.ndarray
     cost: np.ndarray
     code: np.ndarray
+    needs: np.ndarray | None = None
+    gives: np.ndarray | None = None
 
     def pruned(self) -> Options:
         """Without those that another one beats in all three numbers."""
+        if self.needs is not None and (self.needs.any() or self.gives.any()):
+            return self._pruned_apart()
         order = np.lexsort((self.cost, self.most, self.kappa))
         order = order[self.most[order] >= 0]
         new = np.ones(len(order), bool)  # of those alike but for their cost, side by side, the cheapest
@@ -63,8 +71,21 @@ class Options:
         most, cost = self.most[order], self.cost[order]
         # Whoever beats another keeps no more units and so stands before it.
         beaten = np.tril((most >= most[:, None]) & (cost <= cost[:, None]), -1).any(axis=1)
-        order = order[~beaten]
-        return Options(self.kappa[order], self.most[order], self.cost[order], self.code[order])
+        return self._some(order[~beaten])
+
+    def _pruned_apart(self) -> Options:
+        """Only those of the same bits are compared."""
+        bits = np.stack((self.needs, self.gives))
+        found = []
+        for one in np.unique(bits, axis=1).T:
+            alike = np.flatnonzero((bits == one[:, None]).all(axis=0))
+            plain = Options(self.kappa[alike], self.most[alike], self.cost[alike], alike).pruned()
+            found.append(plain.code)
+        return self._some(np.concatenate(found))
+
+    def _some(self, order: np.ndarray) -> Options:
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return Options(*(None if field is None else field[order] for field in fields))
 
 
 def granule_of(sizes: Sequence[int], most_units: int = MOST_UNITS) -> int:
@@ -176,46 +197,82 @@ def _subsets(
     return Options(kept @ np.array(units, np.int64), most, cost, code).pruned()
 
 
-def choose(tables: Sequence[Options], units: int) -> tuple[float, list[int]]:
+def choose(
+    tables: Sequence[Options], units: int, given: int = 0, awaited: Sequence[int] | None = None
+) -> tuple[float, list[int]]:
     """(cost, codes) of the cheapest choice of one option for each block: the recurrence at the top of this file.
+
+    Where options look at what other blocks keep, f_k is a table for each set of kept tensors that blocks behind k still
+    look at; an option may follow the sets that hold what it needs.
 
     Args:
         tables: options of each block, from the outermost to the innermost.
         units: most units that may be kept at all.
+        given: bits of what is kept before the first block.
+        awaited: for each block the bits that blocks behind it look at.
 
     Raises:
         ValueError: when nothing fits.
     """
     units = min(units, sum(int(table.kappa.max(initial=0)) for table in tables))
     never = np.inf if any(table.cost.dtype.kind == "f" for table in tables) else _NEVER
-    best = np.full(units + 1, never, float if never == np.inf else np.int64)
-    best[0], top = 0, 0
+    first = np.full(units + 1, never, float if never == np.inf else np.int64)
+    first[0] = 0
+    states = {given: (first, 0)}  # by bits: cost by units kept, most units kept
     taken = []
-    for table in tables:
-        reach = [min(top, int(most)) for most in table.most]
-        new_top = max((r + int(k) for r, k in zip(reach, table.kappa, strict=True)), default=0)
-        new_top = min(new_top, units)
-        new = np.full(units + 1, never, best.dtype)
-        which = np.zeros(new_top + 1, np.uint8 if len(table.kappa) <= 256 else np.uint16)
-        for o, (kappa, most) in enumerate(zip(table.kappa.tolist(), reach, strict=True)):
-            stop = min(most, new_top - kappa) + 1
-            if stop <= 0:
-                continue
-            cost, place = best[:stop] + table.cost[o], new[kappa : kappa + stop]
-            better = cost < place
-            np.copyto(place, cost, where=better)
-            which[kappa : kappa + stop][better] = o
-        best, top = new, new_top
-        taken.append(which)
-    m = int(best[: top + 1].argmin())
-    if best[m] >= never:
-        raise ValueError("memory planner: no choice of options fits the limit")
-    cost, codes = best[m].item(), []
-    for table, which in zip(reversed(tables), reversed(taken), strict=True):
-        option = int(which[m])
+    for table, open_ in zip(tables, awaited or [0] * len(tables), strict=True):
+        states, how = _behind(states, table, units, open_, never)
+        taken.append(how)
+    if not states:
+        raise ValueError(_NOTHING)
+    bits = min(states, key=lambda bits: states[bits][0].min())
+    m = int(states[bits][0].argmin())
+    cost = states[bits][0][m].item()
+    if cost >= never:
+        raise ValueError(_NOTHING)
+    codes = []
+    for table, (before, which) in zip(reversed(tables), reversed(taken), strict=True):
+        at, option = divmod(int(which[bits][m]), len(table.kappa))
         codes.append(int(table.code[option]))
         m -= int(table.kappa[option])
+        bits = before[at]
     return cost, codes[::-1]
+
+
+_NOTHING = "memory planner: no choice of options fits the limit"
+_States = dict[int, tuple[np.ndarray, int]]
+
+
+def _behind(
+    states: _States, table: Options, units: int, open_: int, never: float
+) -> tuple[_States, tuple[list[int], dict[int, np.ndarray]]]:
+    """The states behind one more block; the bits before it and, for each state, the ways that lead there.
+
+    A way is the number of the state before, times the number of options, plus that of the option.
+    """
+    before, count = list(states), len(table.kappa)
+    needs = [0] * count if table.needs is None else table.needs.tolist()
+    gives = [0] * count if table.gives is None else table.gives.tolist()
+    kinds = np.min_scalar_type(len(before) * count)
+    new: dict[int, np.ndarray] = {}
+    which: dict[int, np.ndarray] = {}
+    tops: dict[int, int] = {}
+    for at, bits in enumerate(before):
+        best, top = states[bits]
+        for o in range(count):
+            stop = min(top, int(table.most[o]), units - int(table.kappa[o])) + 1
+            if stop <= 0 or needs[o] & ~bits:
+                continue
+            to, kappa = (bits | gives[o]) & open_, int(table.kappa[o])
+            if to not in new:
+                new[to], which[to], tops[to] = np.full_like(best, never), np.zeros(units + 1, kinds), 0
+            cost, place = best[:stop] + table.cost[o], new[to][kappa : kappa + stop]
+            better = cost < place
+            np.copyto(place, cost, where=better)
+            which[to][kappa : kappa + stop][better] = at * count + o
+            tops[to] = max(tops[to], kappa + stop - 1)
+    ways = {to: array[: tops[to] + 1].copy() for to, array in which.items()}
+    return {to: (array, tops[to]) for to, array in new.items()}, (before, ways)
 
 
 # -- blocks too large to enumerate ------------------------------------------------------------------------------------

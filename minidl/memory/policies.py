@@ -248,10 +248,11 @@ def cheap(problem: Problem, capacity: int, joint: Joint) -> Plan:
     Raises:
         Infeasible: when that does not fit.
     """
-    codes = []
+    codes, kept = [], set(joint.apart)
     for run in joint.runs:
-        own = joint.usable(run)
-        choices = [REBUILD if r is not None and r.elementwise else KEEP for r in own]
+        own = [r if r is not None and r.elementwise else None for r in joint.usable(run)]
+        choices = [KEEP if r is None or set(r.sources) - {*run, *kept} else REBUILD for r in own]
+        kept |= {i for i, choice in zip(run, choices, strict=True) if choice == KEEP}
         codes.append(sum(choice * 3**p for p, choice in enumerate(choices)))
     plan = joint.finish(problem.peak * 2, set(joint.apart), codes, "cheap")
     if plan.peak > capacity:

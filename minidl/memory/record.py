@@ -57,6 +57,7 @@ class Watcher:
     def __init__(self) -> None:
         self.all: list[_Memory] = []
         self.passes: list[tuple[str, str]] = []
+        self.traffic: list[int] = []  # of each pass: bytes of its kernels' arrays
         self.ticks: list[tuple[int, int]] = []
         self.runs: dict[int, tuple[Layer, Any, dict[str, Any], Any]] = {}
         self.parts: dict[int, list[tuple[int, int, Tensor, set[int]]]] = {}  # of arenas: (begin, end, what, touches)
@@ -84,6 +85,7 @@ class Watcher:
             memory = self.find(argument)
             if memory is not None:
                 memory.touches.add(len(self.passes) - 1)
+                self.traffic[-1] += argument.nbytes
                 self._touch_parts(argument)
 
     def _touch_parts(self, array: np.ndarray) -> None:
@@ -104,6 +106,7 @@ class Watcher:
         if pass_name in _PASSES:
             assert not self._open, f"{layer} {pass_name} opens within another pass"
             self.passes.append((layer, pass_name))
+            self.traffic.append(0)
             begin = self._tick()
             self._open += 1
             try:
@@ -192,8 +195,6 @@ class _Seen(NamedTuple):
 class _NotingStore(TensorStore):
     """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
 
-    resident = False  # nor is it in the step that is planned
-
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
@@ -217,7 +218,12 @@ class _NotingStore(TensorStore):
         return result
 
     def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
-        """Which arrays of the result another run would make anew, instead of handing on what was saved."""
+        """Which arrays of the result another run would make anew, instead of handing on what was saved.
+
+        A buffer that later layers go on filling is none: another run would make its first part only.
+        """
+        if getattr(result, "buffer", None) is not None:
+            return
         aside = Watcher()
         with dry_run(active_dry_run().device, aside):
             once_more = layer.rerun(SimpleNamespace(**self._items), *inputs)
@@ -465,5 +471,5 @@ def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer:
             cost = PassCost(0, read[t])
         seen.add(key)
         kind, matrix = kinds.get(key[0], ("", False))
-        steps.append(Step(*key, workspace, cost.flop, cost.bytes, matrix, kind))
+        steps.append(Step(*key, workspace, cost.flop, cost.bytes, watcher.traffic[t], matrix, kind))
     return steps

@@ -26,6 +26,7 @@ from minidl.shapes import round_up
 __all__ = ["Request", "Script", "fitted", "outside", "rebuild", "write"]
 
 _HOST_ALIGN = 4096
+_CLOSE = 64  # a limit less than this part below another is not looked between
 
 
 @dataclass(frozen=True)
@@ -290,12 +291,13 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
     """The script of a plan whose arena and all beside it stay within ``capacity`` bytes.
 
     Alignment and holes between pieces take a little more than the plan counts; the limit given to the planner is
-    lowered by as much until everything fits, and each time by a larger part: a little less may be the same plan.
+    lowered by as much until everything fits, and each time by a larger part: a little less may be the same plan. Then
+    limits halfway back to the last that did not fit are tried.
 
     Raises:
         Infeasible: from the planner, when one step alone exceeds what is left.
     """
-    target, floor = capacity, None
+    target, floor, failed = capacity, None, None
     for attempt in range(attempts):
         try:
             plan = plan_for(target)
@@ -307,8 +309,24 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
         script = write(recording, dataclasses.replace(plan, capacity=capacity))
         over = script.held - capacity
         if over <= 0:
-            return script
+            return script if failed is None else _raised(recording, script, target, failed, plan_for)
         if floor is not None:
             raise too_small(recording.trace, capacity, floor.step, capacity + over) from floor
+        failed = target
         target = min(target, plan.peak) - max(over, capacity * 2**attempt // 1024)
     raise Infeasible(f"memory limit {human(capacity)}: no placement of a plan fits; take {capacity + over} bytes")
+
+
+def _raised(recording: Recording, script: Script, target: int, failed: int, plan_for: Callable[[int], Plan]) -> Script:
+    """The script for the highest target below ``failed`` that is found to fit as well, where much lies between."""
+    while (failed - target) * _CLOSE > failed:
+        middle = (target + failed) // 2
+        try:
+            other = write(recording, dataclasses.replace(plan_for(middle), capacity=script.plan.capacity))
+        except Infeasible:
+            break
+        if other.held <= script.plan.capacity:
+            script, target = other, middle
+        else:
+            failed = middle
+    return script

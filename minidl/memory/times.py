@@ -24,8 +24,8 @@ CEILINGS: dict[str, dict[str, Any]] = {
         "both_ways_gb_per_s": 101.4,
     }
 }
-SHARE = 0.6  # of the roofline, reached by an average pass
-LAUNCH_MS = 0.003
+SHARE = 0.8  # of the roofline, reached by an average pass of a large network
+LAUNCH_MS = 0.0015  # in a captured step
 
 
 def link_of(ceilings: Mapping[str, Any]) -> Link:
@@ -44,7 +44,7 @@ def link_of(ceilings: Mapping[str, Any]) -> Link:
 
 
 def modelled(trace: Trace, ceilings: Mapping[str, Any], share: float = SHARE) -> list[float]:
-    """Milliseconds of each step: FLOP and bytes at ``share`` of the roofline, and a launch.
+    """Milliseconds of each step: FLOP of products and traffic at ``share`` of the roofline, and a launch.
 
     Args:
         ceilings: a record of `minidl bench ceilings`, or one of `CEILINGS`.
@@ -57,10 +57,11 @@ def modelled(trace: Trace, ceilings: Mapping[str, Any], share: float = SHARE) ->
     precision = str(trace.facts.get("precision", "fp32"))
     times = []
     for step in trace.steps:
-        least, _ = roofline.floor(step.flop, step.bytes, ceilings, precision, step.matrix)
+        flop = step.flop if step.matrix else 0  # others wait for memory
+        least, _ = roofline.floor(flop, step.traffic, ceilings, precision, step.matrix)
         if least is None:
             raise checks.bad_value("ceilings", "rates", f"memory and {precision} rates", ceilings.get("machine"))
-        times.append(least / share + LAUNCH_MS)
+        times.append(least / share + LAUNCH_MS if step.traffic else 0.0)
     return times
 
 

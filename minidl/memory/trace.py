@@ -34,6 +34,7 @@ class Step:
         pass_name: forward, backward_weight, backward_data or update.
         workspace: most bytes of arrays that come and go within the step.
         flop, bytes: model work, see `minidl.profile.cost`.
+        traffic: bytes of the arrays that its kernels are given, each as often as it is given.
         matrix: the FLOP are those of products.
         layer: class of the layer, "" for loss and update.
     """
@@ -43,6 +44,7 @@ class Step:
     workspace: int = 0
     flop: int = 0
     bytes: int = 0
+    traffic: int = 0
     matrix: bool = False
     layer: str = ""
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from minidl.dist import Communicator
+from minidl.dist.communicator import place
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.timing import Timing
 
@@ -44,9 +45,12 @@ def sweep(ops: ModuleType, comm: Communicator, begin: Callable[[str], None]) -> 
 
 
 def timed(ops: ModuleType, comm: Communicator, size: int, samples: int = 10) -> Timing:
-    """One all-reduce of ``size`` bytes of float32, nothing beside it; a collective. The slowest rank's time counts."""
+    """One all-reduce of ``size`` bytes of gradients (float32), nothing beside it; a collective. The slowest rank's time
+    counts.
+    """
     elapsed, calls = _device_clock if ops.name == "cuda" else _host_clock, _calls(size)
-    message = ops.zeros(size // 4, np.float32)  # other values would grow out of range, sum after sum
+    # Where gradients lie, which may go another way; values other than zeros would grow out of range, sum after sum.
+    message = place(comm, ops.zeros(size // 4, np.float32))
     comm.all_reduce(message)
     own = [elapsed(comm, message, calls) / calls for _ in range(samples)]
     return Timing(tuple(map(max, zip(*comm.share(own), strict=True))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "Neighbour", "by_neighbourhood", "cut"]
@@ -62,18 +62,25 @@ def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -
     return 2 * products > total
 
 
-def cut(layers: Iterable[tuple[str, int]], group_bytes: int | Mapping[str, int]) -> list[tuple[str, ...]]:
+def cut(
+    layers: Iterable[tuple[str, int]],
+    group_bytes: int | Mapping[str, int],
+    begin: Container[str] = (),
+    apart: Container[str] = (),
+) -> list[tuple[str, ...]]:
     """The layers of each message: neighbours share one until it holds ``group_bytes``.
 
     Args:
         layers: (name, bytes) of those that send something, in the order of the backward pass.
         group_bytes: or, by layer, what is enough for a message that ends there (`by_neighbourhood`).
+        begin, apart: layers that begin a message, and that have one to themselves.
     """
     enough = group_bytes.__getitem__ if isinstance(group_bytes, Mapping) else lambda name: group_bytes
     messages: list[list[str]] = []
     held = 0
     for name, nbytes in layers:
-        if not messages or held >= enough(messages[-1][-1]):
+        last = messages[-1][-1] if messages else name
+        if not messages or held >= enough(last) or name in begin or name in apart or last in apart:
             messages.append([])
             held = 0
         messages[-1].append(name)

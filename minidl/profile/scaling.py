@@ -18,11 +18,13 @@ from typing import Any
 from minidl import checks
 from minidl.dist.simulated import AlphaBeta
 from minidl.profile.cluster import Cluster
+from minidl.profile.factors import most_rows, row_bytes
 from minidl.profile.neighbourhood import Neighbour, by_neighbourhood, cut
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 __all__ = [
+    "ALL",
     "GROUPS",
     "INTERFERENCE",
     "NEAR",
@@ -39,10 +41,12 @@ __all__ = [
 ]
 
 NEAR = -1  # as group_bytes: large beside products, small beside what the memory bounds (`by_neighbourhood`)
-GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 1 << 40, NEAR)  # bytes; 1 << 40: one message for all
+ALL = 1 << 40  # one message for all
+GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, ALL, NEAR)  # bytes
 _TYPES = {"bf16": 2, "fp16": 2}  # bytes of a stored element; else 4
 _ROUNDED_BYTES = 1.5  # that rounding reads and writes for each byte of float32 gradients
 _MEMORY_BYTES_PER_MS = 4.2e9  # of the GPU whose messages are rounded, an H200
+_FLOP_PER_MS = 6e11  # of the same in 16-bit products, where factors of many ranks are multiplied
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,9 @@ INTERFERENCE = Interference(0.4, 0.1, 0.015)  # fitted to recorded steps of 2 an
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer's backward pass in milliseconds, the bytes of gradients it then sends (float32), and its least work."""
+    """One layer's backward pass in milliseconds, the bytes of gradients it then sends (float32), and its least work;
+    ``features`` of a fully connected one: in and out.
+    """
 
     name: str
     weight_ms: float
@@ -84,6 +90,7 @@ class LayerTimes:
     nbytes: int
     flop: int = 0
     bytes: int = 0
+    features: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ class StepTimes:
     layers: tuple[LayerTimes, ...]
     update_ms: float
     itemsize: int = 4
+    device: str = "cpu"
 
     @property
     def ms(self) -> float:
@@ -181,6 +189,7 @@ def measured(run: Run) -> StepTimes:
     if run.ranks != 1:
         raise NotInFile(f"{run.file}: {run.case} was measured on {run.ranks} ranks; layers alone are needed: 1 rank")
     times: dict[tuple[int, str], Counter[str]] = {}
+    features: dict[str, tuple[int, int]] = {}
     whole = update = others = 0.0
     for row in run.rows:
         if row["pass"] == "step":
@@ -193,17 +202,28 @@ def measured(run: Run) -> StepTimes:
             else:
                 layer = times.setdefault((row["index"], row["layer"]), Counter(parameters=row.get("parameters") or 0))
                 layer[row["pass"]] = row["ms"]
+                if row.get("type") == "Linear":
+                    features[row["layer"]] = row["input_shapes"][0][-1], row["output_shape"][-1]
                 if row["pass"] != "forward":
                     layer.update(flop=row.get("flop") or 0, bytes=row.get("bytes") or 0)
     if not whole or not times:
         raise NotInFile(f"{run.file}: {run.case} has no step or no layers; make it with: minidl bench model")
     forward = others + sum(layer["forward"] for layer in times.values())
     backward = [
-        LayerTimes(name, t["backward_weight"], t["backward_data"], 4 * t["parameters"], t["flop"], t["bytes"])
+        LayerTimes(
+            name,
+            t["backward_weight"],
+            t["backward_data"],
+            4 * t["parameters"],
+            t["flop"],
+            t["bytes"],
+            features.get(name, (0, 0)),
+        )  # fmt: skip
         for (_, name), t in sorted(times.items(), reverse=True)
     ]
     images = int(run.case.rpartition("/b")[2].partition(",")[0])
-    found = StepTimes(run.case, images, forward, tuple(backward), update, _TYPES.get(run.dtype, 4))
+    device = run.rows[0].get("device") or "cpu"
+    found = StepTimes(run.case, images, forward, tuple(backward), update, _TYPES.get(run.dtype, 4), device)
     return found.scaled(whole)
 
 
@@ -215,6 +235,7 @@ def simulate(
     *,
     interference: Interference = INTERFERENCE,
     message_share: float = 1.0,
+    factors: bool = True,
 ) -> Outcome:
     """One step on ``hosts`` hosts.
 
@@ -222,32 +243,56 @@ def simulate(
         group_bytes: as in `Model`, or `NEAR`.
         message_share: bytes sent for each byte of float32 gradients: 0.5 with bfloat16 messages, which compute rounds
             first.
+        factors: as in `Model`.
     """
     nbytes = {layer.name: layer.nbytes for layer in step.layers if layer.nbytes}
+    ranks = hosts * cluster.ranks_per_host
+    most = {layer.name: _most_rows(step, layer, message_share) for layer in step.layers} if factors else {}
+    apart = {name for name, rows in most.items() if rows and ranks > 1}
     enough = by_neighbourhood(step.neighbours, step.itemsize) if group_bytes == NEAR else group_bytes
-    messages = {names[-1]: names for names in cut(nbytes.items(), enough)}
-    alone = hosts * cluster.ranks_per_host == 1
-    time = _Timeline(NO_INTERFERENCE if alone else interference)
+    messages = {names[-1]: names for names in cut(nbytes.items(), enough, apart=apart)}
+    time = _Timeline(interference if ranks > 1 else NO_INTERFERENCE)
     time.compute(step.forward_ms)
     sums: list[Message] = []
     for layer, neighbour in zip(step.layers, step.neighbours, strict=True):
         _, products = neighbour.work(step.itemsize)
+        if layer.name in apart and ranks * step.images <= most[layer.name]:
+            sums.append(_factors(time, step, layer, cluster, hosts))
+            continue
         time.compute(layer.weight_ms, products)
         if layer.name in messages:
             names = messages[layer.name]
             size = sum(nbytes[name] for name in names)
-            if message_share < 1 and not alone:
+            if message_share < 1 and ranks > 1:
                 time.lose(_ROUNDED_BYTES * size / _MEMORY_BYTES_PER_MS)
             ready = time.now
             sums.append(Message(names, size, ready, *time.send(cluster.all_reduce(size * message_share, hosts))))
         time.compute(layer.data_ms, products)
     done = []
     for message in sums:
-        done.append(replace(message, waited=time.wait(message.end)))
-        time.compute(step.update_ms * message.nbytes / step.nbytes)
-    ranks = hosts * cluster.ranks_per_host
+        done.append(replace(message, waited=message.waited + time.wait(message.end)))
+        time.compute(step.update_ms * sum(nbytes[name] for name in message.layers) / step.nbytes)
     rate = ranks * step.images / time.now * 1e3
     return Outcome(hosts, ranks, group_bytes, time.now, step.ms, rate, time.slowed, tuple(done))
+
+
+def _most_rows(step: StepTimes, layer: LayerTimes, message_share: float) -> int:
+    """Samples up to which a layer sends factors in the place of its gradient."""
+    inputs, outputs = layer.features
+    return most_rows(inputs, outputs, step.itemsize, int(4 * message_share), step.device) if inputs else 0
+
+
+def _factors(time: _Timeline, step: StepTimes, layer: LayerTimes, cluster: Cluster, hosts: int) -> Message:
+    """A layer's backward pass whose factors travel beside its input gradient: to all, half the way of a sum."""
+    inputs, outputs = layer.features
+    rows = hosts * cluster.ranks_per_host * step.images
+    size, ready = rows * row_bytes(inputs, outputs, step.itemsize), time.now
+    begin, end = time.send(cluster.all_reduce(size / 2, hosts))
+    time.compute(layer.data_ms)
+    waited = time.wait(end)
+    time.compute(layer.weight_ms)
+    time.lose(max(2 * rows * inputs * outputs / _FLOP_PER_MS - layer.weight_ms, 0.0))
+    return Message((layer.name,), size, ready, begin, end, waited)
 
 
 class _Timeline:

@@ -312,14 +312,16 @@ class CSBMatrix:
         return profile_product(self, x, features_last=features_last, split=split)
 
     def sampled(
-        self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False
-    ) -> Any:
+        self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False,
+        split: str | None = None,
+    ) -> Any:  # fmt: skip
         """``dy @ x.T`` at the pattern: the gradient of ``data`` when ``dy`` is that of ``A @ x``. No dense product.
 
         Args:
             dy: (M, N), or (N, M) with ``features_last``.
             x: (K, N), or (N, K).
             out: (nnz,) float32 to write to, or with ``accumulate`` to add to; None allocates.
+            split: as `matmul`; ``"tf32x3"`` changes nothing here.
 
         Returns:
             (nnz,) float32, in the order of ``data``.
@@ -341,7 +343,7 @@ class CSBMatrix:
         left, right = (x, dy) if self._transposed else (dy, x)
         self._ops.csb_sampled(
             self.indptr, self.indices, left, right, self.pattern.shape, self.pattern.side,
-            features_last=features_last, out=out, accumulate=accumulate,
+            features_last=features_last, out=out, accumulate=accumulate, split=split,
         )  # fmt: skip
         return out
 

@@ -104,7 +104,7 @@ class _CSBLayer(Layer):
         if (weight := self.grad("weight")) is not None:
             self.ops.csb_sampled(
                 *self.pattern.on(self.ops), dy, x, *self._where, features_last=True, out=weight.view,
-                accumulate=not weight.first,
+                accumulate=not weight.first, split=SPLITS[self.tf32],
             )  # fmt: skip
         self._backward_bias(dy)
 
@@ -284,7 +284,7 @@ class CSBConv2d(_CSBLayer):
             return self._forward(self._rows(x)).reshape(self.output_shape(x.shape))
         return self.ops.csb_conv2d(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, **self.geometry,
-            bias=self.params.get("bias"), split=SPLITS[self.tf32],
+            bias=self.params.get("bias"), tf32=self.tf32,
         )  # fmt: skip
 
     def backward_weight(self, dy: Any) -> None:
@@ -295,7 +295,7 @@ class CSBConv2d(_CSBLayer):
         if (weight := self.grad("weight")) is not None:
             self.ops.csb_conv2d_backward_weight(
                 *self.pattern.on(self.ops), dy, x, *self._where, **self.geometry, out=weight.view,
-                accumulate=not weight.first,
+                accumulate=not weight.first, tf32=self.tf32,
             )  # fmt: skip
         self._backward_bias(dy)
 
@@ -305,7 +305,7 @@ class CSBConv2d(_CSBLayer):
         if not self._pointwise:
             return self.ops.csb_conv2d_backward_data(
                 *self.pattern.on(self.ops), self.params["weight"], dy, shape, *self._where, **self.geometry,
-                split=SPLITS[self.tf32],
+                tf32=self.tf32,
             )  # fmt: skip
         part = self._backward_data(dy.reshape(prod(dy.shape[:3]), dy.shape[3]))
         if self.stride == (1, 1):

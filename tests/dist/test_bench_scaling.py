@@ -65,6 +65,21 @@ def test_what_it_cannot_measure_is_refused(options, said, tmp_path):
     assert done.status != 0 and said in done.output
 
 
+def test_a_peer_that_was_left_out_leaves_its_columns_empty(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_scaling
+
+    row = {
+        "case": "net/b1", "arm": "links", "messages": 1, "ms": 2.0, "spread": 0.0, "images_per_s": 10.0, "ranks": 2,
+        "efficiency": 0.9, "exposed_ms": 0.2, "exposed_by_events_ms": None, "peers": {"torch-ddp": 3.0},
+        "peer_images_per_s": {"torch-ddp": 5.0}, "peer_efficiency": {"torch-ddp": 0.5},
+        "peer_exposed_ms": {"torch-ddp": 1.5},
+    }  # fmt: skip
+    bench_scaling.table([row, row | {"arm": "nccl", "peers": {}}], list(bench_scaling.PEERS))
+    with_peer, without = capsys.readouterr().out.splitlines()[-2:]
+    assert "links" in with_peer and "50.00%" in with_peer and "nccl" in without and "50.00%" not in without
+
+
 def test_tables_begin_with_the_worst(tables):
     row = {
         "case": "net/b1", "dtype": "bf16", "ranks": 2, "images_per_s": 10.0, "exposed_ms": 1.0, "ms": 2.0,

@@ -101,8 +101,9 @@ def test_a_slow_rank_is_named_once_and_waited_for(tmp_path):
     assert "s in start_all_reduce of 1000 float32 (layer1.0.conv2); not there: 1" in said[0]
 
 
-def test_a_device_that_waits_is_seen_whatever_its_host_does(tmp_path):
-    done = job.run("faults", 2, tmp_path, "device_waits", "cpu", **LIMIT)
+@pytest.mark.parametrize("fault", ["device_waits", "device_waits_at_the_end"])
+def test_a_device_that_waits_is_seen_whatever_its_host_does(fault, tmp_path):
+    done = job.run("faults", 2, tmp_path, fault, "cpu", **LIMIT)
     assert done.status == 124, done.output
     assert done.output.count("ending all ranks") == 1, done.output
     first = done.output.splitlines()[0]

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=jo
     [
         ("mpi", 2, 0),
         ("mpi", 3, 0),
+        ("mpi", 4, 0),
         ("shm", 2, 0),
         ("shm", 3, 0),
         ("shm", 4, 0),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from minidl.profile.plots import style
 from minidl.profile.plots.style import INK, MUTED
-from minidl.profile.scaling import NEAR, Outcome, StepTimes
+from minidl.profile.scaling import ALL, NEAR, Outcome, StepTimes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,4 +62,4 @@ def _words(o: Outcome) -> str:
         return "by neighbourhood"
     if o.group_bytes == 0:
         return "a message per layer"
-    return "one message" if len(o.messages) == 1 else f"{o.group_bytes / 2**20:g} MiB"
+    return "one message" if o.group_bytes >= ALL or len(o.messages) == 1 else f"{o.group_bytes / 2**20:g} MiB"

@@ -208,6 +208,16 @@ def device_waits():
     time.sleep(1000)
 
 
+def device_waits_at_the_end():
+    """The same, and the host has come to the end of the program before anybody looks at the GPU."""
+    abort.context.update(step=12)
+    if misbehaves:
+        time.sleep(1000)
+    log, followed = comm.roll_call.log, _Followed(comm.roll_call.log, "messages of the GPU")
+    followed.add(log.enter("start_all_reduce", array, name="layer1.0.conv2"), SimpleNamespace(done=False))
+    threading.Timer(0.3, comm.roll_call.watch, [followed.look]).start()
+
+
 def calls_that_nobody_compares():
     """As with NCCL: the sums are wrong, and no call of either rank ever fails."""
     sizes = (1000, 900 if misbehaves else 1000, 1000)

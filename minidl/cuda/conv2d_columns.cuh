@@ -1,0 +1,173 @@
+// What conv2d_hopper.cu and conv2d_halo.cu take of each column, an output channel, on the way out: sums for a batch norm
+// above, or mask and sums for a ReLU and a batch norm below.
+#pragma once
+#include "hopper.cuh"
+#include "relu_mask.cuh"
+
+// A warp takes 16 columns of rows of 128 bytes across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
+// i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in such rows:
+DEVICE u32 columns_across() {
+    const u32 thread = thread_again(), lane = thread % 32, chunk = thread / 32 * 2 + lane / 16;
+    return lane % 16 * 128 + (chunk ^ lane % 8) * 16;
+}
+
+DEVICE void unpack_word(u32 word, float (&v)[2]) {
+    Raw<T, 2> raw;
+    raw.pairs[0] = word;
+    unpack(raw, v);
+}
+
+// Zeros in place of rows that are not `inside`.
+template <class Inside>
+DEVICE void keep_inside(u32 (&words)[4], Inside inside) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int row = i % 2 * 8 + int(thread_again() % 4) * 2;
+        words[i] &= (inside(row) ? 0xffffu : 0u) | (inside(row + 1) ? 0xffff0000u : 0u);
+    }
+}
+
+// Sums over the lanes that have the same columns.
+DEVICE float sum_columns(float v) {
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// Of two values of each of the warp's columns, the one that this lane writes: to which column, and whether the second.
+struct ColumnShare {
+    int column;
+    bool second;
+
+    __device__ __forceinline__ ColumnShare() {
+        const u32 thread = thread_again(), lane = thread % 32;
+        column = thread / 32 * 16 + lane % 2 * 8 + lane / 4;
+        second = lane & 2;
+    }
+
+    __device__ __forceinline__ float pick(const float (&first)[2], const float (&other)[2]) const {
+        const float upper = second ? other[1] : first[1], lower = second ? other[0] : first[0];
+        return column & 8 ? upper : lower;
+    }
+
+    // Into `to` (2, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the engine
+    // would wait for it.
+    __device__ __forceinline__ void write(float* to, float value, int from, int columns) const {
+        if (from + column < columns) to[second * columns + from + column] = value;
+    }
+};
+
+// Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight
+// bits, so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from
+// zero would make differences of such sums treacherous. (By plain arithmetic: tensor cores would do it in fewer
+// instructions, but they are what a convolution waits for.)
+struct Tally {
+    float sums[2], squares[2];
+
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sums[j] = squares[j] = 0.0f;
+    }
+
+    // Takes in 16 rows of the warp's columns, in words across.
+    __device__ __forceinline__ void add(const u32 (&x)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float v[2];
+            unpack_word(x[i], v);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                sums[i / 2] += v[e];
+                squares[i / 2] = fmaf(v[e], v[e], squares[i / 2]);
+            }
+        }
+    }
+
+    // Takes in ROWS rows of a slab that the whole warpgroup has written, UNROLL times 16 at once; those `inside`, or
+    // `whole`.
+    template <int ROWS, int UNROLL, class Inside>
+    __device__ __forceinline__ void take(u32 slab, bool whole, Inside inside) {
+        const u32 from = slab + columns_across();
+#pragma unroll UNROLL
+        for (int k = 0; k < ROWS; k += 16) {
+            u32 x[4];
+            load_matrices<true>(x, from + k * 128);
+            if (!whole) keep_inside(x, [&](int row) { return inside(k + row); });
+            add(x);
+        }
+    }
+
+    // This lane's share of the sums and the sums of squares.
+    __device__ __forceinline__ float result() {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sums[j] = sum_columns(sums[j]), squares[j] = sum_columns(squares[j]);
+        return ColumnShare().pick(sums, squares);
+    }
+};
+
+// What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and
+// with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way.
+struct Below {
+    const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
+};
+
+#if DTYPE
+struct Masking {
+    float mean[2], scale[2], shift[2], sum[2], product[2];
+
+    __device__ __forceinline__ Masking() {}
+    __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const u32 thread = thread_again();
+            const int at = column + int(thread / 32 * 16 + j * 8 + thread % 32 / 4);
+            const bool there = at < columns;
+            mean[j] = there ? below.moments[at] : 0.0f;
+            if constexpr (MASKED == 1) {
+                scale[j] = there ? below.moments[columns + at] : 0.0f;
+                scale[j] *= there && below.gamma ? below.gamma[at] : 1.0f;
+                shift[j] = there && below.beta ? below.beta[at] : 0.0f;
+            }
+            sum[j] = product[j] = 0.0f;
+        }
+    }
+
+    // Masks 16 rows of the warp's columns, in words across. MASKED 1: the mask follows from the inputs x; 2: from the ReLU's
+    // outputs.
+    __device__ __forceinline__ void mask(u32 (&gradients)[4], const u32 (&inputs)[4], const u32 (&outputs)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int j = i / 2;
+            float g[2], v[2], out[2];
+            unpack_word(gradients[i], g);
+            unpack_word(inputs[i], v);
+            if constexpr (MASKED == 2) unpack_word(outputs[i], out);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                v[e] -= mean[j];
+                const bool positive = MASKED == 1 ? was_positive(v[e], scale[j], shift[j]) : out[e] > 0.0f;
+                g[e] = positive ? g[e] : 0.0f;
+                sum[j] += g[e];
+                product[j] = fmaf(g[e], v[e], product[j]);
+            }
+            gradients[i] = Rounding<T>::round_pair(g[0], g[1]);
+        }
+    }
+
+    // The same of a slab, where x, and y if it is read, lie as it does. Addresses are those of the lane's row.
+    __device__ __forceinline__ void take(u32 slab, u32 x, u32 y) {
+        u32 gradients[4], inputs[4], outputs[4];
+        load_matrices<true>(gradients, slab);
+        load_matrices<true>(inputs, x);
+        if constexpr (MASKED == 2) load_matrices<true>(outputs, y);
+        mask(gradients, inputs, outputs);
+        store_matrices<true>(slab, gradients);
+    }
+
+    // This lane's share of both sums.
+    __device__ __forceinline__ float result() {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
+        return ColumnShare().pick(sum, product);
+    }
+};
+#endif

@@ -1,0 +1,65 @@
+"""Rows of a fully connected layer travel in the place of the gradient they make: the same sums, on all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from minidl.profile.factors import most_rows
+from tests.conftest import CUDA
+from tests.dist import job
+from tests.dist.workers.factors import STEPS, WAYS
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+
+
+def assert_the_same(answers, ranks):
+    assert len(answers) == ranks
+    for way, (_, _, travels) in WAYS.items():
+        first = answers[0][way]
+        sums, factors = first["losses"]
+        assert sums[-1] != sums[0] and sums[0] == factors[0]
+        limit = 1e-2 if way in ("bfloat16", "rounded") else 1e-5
+        for answer in answers:
+            found = answer[way]
+            assert found["sent"] == [0, 2 * STEPS * travels], way
+            assert found["off"] <= (limit if travels else 0), (way, found["off"])
+            assert found["weights"] == first["weights"], f"{way}: ranks must agree to the bit"
+        sums, factors = first["messages"]
+        assert (sums == factors) == (way in ("frozen weight", "summed after all"))
+        assert sums == factors or {"fc1", "fc2"} <= {layers[0] for layers in factors if len(layers) == 1}
+    for answer in answers:
+        assert answer["exact"] == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize(("engine", "ranks"), [("shm", 2), ("shm", 3), ("mpi", 2), ("mpi", 4)])
+def test_training_is_that_of_sums(engine, ranks, tmp_path):
+    done = job.run("factors", ranks, tmp_path, "cpu", engine)
+    assert done.status == 0, done.output
+    assert_the_same(done.answers, ranks)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("engine", ["nccl", "auto"])
+def test_two_gpus_train_alike_eagerly_and_compiled(device, engine, tmp_path, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    done = job.run("factors", 2, tmp_path, device, engine)
+    assert done.status == 0, done.output
+    assert_the_same(done.answers, 2)
+    for answer in done.answers:
+        eager, compiled = answer["compiled"]
+        assert eager == compiled == done.answers[0]["compiled"][0]
+
+
+def test_they_travel_where_they_are_much_smaller():
+    """The layers of VGG-16, the last one of ResNet-50, and a batch that is as large as the weights."""
+    assert most_rows(25088, 4096, 2, 4, "cuda") * (25088 + 4096) * 2 * 4 <= 25088 * 4096 * 4
+    assert [most_rows(*shape, 2, 4, "cuda") > 128 for shape in ((25088, 4096), (4096, 4096), (4096, 1000))] == [
+        True
+    ] * 3
+    assert most_rows(2048, 1000, 2, 4, "cuda") == 0 == most_rows(25088, 4096, 4, 4, "cpu")
+    assert most_rows(4096, 4096, 4, 2, "cuda") == most_rows(4096, 4096, 4, 4, "cuda") // 2

@@ -1,0 +1,75 @@
+"""How laws are dealt among the processes of `make sanitize`, and what their ends mean: without a GPU."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOL = """#!/bin/sh
+[ "$1 $2 $3 $4" = "--tool memcheck --error-exitcode 9" ] || exit 3
+"""
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return pytest.importorskip("sanitize").Few
+
+
+@pytest.mark.parametrize(("cases", "jobs"), [(1, 1), (2, 3), (5, 4)])
+def test_every_law_is_one_process_and_has_its_cases(few, cases, jobs):
+    counts = {f"tests/a.py::test_{i}": count for i, count in enumerate((1, 2, 3, 7, 40, 5, 11))}
+    dealt = []
+    for index in range(jobs):
+        items = [SimpleNamespace(nodeid=f"{law}[{i}]") for law, count in counts.items() for i in range(count)]
+        few(cases, index, jobs).pytest_collection_modifyitems(items)
+        dealt += [item.nodeid for item in items]
+    assert len(set(dealt)) == len(dealt)
+    for law, count in counts.items():
+        taken = [int(name.partition("[")[2][:-1]) for name in dealt if name.startswith(law + "[")]
+        assert len(taken) == min(cases, count)
+        gaps = [(later - one) % count for one, later in zip(taken, [*taken[1:], taken[0]], strict=True)]
+        assert max(gaps) - min(gaps) <= 1, "not evenly"
+
+
+RACE = """tests/test_a.py::test_b[c] ========= Error: Race reported between Write access at f(int)+0x10 in {}:87
+=========     and Read access at f(int)+0x20 in {}:85 [24 hazards]
+=========     and Read access at f(int)+0x30 in {}:85 [12 hazards]
+========= {}
+PASSED [ 3%]
+"""
+
+
+def test_races_are_told_but_where_racecheck_sees_no_barrier(few):
+    races = sys.modules["sanitize"].races
+    text = RACE.format("csb.cu", "csb.cu", "csb.cu", "") + RACE.format("hopper.cuh", "hopper.cuh", "csb_rows.cu", "")
+    (one,) = races(text + RACE.replace("Error", "Warning").format(*["csb.cu"] * 3, ""))
+    assert one.startswith("Error: Race reported between Write") and one.count("csb.cu:85") == 2
+    assert len(races(RACE.format("mma.cuh", "stem.cuh", "stem.cuh", ""))) == 1
+    assert not races("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+
+
+@pytest.mark.parametrize(
+    ("does", "wrong", "told"),
+    [
+        ("echo 'a PASSED '", False, "memcheck: 2 cases of laws passed"),
+        ("exit 0", True, "is there a GPU?"),
+        ("echo 'a PASSED '; echo '========= Invalid read'; exit 9", True, "Invalid read"),
+        ("echo 'a PASSED '; sleep 60", True, "not done after 1 s"),
+    ],
+)
+def test_what_a_process_finds_is_told(does, wrong, told, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL + does)
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    command = [sys.executable, ROOT / "scripts" / "sanitize.py", "--tool", "memcheck", "--jobs", "2", "--seconds", "1"]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert bool(done.returncode) == wrong and told in done.stdout, done.stdout + done.stderr
