@@ -89,3 +89,9 @@ __all__ = [
     "get_ops",
     "scope",
 ]
+
+
+def __getattr__(name: str) -> None:
+    from minidl import checks
+
+    raise checks.elsewhere(name, __all__)

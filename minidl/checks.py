@@ -7,6 +7,7 @@ known, the remedy. ValueError: shapes and values. TypeError: dtype or kind of ar
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
@@ -18,11 +19,13 @@ __all__ = [
     "bad_shape",
     "bad_value",
     "describe",
+    "elsewhere",
     "impossible",
     "missing_extra",
     "number",
     "order",
     "positive_pair",
+    "unexpected",
     "unknown",
     "wording",
 ]
@@ -78,6 +81,52 @@ def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
+
+
+# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them.
+_CALLED_HERE = {
+    "Accuracy": "TopK",
+    "Adam": "AdamW with weight_decay=0",
+    "BCELoss": "BCEWithLogitsLoss, before the sigmoid",
+    "BatchNormalization": "BatchNorm2d",
+    "CategoricalCrossentropy": "SoftmaxCrossEntropy",
+    "ConfusionMatrix": "Confusion",
+    "Conv2D": "Conv2d",
+    "Conv2DTranspose": "ConvTranspose2d",
+    "CrossEntropyLoss": "SoftmaxCrossEntropy",
+    "DataLoader": "data.Loader",
+    "Dense": "Linear",
+    "DepthwiseConv2D": "Conv2d with groups=in_channels",
+    "DropPath": "StochasticDepth",
+    "EMA": "WeightAverage",
+    "GlobalAveragePooling2D": "AdaptiveAvgPool2d(1)",
+    "InstanceNorm2d": "GroupNorm with a group for each channel",
+    "JaccardIndex": "Confusion",
+    "MaxPooling2D": "MaxPool2d",
+    "Module": "Layer, or a function that builds a Graph",
+    "Multiply": "Mul",
+    "NLLLoss": "SoftmaxCrossEntropy, before the softmax",
+    "Sequential": "Graph, which layers are called on",
+    "Swish": "SiLU",
+    "UpSampling2D": "Upsample",
+    "ZeroPad2d": "Pad",
+}
+
+
+def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
+    """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``."""
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else None
+    if name in _CALLED_HERE:
+        remedy = f"here it is {_CALLED_HERE[name]}"
+    elif importlib.util.find_spec(f"minidl.{name}"):
+        remedy = f"import minidl.{name}"
+    return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
+
+
+def unexpected(who: str, arguments: Iterable[str]) -> TypeError:
+    """``ReLU: takes no argument 'inplace'``."""
+    return TypeError(_sentence(who, f"takes no argument {', '.join(map(repr, arguments))}", None))
 
 
 def missing_extra(what: str, extra: str, cause: BaseException | None = None) -> ImportError:

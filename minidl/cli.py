@@ -15,6 +15,7 @@ import numpy as np
 
 from minidl import checkpoint, checks, data, dist, models, pruning, schedule
 from minidl.adaptive import LAMB, LARS, AdamW
+from minidl.average import WeightAverage
 from minidl.backend import get_ops
 from minidl.bench import command as bench
 from minidl.bench import compare_backends, doctor, plan, simulate, tuning, warm
@@ -131,6 +132,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
     p.add_argument("--weight-decay", type=float, default=5e-4, help="not of biases and normalisations")
     p.add_argument("--label-smoothing", type=float, default=0.0, help="share of each label spread over all classes")
+    p.add_argument("--average", type=float, metavar="DECAY", help="evaluate a moving average of the weights; 0.9999")
     p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
     p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
     p.add_argument("--seed", type=int, default=0, help="of starting weights, order, augmentation and dropout")
@@ -189,6 +191,8 @@ def _optimizer(model: Model, a: argparse.Namespace, samples: int) -> SGD:
         raise ValueError(f"--momentum is for {' and '.join(_WITH_MOMENTUM)}, not for {a.optimizer}")
     if a.shard_momentum and a.optimizer != "sgd":
         raise ValueError(f"--shard-momentum is for sgd, not for {a.optimizer}")
+    if a.average is not None and a.verb == "prune":
+        raise ValueError("--average is for minidl train: averages of pruned weights are not pruned")
     if a.shard_momentum and a.verb == "prune":
         raise ValueError("--shard-momentum is for minidl train: pruning needs the whole momentum on each rank")
     kind = ShardedSGD if a.shard_momentum else _OPTIMIZERS[a.optimizer]
@@ -367,6 +371,7 @@ def _trainer(
         schedule=rate, epochs=a.epochs, output=a.output, keep=a.keep, profile=profile,
         compile=False if a.eager else None, accumulate=a.accumulate, metrics=metrics, callbacks=_callbacks(a),
         watch_gradients=a.watch_gradients, settings=settings,
+        average=None if a.average is None else WeightAverage(model, a.average),
     )  # fmt: skip
 
 
@@ -389,9 +394,9 @@ def _limited(
         raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
     if a.memory_limit is None:
         return None
-    if a.optimizer != "sgd" or a.mixup is not None:
-        other = a.optimizer if a.optimizer != "sgd" else "mixed images"
-        raise ValueError(f"--memory-limit plans steps of sgd, not of {other}")
+    other = a.optimizer if a.optimizer != "sgd" else "mixed images" if a.mixup is not None else None
+    if other or a.average is not None:
+        raise ValueError(f"--memory-limit plans steps of sgd, not of {other or 'averaged weights'}")
     hosted = optimizer if a.host_momentum else None
     options = {"momentum": _momentum(a), "optimizer": hosted, "fusions": fusions}
     return limit_memory(model, part, a.memory_limit, **options)
@@ -447,9 +452,8 @@ def _callbacks(a: argparse.Namespace) -> list[Callback]:
 
 def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
     """What a run must share with the checkpoint that it goes on from."""
-    settings = {"model": a.model, "data": a.data, "precision": mode.name, "batch": a.batch, "augment": a.augment}
-    optional = {"model_options": a.model_options, "color_jitter": a.color_jitter, "mixup": a.mixup}
-    settings |= {name: value for name, value in optional.items() if value is not None}
+    names = ("model", "data", "batch", "augment", "model_options", "color_jitter", "mixup", "average")
+    settings = {name: getattr(a, name) for name in names if getattr(a, name) is not None} | {"precision": mode.name}
     return settings | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
 
 

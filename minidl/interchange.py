@@ -94,9 +94,12 @@ def import_weights(
 
     Raises:
         FileNotFoundError: no such file.
+        TypeError: neither a path nor a mapping.
         ValueError: no safetensors file; with ``strict`` a state that does not fit, of which nothing is loaded then.
     """
     state = _read(weights) if isinstance(weights, (str, os.PathLike)) else weights
+    if not isinstance(state, Mapping):
+        raise checks.bad_dtype("weights", "weights", "a safetensors file or arrays by name", checks.describe(state))
     own = model.state_dict()
     found, report = convert_state(model.graph, own, state)
     if strict and not report.complete:

@@ -31,8 +31,8 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
 
     `output_shape` tells the shape; inputs and gradients are not written to; a pass repeated gives the same bits;
     ``grad=False`` saves nothing; an empty batch gives an empty answer; and every gradient equals central differences.
-    Inputs are spread so that no two values
-    nearly coincide and none is nearly 0: kinks elsewhere must be avoided by another ``seed``.
+    Inputs are spread so that no two values nearly coincide and none is nearly 0: kinks elsewhere must be avoided by
+    another ``seed``.
 
     Args:
         layer: not part of a model; its parameters and buffers are left as they were.
@@ -41,10 +41,12 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
 
     Raises:
         AssertionError: naming the law and the input or parameter that breaks it.
-        ValueError, TypeError: from the layer, for shapes that it cannot take.
+        ValueError, TypeError: from the layer, for shapes that it cannot take; no shapes.
     """
     if not isinstance(layer, Layer):
         raise checks.bad_dtype("check_layer", "layer", "a Layer", checks.describe(layer))
+    if not shapes:
+        raise checks.bad_value("check_layer", "shapes", "one shape for each input, batch first", shapes)
     if layer.bound:
         raise checks.order(layer.name, "check_layer on a layer of a model", "pass a layer of its own")
     ops, rng = backend.open_device(device), np.random.default_rng(seed)

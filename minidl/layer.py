@@ -54,7 +54,9 @@ class Layer:
     factored = False  # may send factors of its gradients in their place
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
 
-    def __init__(self, name: str | None = None):
+    def __init__(self, name: str | None = None, **unknown: Any):
+        if unknown:
+            raise checks.unexpected(type(self).__name__, unknown)
         if name is not None and not isinstance(name, str):
             raise checks.bad_value(type(self).__name__, "name", "a string", name)
         self.name = name or type(self).__name__.lower()
@@ -75,6 +77,7 @@ class Layer:
         self._arena: Arena | None = None  # only a layer that works alone owns one
         self._grad_enabled = True
         self._again = False  # within `rerun`
+        self._has_saved = False  # in this forward pass
         self._taken: SimpleNamespace | None = None
         self._checked: Any = None  # table, shapes and dtypes of the last inputs that passed the door
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
@@ -139,6 +142,7 @@ class Layer:
         """Keep arrays and facts for the backward pass: the only road to the store."""
         if self._grad_enabled and not self._again:
             self.store.save(self.name, items)
+            self._has_saved = True
 
     def rerun(self, saved: SimpleNamespace, *x: Any) -> Any:
         """`recompute` with saving switched off: for stores that make tensors again."""
@@ -215,8 +219,11 @@ class Layer:
             self.store.forget(self.name)
             if self.training:
                 self.random.advance()
+        self._has_saved = False
         with self.profiler.span(self.name, "forward"):
             y = self.store.run(self, arrays)
+        if grad and not self._has_saved:
+            self.save()  # nothing, but there is a pass to go back through
         return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:

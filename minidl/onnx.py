@@ -32,6 +32,7 @@ State = Mapping[str, np.ndarray]
 def export_onnx(model: Model, path: str | Path, *, layout: str = "NHWC") -> None:
     """Write ``model`` as an ONNX file; see `to_onnx`."""
     proto = to_onnx(model, layout=layout)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(proto.SerializeToString())
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minidl import checkpoint, checks, legality
+from minidl.average import WeightAverage
 from minidl.callbacks import Callback, Metric, StepWatch, Unwatched
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
@@ -80,6 +81,7 @@ class Trainer:
         accumulate: micro-batches of a step, see `minidl.step.EagerStep`.
         watch_gradients: look for NaN in every layer's gradients before they are summed, and wait for every step, to
             tell which rank and layer made the first (`minidl.nonfinite`).
+        average: taken after every step, evaluated in the place of the weights, and kept in checkpoints beside them.
         fusion: how batch norms run, as `minidl.fusion.fuse` takes it. None: as they were told to; on GPUs ``"auto"``
             where nobody told them.
 
@@ -115,12 +117,13 @@ class Trainer:
         compile: bool | None = None,
         accumulate: int = 1,
         watch_gradients: bool = False,
+        average: WeightAverage | None = None,
         fusion: str | Path | Plan | None = None,
         display: Progress | None = None,
     ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.train_loader, self.test_loader = train_loader, test_loader
-        self.schedule = schedule
+        self.schedule, self.average = schedule, average
         self.epochs = checks.at_least("Trainer", "epochs", epochs, 1)
         self.output = Path(output) if output is not None else None
         self.keep = checks.at_least("Trainer", "keep", keep, 1)
@@ -156,6 +159,8 @@ class Trainer:
         """Refuse parts that were made for another model or another rank."""
         if self.optimizer.model is not self.model:
             raise checks.bad_value("Trainer", "optimizer", "that of the model", "another model's")
+        if self.average is not None and self.average.model is not self.model:
+            raise checks.bad_value("Trainer", "average", "of the model", "another model's")
         if self.loss.comm is not self.comm:
             remedy = f"make it with {type(self.loss).__name__}(comm=comm)"
             raise checks.bad_value("Trainer", "loss", "on the model's communicator", self.loss.comm.name, remedy)
@@ -197,7 +202,7 @@ class Trainer:
             *(f"{argument} {loader.plan() if loader is not None else None}" for argument, loader in loaders),
             f"schedule {checks.wording(self.schedule)}",
             *(f"learning rate {self._rate(step):.7g} in step {step}" for step in self._sampled_steps()),
-            f"optimizer {self.optimizer.plan()}",
+            f"optimizer {self.optimizer.plan()}, average {self.average and self.average.decay}",
             f"loss {self.loss.plan()}",
             f"metrics {list(self.metrics)}, callbacks {[callback.key for callback in self.callbacks]}",
             f"random seed {self.model.random.seed}",
@@ -350,6 +355,8 @@ class Trainer:
             totals = self._take_step(batch, smaller)
         if self._watch is not None:
             self._watch.check(self.comm, self.step)
+        if self.average is not None:
+            self.average.update()
         self.step += 1
         return totals
 
@@ -391,12 +398,13 @@ class Trainer:
         running = _Running()
         for metric in self.metrics.values():
             metric.reset()
-        for batch in loader:
-            totals, logits = self._step.evaluate(batch.images, batch.labels)
-            running.pending.append(totals)
-            for metric in self.metrics.values():
-                metric.update(logits, batch.labels)
-        running.collect()
+        with self.average.applied() if self.average is not None else nullcontext():
+            for batch in loader:
+                totals, logits = self._step.evaluate(batch.images, batch.labels)
+                running.pending.append(totals)
+                for metric in self.metrics.values():
+                    metric.update(logits, batch.labels)
+            running.collect()
         self.model.train(training)
         return running.means
 
@@ -422,6 +430,8 @@ class Trainer:
     def _write(self, path: Path) -> None:
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
+        if self.average is not None:
+            tensors |= {f"average.{k}": v for k, v in self.average.state_dict().items()}
         try:
             checkpoint.save(path, tensors, self._state())
             if self.output is not None:
@@ -468,6 +478,8 @@ class Trainer:
         part = lambda prefix: {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
         self.model.load_state_dict(part("model."))
         self.optimizer.load_state_dict(part("optimizer."))
+        if self.average is not None:
+            self.average.load_state_dict(part("average."))
         self.train_loader.restore(state["loader"])
         self.step = state["step"]
         self.model.random.seed, self.model.random.step = state["random"]["seed"], state["random"]["step"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -160,6 +162,16 @@ def test_missing_folders_and_strange_classes_are_refused(root, tmp_path_factory)
         ImageFolder(empty / "none")
     with pytest.raises(ValueError, match="path"):
         data.dataset("folder")
+
+
+def test_a_class_without_images_is_refused_in_training_only(root):
+    classes = image_folder(root).classes
+    shutil.rmtree(root / "val" / classes[0])
+    (root / "val" / classes[0]).mkdir()
+    assert image_folder(root, "test").num_classes == len(classes)
+    (root / "train" / "eel").mkdir()
+    with pytest.raises(ValueError, match=r"train/eel' has no images; remove the folder"):
+        image_folder(root)
 
 
 def test_ranks_with_other_files_differ_in_their_plan(root):

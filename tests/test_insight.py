@@ -73,9 +73,8 @@ class Square(m.Layer):
         if self.fault == "writes":
             x += 1
         if self.fault == "keeps":
-            self.store.save(self.name, {"x": x})
-        else:
-            self.save(x=x)
+            self.store.save("elsewhere", {"x": x})
+        self.save(x=x)
         return x * x + (1e-3 * self.calls if self.fault == "forgets" else 0)
 
     def backward_data(self, dy, add=None):
@@ -94,6 +93,24 @@ class Square(m.Layer):
 
 def test_a_sound_layer_obeys_the_laws():
     m.check_layer(Square(), (3, 4, 5))
+
+
+def test_a_layer_may_save_nothing():
+    class Twice(m.Layer):
+        def output_shape(self, shape):
+            return shape
+
+        def compute(self, x):
+            return 2 * x
+
+        def backward_data(self, dy, add=None):
+            return 2 * dy
+
+    m.check_layer(Twice(), (3, 4, 5))
+    with pytest.raises(RuntimeError, match="backward without a forward pass"):
+        Twice().backward(np.ones((3, 4, 5), f32))
+    with pytest.raises(ValueError, match="shapes must be one shape for each input"):
+        m.check_layer(Twice())
 
 
 FAULTS = {

@@ -175,7 +175,7 @@ def test_many_rows_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes, weighted)
     np.testing.assert_allclose(ops.to_host(plain), plain_sums, rtol=1e-12)
 
 
-@pytest.mark.parametrize("classes", [3, 21, 62])
+@pytest.mark.parametrize("classes", [3, 21, 32, 62])
 def test_many_pixels_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes):
     ops, rows = cuda_ops, 280_001
     p, labels = ops.softmax(ops.from_host(draw(rng, (rows, classes), dtype))), rng.integers(0, classes, rows)
@@ -246,10 +246,12 @@ def test_dice_sums_equal_the_reference(ops, rng, dtype, shape, layout):
     np.testing.assert_allclose(sums, reference.dice_sums(p, labels, IGNORE), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 2, 8), (1, 2, 3, 32)])
 @pytest.mark.parametrize("smooth", [1.0, 1e-3])
-def test_dice_gradient_is_the_difference(ops, rng, smooth):
-    logits, labels = labelled(rng, (2, 3, 4, 5), float32)
-    p = ops.softmax(ops.from_host(logits))
+def test_dice_gradient_is_the_difference(ops, rng, smooth, shape, layout):
+    logits, labels = labelled(rng, shape, float32)
+    p = place(ops, ops.to_host(ops.softmax(ops.from_host(logits))), layout)
     sums = ops.dice_sums(p, ops.from_host(labels), ignore_index=IGNORE)
     factor = ops.from_host(np.float32([16]))
     dx = ops.dice_backward(p, ops.from_host(labels), sums, factor, smooth=smooth, ignore_index=IGNORE)

@@ -67,7 +67,13 @@ from minidl.cpu.group_norm import (
 from minidl.cpu.image import normalise
 from minidl.cpu.join import add, concat, gate_gradient, mul
 from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
-from minidl.cpu.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cpu.loss import (
+    count_labels,
+    smoothed_cross_entropy,
+    smoothed_cross_entropy_backward,
+    softmax_cross_entropy,
+    softmax_cross_entropy_backward,
+)
 from minidl.cpu.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cpu.pad2d import pad2d
 from minidl.cpu.pointwise_loss import pointwise_loss, pointwise_loss_backward
@@ -82,7 +88,6 @@ from minidl.cpu.pool2d import (
     max_pool2d_backward,
 )
 from minidl.cpu.segmentation import confusion_counts, dice_backward, dice_sums
-from minidl.cpu.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
 from minidl.cpu.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
 from minidl.cpu.softmax import softmax, softmax_backward
 from minidl.cpu.transfer import from_dlpack, uploader

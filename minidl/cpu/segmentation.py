@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu.array import Array, empty, rows_float32, stored
-from minidl.cpu.smoothed_loss import sorted_out
+from minidl.cpu.loss import sorted_out
 from minidl.precision import float32
 
 __all__ = ["confusion_counts", "dice_backward", "dice_sums"]

@@ -68,7 +68,13 @@ from minidl.cuda.group_norm import (
 from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat, gate_gradient, mul
 from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
-from minidl.cuda.loss import count_labels, softmax_cross_entropy, softmax_cross_entropy_backward
+from minidl.cuda.loss import (
+    count_labels,
+    smoothed_cross_entropy,
+    smoothed_cross_entropy_backward,
+    softmax_cross_entropy,
+    softmax_cross_entropy_backward,
+)
 from minidl.cuda.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
 from minidl.cuda.pointwise_loss import pointwise_loss, pointwise_loss_backward
@@ -83,7 +89,6 @@ from minidl.cuda.pool2d import (
     max_pool2d_backward,
 )
 from minidl.cuda.segmentation import confusion_counts, dice_backward, dice_sums
-from minidl.cuda.smoothed_loss import smoothed_cross_entropy, smoothed_cross_entropy_backward
 from minidl.cuda.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
 from minidl.cuda.softmax import softmax, softmax_backward
 from minidl.cuda.transfer import from_dlpack, uploader

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks
 from minidl.cuda.array import empty
 from minidl.cuda.launch import launch
-from minidl.cuda.optim import CHUNK, check_arena
-from minidl.cuda.rows import DTYPE
+from minidl.cuda.optim import CHUNK, check_arena, check_update, rounding
 from minidl.cuda.totals import column_totals
 from minidl.precision import float32
 from minidl.shapes import ceil_div
@@ -36,22 +34,12 @@ def _over(n: int) -> int:
 
 
 def _check(who: str, n: int, segment_of: Any, segments: Any, control: Any, record: Any, **arenas: Any) -> None:
-    if n % CHUNK:
-        raise checks.bad_shape(who, "master", f"(n,), n a multiple of {CHUNK}", (n,))
-    for argument, arena in arenas.items():
-        check_arena(who, argument, arena, n)
-    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
-    assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
-    assert all(x.dtype == float32 and x.shape == (8,) for x in (control, record)), (control.shape, record.shape)
+    check_update(who, n, segment_of, segments, control, **arenas)
+    assert record.dtype == float32 and record.shape == (8,), (record.dtype, record.shape)
 
 
-def _working(who: str, working: Any | None, n: int) -> dict[str, int | str]:
-    if working is not None:
-        if working.dtype not in DTYPE:
-            raise checks.bad_dtype(who, "working", "float32, bfloat16 or float16", working.dtype)
-        check_arena(who, "working", working, n, working.dtype)
-    code = DTYPE[float32 if working is None else working.dtype]
-    return {"UPDATE": 1, "DTYPE": code, "WORKING": int(working is not None)}
+def _updating(who: str, working: Any | None, n: int) -> dict[str, int | str]:
+    return {"UPDATE": 1} | rounding(who, working, n)
 
 
 def adam_advance(control: Any, record: Any) -> None:
@@ -86,7 +74,7 @@ def adamw_update(
     arenas = {"master": master, "grad": grad, "first": first, "second": second}
     _check("adamw_update", n, segment_of, segments, control, record, **arenas)
     args = (master, grad, first, second, working, segment_of, segments, control, record, np.int64(n))
-    launch("adaptive", "adamw_update", _over(n), BLOCK, *args, defines=_working("adamw_update", working, n))
+    launch("adaptive", "adamw_update", _over(n), BLOCK, *args, defines=_updating("adamw_update", working, n))
 
 
 def segment_norms(master: Any, grad: Any, bounds: Any, control: Any) -> Any:
@@ -132,7 +120,7 @@ def lars_update(
     n = master.size
     _check("lars_update", n, segment_of, segments, control, record, master=master, grad=grad, momentum=momentum)
     args = (master, grad, momentum, working, segment_of, segments, norms, control, record, np.int64(n))
-    launch("adaptive", "lars_update", _over(n), BLOCK, *args, defines=_working("lars_update", working, n))
+    launch("adaptive", "lars_update", _over(n), BLOCK, *args, defines=_updating("lars_update", working, n))
 
 
 def lamb_moments(
@@ -176,7 +164,7 @@ def lamb_update(
     n = master.size
     _check("lamb_update", n, segment_of, segments, control, record, master=master, first=first, second=second)
     args = (master, first, second, working, segment_of, segments, norms, control, record, np.int64(n))
-    launch("adaptive", "lamb_update", _over(n), BLOCK, *args, defines=_working("lamb_update", working, n))
+    launch("adaptive", "lamb_update", _over(n), BLOCK, *args, defines=_updating("lamb_update", working, n))
 
 
 def clip_values(grad: Any, limit: float, control: Any) -> None:

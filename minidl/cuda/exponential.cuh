@@ -8,6 +8,25 @@ DEVICE float exponential(float x) {
     return y;
 }
 
+// Exponentials around a centre, an instruction less for each: 2^(x log2(e) - centre log2(e)), in which the second product
+// is rounded once for all; `slip` is what that left out.
+struct Around {
+    float scaled, slip;
+
+    __device__ __forceinline__ explicit Around(float centre) {
+        scaled = centre * 1.4426950408889634f;
+        slip = fmaf(centre, 1.4426950408889634f, -scaled);
+    }
+    // e^(x - centre) * 2^slip
+    __device__ __forceinline__ float exponential(float x) const {
+        float y;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.4426950408889634f, -scaled)));
+        return y;
+    }
+    // The logarithm of a sum of e^(x - centre), from the sum of those.
+    __device__ __forceinline__ float log_sum(float sum) const { return fmaf(slip, -0.6931471805599453f, logf(sum)); }
+};
+
 DEVICE float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,168 +1,178 @@
-// Softmax cross entropy over rows of K logits, and its gradient.
+// Softmax cross entropy over rows of K logits, and its gradient; with -DSMOOTHED=1 also class weights, label smoothing and
+// the place of each label among the logits.
 //
-//   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; lse (rows,) float32: log of the sum of
-//   exponentials; dlogits (rows, K) dense; totals float64[4]: sum of -log p[label], valid labels, labels that are the
-//   first largest logit of their row, labels out of range; partial (blocks, 4) float64: totals of each block's fixed
-//   run of rows.
+//   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; weights (K,) float or null for ones; lse
+//   (rows,) float: log of the sum of exponentials; dlogits (rows, K) dense; totals double[COLUMNS]: loss, weights of the
+//   labels that count, labels that are the first largest logit of their row, labels out of range; SMOOTHED: labels that
+//   count, labels among the first `top`; partial (blocks, COLUMNS) double: totals of each block's fixed run of rows.
+//
+//   loss of a row with label y, e = smoothing, w = weights: (1 - e) w_y (lse - x_y) + e/K sum_k w_k (lse - x_k)
+//   (Szegedy et al., "Rethinking the Inception architecture", CVPR 2016; divided by the sum of w_y, as in torch.nn)
 //
 // Sums of a row are float32 around its running maximum (Milakov & Gimelshein, "Online normalizer calculation for
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
 // -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh; the forward pass
-//              with STAGES tiles for a warp. Some 260 instructions per row of 21 classes of bfloat16: with 2 M rows two
-//              thirds of the time of the bytes.
+//              with STAGES tiles for a warp. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
+//              thirds of the time of the bytes. -DWEIGHTED=1 where there are weights.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
 //              (ALIGNED = 0), its first and last are read and written element by element.
 // -DCOUNT=1    no logits: counts the labels that count into totals[1], for a step that is cut into micro-batches.
 //
 // bytes per row: forward K * sizeof(T) + label + 4, backward 2 * K * sizeof(T) + label + 4; about 6 FLOP per logit.
+#ifndef SMOOTHED
+#define SMOOTHED 0
+#endif
 #include "common.cuh"
 #include "exponential.cuh"
+#include "loss.cuh"
 
 #ifdef CLASSES
 #include "short_rows.cuh"
+#elif defined(LANES)
+#include "row.cuh"
 #else
 #define BLOCK 256
 #endif
-#define NONE 0x7fffffff
+
+constexpr int COLUMNS = SMOOTHED ? 6 : 4;
 
 struct Totals {
-    double loss = 0.0;
-    int valid = 0, correct = 0, outside = 0;
-};
+    double loss = 0.0, mass = 0.0;
+    int valid = 0, correct = 0, outside = 0, among_top = 0;
 
-// Writes the block's totals: lanes by a tree, then warps in order, the same whatever the device.
-DEVICE void write_partial(const Totals& mine, double* __restrict__ partial) {
-    __shared__ double scratch[4][BLOCK / 32];
-    double sums[4] = {mine.loss, double(mine.valid), double(mine.correct), double(mine.outside)};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        sums[j] = warp_sum(sums[j]);
-        if (threadIdx.x % 32 == 0) scratch[j][threadIdx.x / 32] = sums[j];
+    __device__ __forceinline__ void write(double* __restrict__ partial) const {
+        const double weight = SMOOTHED ? mass : double(valid);
+#if SMOOTHED
+        const double sums[] = {loss, weight, double(correct), double(outside), double(valid), double(among_top)};
+#else
+        const double sums[] = {loss, weight, double(correct), double(outside)};
+#endif
+        write_totals<BLOCK>(sums, partial);
     }
-    __syncthreads();
-    if (threadIdx.x >= 4) return;
-    double total = 0.0;
-    for (int warp = 0; warp < BLOCK / 32; ++warp) total += scratch[threadIdx.x][warp];
-    partial[4 * i64(blockIdx.x) + threadIdx.x] = total;
-}
 
-// What a row that counts has its gradient multiplied by: scale / number of valid labels, 0 where nothing counts.
-DEVICE float gradient_factor(const double* totals, const float* scale) {
-    return totals[1] == 0.0 ? 0.0f : (scale ? scale[0] : 1.0f) / float(totals[1]);
-}
-
-DEVICE bool counts(i64 label, int classes, i64 ignore_index) {
-    return label != ignore_index && label >= 0 && label < classes;
-}
+    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k.
+    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread,
+                                        double all, float smoothing, int classes) {
+        double term = double(log_sum) + double(below);
+        if (SMOOTHED) {
+            term *= weight;
+            if (smoothing > 0.0f)
+                term = (1.0 - smoothing) * term + double(smoothing) / classes * (all * log_sum + spread);
+            mass += counted ? weight : 0.0f;
+        }
+        loss += counted ? term : 0.0;
+        valid += counted;
+    }
+};
 
 #ifdef CLASSES
 // ------------------------------------------------------------------------------------------------- a thread per row
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 8 : 3)
-softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, float* __restrict__ lse,
-                      double* __restrict__ partial, i64 rows, int passes, i64 ignore_index) {
-    extern __shared__ uint4 memory[];
-    // STAGES tiles for each warp: with two, the next rows arrive during the work on these.
-    T* tiles = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (STAGES * TILE * CLASSES);
-    const i64 begin = (i64(blockIdx.x) * passes * BLOCK + threadIdx.x / 32 * 32) * RUN;  // of the warp's first tile
-    const auto start_tile = [&](int pass) {
-        const i64 first = begin + i64(pass) * ROWS;
-        if (pass < passes && first < rows)
-            start_copy(tiles + pass % STAGES * (TILE * CLASSES), logits + first * CLASSES,
-                       int(min(i64(TILE), rows - first)) * CLASSES);
-        commit_copies();
-    };
-    Totals mine;
-    if (STAGES > 1) start_tile(0);
-    for (int pass = 0; pass < passes && begin + i64(pass) * ROWS < rows; ++pass) {
-        const i64 row = begin + i64(pass) * ROWS + threadIdx.x % 32 * RUN;
-        i64 label[RUN];
-#pragma unroll
-        for (int r = 0; r < RUN; ++r) label[r] = row + r < rows ? i64(labels[row + r]) : ignore_index;
-        if (pass > 0) __syncwarp();
-        start_tile(pass + STAGES - 1);
-        await_copies<STAGES - 1>();
-        if (row >= rows) continue;
+// The weights in shared memory, where every thread of a warp reads the same one at a time; null for ones.
+DEVICE const float* share_weights(const float* __restrict__ weights) {
+    if (!WEIGHTED) return nullptr;
+    __shared__ float shared[CLASSES];
+    for (int k = threadIdx.x; k < CLASSES; k += BLOCK) shared[k] = weights[k];
+    __syncthreads();
+    return shared;
+}
 
-        const T* x = tiles + (pass % STAGES * TILE + threadIdx.x % 32 * RUN) * CLASSES;
+DEVICE float weight_at(const float* shared, int k) { return WEIGHTED ? shared[k] : 1.0f; }
+
+// The sum of all weights, in the order of the classes.
+template <class X>
+DEVICE X all_weights(const float* shared) {
+    if (!WEIGHTED) return X(CLASSES);
+    X all = 0;
+    for (int k = 0; k < CLASSES; ++k) all += shared[k];
+    return all;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
+softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
+                      float* __restrict__ lse, double* __restrict__ partial, i64 rows, int passes, i64 ignore_index,
+                      float smoothing, int top) {
+    extern __shared__ uint4 memory[];
+    const float* shared = share_weights(weights);
+    const double all = SMOOTHED ? all_weights<double>(shared) : 0.0;
+    Totals mine;
+    for_labelled_rows(memory, logits, labels, rows, passes, ignore_index,
+                      [&](i64 row, const T* x, const i64(&label)[RUN]) {
         const Run run(x);
         float log_sums[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             const float peak = run.peak(r);
-            float sum = 0.0f;
+            const Around around(peak);
+            float sum = 0.0f, spread = 0.0f;
 #pragma unroll
-            for (int k = 0; k < CLASSES; ++k) sum += exponential(run.at(r, k) - peak);
-            const float log_sum = logf(sum);
+            for (int k = 0; k < CLASSES; ++k) {
+                const float v = run.at(r, k);
+                sum += around.exponential(v);
+                if (SMOOTHED) spread = fmaf(weight_at(shared, k), peak - v, spread);
+            }
+            const float log_sum = around.log_sum(sum);
             log_sums[r] = peak + log_sum;
             const bool inside = u64(label[r]) < CLASSES, ignored = label[r] == ignore_index;
             const int target = inside ? int(label[r]) : 0;
             const T own = x[r * CLASSES + target];
             const u32 wanted = in_every_lane(own);
-            const Marks equal = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); });
-            const double term = double(log_sum) + double(peak - to_float(own));
-            mine.loss += inside && !ignored ? term : 0.0;
-            mine.valid += inside && !ignored;
-            mine.correct += inside && !ignored && to_float(own) == peak && equal.before(target) == 0;
+            int ahead = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target);
+            if (SMOOTHED) ahead += run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all();
+            const bool counted = inside && !ignored;
             mine.outside += !inside && !ignored;
+            mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), spread, all, smoothing, CLASSES);
+            mine.correct += counted && ahead == 0 && (SMOOTHED || to_float(own) == peak);
+            mine.among_top += counted && ahead < top;
         }
         if (row + RUN <= rows) {
             store(lse + row, log_sums);
         } else {
             lse[row] = log_sums[0];
         }
-    }
-    write_partial(mine, partial);
+    });
+    mine.write(partial);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 8 : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
-                               const float* __restrict__ lse, const double* __restrict__ totals,
-                               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, i64 ignore_index) {
+                               const float* __restrict__ weights, const float* __restrict__ lse,
+                               const double* __restrict__ totals, const float* __restrict__ scale,
+                               T* __restrict__ dlogits, i64 rows, i64 ignore_index, float smoothing) {
     extern __shared__ uint4 memory[];
-    T* tile = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (TILE * CLASSES);
-    const i64 begin = (i64(blockIdx.x) * BLOCK + threadIdx.x / 32 * 32) * RUN;
-    const int count = int(min(i64(TILE), max(rows - begin, i64(0)))), row = threadIdx.x % 32 * RUN;
-    start_copy(tile, logits + begin * CLASSES, count * CLASSES);
-    commit_copies();
+    const Rewrite at(memory, logits, rows);
+    const float* shared = share_weights(weights);
     i64 label[RUN];
     float norm[RUN];
+    at.fetch(labels, ignore_index, label);
+    at.fetch(lse, 0.0f, norm);
+    const float share = SMOOTHED ? smoothing / CLASSES : 0.0f;
+    const float spread_out = SMOOTHED ? share * all_weights<float>(shared) : 0.0f;
+    const float whole = gradient_factor(totals, scale);
+    float factor[RUN], own[RUN];
 #pragma unroll
     for (int r = 0; r < RUN; ++r) {
-        const bool inside = row + r < count;
-        label[r] = inside ? i64(labels[begin + row + r]) : ignore_index;
-        norm[r] = inside ? lse[begin + row + r] : 0.0f;
+        const bool valid = counts(label[r], CLASSES, ignore_index);
+        factor[r] = valid ? whole : 0.0f;
+        own[r] = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_at(shared, int(label[r])) : 0.0f;
     }
     await_copies<0>();
-    if (row < count) {
-        const float valid_factor = gradient_factor(totals, scale);
-        float factor[RUN];
-#pragma unroll
-        for (int r = 0; r < RUN; ++r) factor[r] = counts(label[r], CLASSES, ignore_index) ? valid_factor : 0.0f;
-        T* x = tile + row * CLASSES;
-        const Run run(x);
-#pragma unroll
-        for (int i = 0; i < RUN * CLASSES; i += READ) {
-            float part[READ];
-#pragma unroll
-            for (int e = 0; e < READ; ++e) {
-                const int r = (i + e) / CLASSES, k = (i + e) % CLASSES;
-                const float p = exponential(run.at(r, k) - norm[r]);
-                part[e] = factor[r] == 0.0f ? 0.0f : (k == int(label[r]) ? p - 1.0f : p) * factor[r];
-            }
-            store(x + i, part);
-        }
-    }
-    write_back(dlogits + begin * CLASSES, tile, count * CLASSES);
+    const Run run(at.tile + at.row * CLASSES);
+    at.finish(dlogits, [&](int r, int k) {
+        const float p = exponential(run.at(r, k) - norm[r]), taken = k == int(label[r]) ? own[r] : 0.0f;
+        const float less = SMOOTHED ? fmaf(share, weight_at(shared, k), taken) : taken;
+        return factor[r] == 0.0f ? 0.0f : fmaf(own[r] + spread_out, p, -less) * factor[r];
+    });
 }
 
 #elif defined(LANES)
 // ------------------------------------------------------------------------------------------------ many threads per row
 
 static_assert(LANES <= 32 || LANES == BLOCK, "a row belongs to part of a warp, or to a block");
-constexpr int ROWS = BLOCK / LANES;  // rows that a block works on at a time
+
+DEVICE float weight_of(const float* weights, int k) { return weights ? weights[k] : 1.0f; }
 
 // Elements between the last vector boundary and p.
 DEVICE int misalignment(const T* p) {
@@ -181,121 +191,129 @@ DEVICE Raw<T, VEC> load_vector(const T* __restrict__ x, int first, int classes) 
     return raw;
 }
 
-// Part of a row: its largest logit, the sum of exponentials around it, and where the first vector that has it begins.
-struct Running {
-    float peak = -3.402823466e38f;  // finite, so that peak - peak is 0 in a part without elements
-    float sum = 0.0f;
-    int where = NONE;
+// Whether element k lies in the row.
+DEVICE bool within_row(int k, int classes) { return u32(k) < u32(classes); }
 
-    __device__ __forceinline__ void merge(float other_peak, float other_sum, int other_where) {
-        if (other_peak > peak || (other_peak == peak && other_where < where)) where = other_where;
-        const float highest = fmaxf(peak, other_peak);
-        sum = sum * exponential(peak - highest) + other_sum * exponential(other_peak - highest);
+// Part of a row: sums around its largest logit so far, and where the first vector that has it begins.
+struct Part {
+    float peak = -3.402823466e38f;  // finite, so that peak - peak is 0 in a part without elements
+    float sum = 0.0f, spread = 0.0f, weights = 0.0f;  // of exp(x - peak), of w (peak - x), of w
+    int where = 1 << 30, ahead = 0;
+
+    __device__ __forceinline__ void raise(float highest) {
+        sum *= exponential(peak - highest);
+        if (SMOOTHED && weights != 0.0f) spread = fmaf(weights, highest - peak, spread);
         peak = highest;
     }
 };
 
-// Thread lane 0 of the row gets the whole row.
-DEVICE void merge_lanes(Running& mine) {
-#pragma unroll
-    for (int offset = min(LANES, 32) / 2; offset > 0; offset /= 2)
-        mine.merge(__shfl_xor_sync(0xffffffffu, mine.peak, offset), __shfl_xor_sync(0xffffffffu, mine.sum, offset),
-                   __shfl_xor_sync(0xffffffffu, mine.where, offset));
-    if (LANES <= 32) return;
-    __shared__ float peaks[BLOCK / 32], sums[BLOCK / 32];
-    __shared__ int wheres[BLOCK / 32];
-    const int own = threadIdx.x / 32;
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) {
-        peaks[own] = mine.peak;
-        sums[own] = mine.sum;
-        wheres[own] = mine.where;
-    }
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    for (int warp = 1; warp < BLOCK / 32; ++warp) mine.merge(peaks[warp], sums[warp], wheres[warp]);
-}
-
 // Whether `label` is the first element equal to the row's largest, which first occurs in the vector at `where`.
-DEVICE bool is_first_largest(const T* __restrict__ x, int label, float value, const Running& row) {
-    if (value != row.peak || label < row.where || label >= row.where + VEC) return false;
-    for (int k = max(row.where, 0); k < label; ++k)
-        if (to_float(x[k]) == row.peak) return false;
+DEVICE bool is_first_largest(const T* __restrict__ x, int label, float value, float peak, int where) {
+    if (value != peak || label < where || label >= where + VEC) return false;
+    for (int k = max(where, 0); k < label; ++k)
+        if (to_float(x[k]) == peak) return false;
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, ALIGNED ? 4 : 3)
-softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, float* __restrict__ lse,
-                      double* __restrict__ partial, i64 rows, int classes, i64 pitch, int passes, i64 ignore_index) {
+extern "C" __global__ void __launch_bounds__(BLOCK, ALIGNED && !SMOOTHED ? 4 : 3)
+softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
+                      float* __restrict__ lse, double* __restrict__ partial, i64 rows, int classes, i64 pitch,
+                      int passes, i64 ignore_index, float smoothing, int top) {
     const int lane = threadIdx.x % LANES;
     Totals mine;
     for (int pass = 0; pass < passes; ++pass) {
         const i64 row = (i64(blockIdx.x) * passes + pass) * ROWS + threadIdx.x / LANES;
         const bool inside = row < rows;
         const T* x = logits + (inside ? row : 0) * pitch;
-        i64 label = ignore_index;
-        float value = 0.0f;
-        if (inside && lane == 0) {
-            label = labels[row];
-            if (label >= 0 && label < classes) value = to_float(x[label]);
-        }
+        const i64 label = inside ? i64(labels[row]) : ignore_index;
+        const bool valid = counts(label, classes, ignore_index);
+        const float own = valid ? to_float(x[label]) : 0.0f;
         const int shift = misalignment(x), end = inside ? classes : -shift;
-        Running run;
+        Part part;
         for (int first = lane * VEC - shift; first < end; first += STEPS * LANES * VEC) {
             Raw<T, VEC> raw[STEPS];
 #pragma unroll
             for (int u = 0; u < STEPS; ++u) raw[u] = load_vector(x, first + u * (LANES * VEC), classes);
-            const float before = run.peak;
+            float highest = part.peak;
 #pragma unroll
             for (int u = 0; u < STEPS; ++u) {
                 float v[VEC];
                 unpack(raw[u], v);
-                float highest = v[0];
 #pragma unroll
-                for (int e = 1; e < VEC; ++e) highest = fmaxf(highest, v[e]);
-                if (highest > run.peak) {
-                    run.peak = highest;
-                    run.where = first + u * (LANES * VEC);
+                for (int e = 1; e < VEC; ++e) v[0] = fmaxf(v[0], v[e]);
+                if (v[0] > highest) {
+                    highest = v[0];
+                    part.where = first + u * (LANES * VEC);
                 }
             }
-            run.sum *= exponential(before - run.peak);
+            part.raise(highest);
 #pragma unroll
             for (int u = 0; u < STEPS; ++u) {
                 float v[VEC];
                 unpack(raw[u], v);
 #pragma unroll
-                for (int e = 0; e < VEC; ++e) run.sum += exponential(v[e] - run.peak);
+                for (int e = 0; e < VEC; ++e) {
+                    part.sum += exponential(v[e] - part.peak);
+                    const int k = first + u * (LANES * VEC) + e;
+                    if (!SMOOTHED || !within_row(k, classes)) continue;
+                    const float weight = weight_of(weights, k);
+                    part.weights += weight;
+                    part.spread = fmaf(weight, part.peak - v[e], part.spread);
+                    part.ahead += v[e] > own || (v[e] == own && k < int(label));
+                }
             }
         }
-        merge_lanes(run);
+        const float own_peak = part.peak, peak = over_row<true>(own_peak);
+        part.raise(peak);
+        const float sum = over_row(part.sum);
+        float spread = 0.0f, all = 0.0f, ahead = 0.0f;
+        int where = 0;
+        if (SMOOTHED) {
+            spread = over_row(part.spread);
+            all = over_row(part.weights);
+            ahead = over_row(float(part.ahead));
+        } else {  // the smallest of those that have the peak
+            where = -int(over_row<true>(own_peak == peak ? -float(part.where) : -3.402823466e38f));
+        }
         if (!inside || lane > 0) continue;
-        const float log_sum = logf(run.sum);
-        lse[row] = run.peak + log_sum;
+        const float log_sum = logf(sum);
+        lse[row] = peak + log_sum;
         if (label == ignore_index) continue;
-        if (label < 0 || label >= classes) {
+        if (!valid) {
             ++mine.outside;
             continue;
         }
-        mine.loss += double(log_sum) + double(run.peak - value);
-        ++mine.valid;
-        mine.correct += is_first_largest(x, int(label), value, run);
+        const float weight = SMOOTHED ? weight_of(weights, int(label)) : 1.0f;
+        mine.add(true, log_sum, peak - own, weight, spread, all, smoothing, classes);
+        mine.correct += SMOOTHED ? ahead == 0.0f : is_first_largest(x, int(label), own, peak, where);
+        mine.among_top += ahead < float(top);
     }
     __syncthreads();
-    write_partial(mine, partial);
+    mine.write(partial);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, ALIGNED ? 4 : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK, (ALIGNED ? 4 : 3) - SMOOTHED)
 softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
-                               const float* __restrict__ lse, const double* __restrict__ totals,
-                               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int classes,
-                               i64 pitch, i64 ignore_index) {
+                               const float* __restrict__ weights, const float* __restrict__ lse,
+                               const double* __restrict__ totals, const float* __restrict__ scale,
+                               T* __restrict__ dlogits, i64 rows, int classes, i64 pitch, i64 ignore_index,
+                               float smoothing) {
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / LANES;
+    const float share = SMOOTHED ? smoothing / classes : 0.0f;
+    float all = classes;
+    if (SMOOTHED && weights) {
+        all = 0.0f;
+        for (int k = threadIdx.x % LANES; k < classes; k += LANES) all += weights[k];
+        all = over_row(all);
+    }
     if (row >= rows) return;
     const T* x = logits + row * pitch;
     T* dx = dlogits + row * classes;
     const i64 label = labels[row];
-    const float factor = counts(label, classes, ignore_index) ? gradient_factor(totals, scale) : 0.0f;
-    const float norm = lse[row];
+    const bool valid = counts(label, classes, ignore_index);
+    const float factor = valid ? gradient_factor(totals, scale) : 0.0f, norm = lse[row];
+    const float own = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_of(weights, int(label)) : 0.0f;
+    const float mass = SMOOTHED ? fmaf(share, all, own) : 1.0f;
     const int shift = misalignment(dx);
     for (int first = threadIdx.x % LANES * VEC - shift; first < classes; first += STEPS * LANES * VEC) {
         Raw<T, VEC> raw[STEPS];
@@ -308,21 +326,24 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
             unpack(raw[u], v);
 #pragma unroll
             for (int e = 0; e < VEC; ++e) {
+                const int k = begin + e;
                 const float p = exponential(v[e] - norm);
-                v[e] = factor == 0.0f ? 0.0f : (begin + e == label ? p - 1.0f : p) * factor;
+                float less = k == label ? own : 0.0f;
+                if (SMOOTHED && within_row(k, classes)) less = fmaf(share, weight_of(weights, k), less);
+                v[e] = factor == 0.0f ? 0.0f : fmaf(mass, p, -less) * factor;
             }
             if (begin >= 0 && begin + VEC <= classes) {
                 store(dx + begin, v);
             } else {
 #pragma unroll
                 for (int e = 0; e < VEC; ++e)
-                    if (begin + e >= 0 && begin + e < classes) dx[begin + e] = from_float<T>(v[e]);
+                    if (within_row(begin + e, classes)) dx[begin + e] = from_float<T>(v[e]);
             }
         }
     }
 }
 
-#elif defined(COUNT)
+#else
 // ------------------------------------------------------------------------------------------------------------- labels
 
 // Threads of all blocks take turns, so neighbours read neighbours.
@@ -331,31 +352,7 @@ count_labels(const LABEL* __restrict__ labels, double* __restrict__ partial, i64
     Totals mine;
     for (i64 i = i64(blockIdx.x) * BLOCK + threadIdx.x; i < count; i += i64(gridDim.x) * BLOCK)
         mine.valid += counts(i64(labels[i]), classes, ignore_index);
-    write_partial(mine, partial);
-}
-
-#else
-// ------------------------------------------------------------------------------------------------------------- totals
-
-#define THREADS 128
-
-// One block adds the blocks' totals: thread t column t % 4 of partials t / 4, t / 4 + 32, ..., then a tree.
-extern "C" __global__ void __launch_bounds__(THREADS)
-softmax_cross_entropy_totals(const double* __restrict__ partial, double* __restrict__ totals, int blocks) {
-    __shared__ double scratch[4][THREADS / 32];
-    const int lane = threadIdx.x % 32, column = lane % 4;
-    double mine = 0.0;
-#pragma unroll 16
-    for (int i = threadIdx.x / 4; i < blocks; i += THREADS / 4) mine += partial[4 * i + column];
-#pragma unroll
-    for (int offset = 16; offset >= 4; offset /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, offset);
-    if (lane < 4) scratch[column][threadIdx.x / 32] = mine;
-    __syncthreads();
-    if (threadIdx.x >= 4) return;
-    double total = 0.0;
-#pragma unroll
-    for (int warp = 0; warp < THREADS / 32; ++warp) total += scratch[threadIdx.x][warp];
-    totals[threadIdx.x] = total;
+    mine.write(partial);
 }
 
 #endif

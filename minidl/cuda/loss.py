@@ -1,4 +1,4 @@
-"""Softmax cross entropy and its gradient; the kernels are in loss.cu."""
+"""Softmax cross entropy, plain or with class weights and label smoothing; the kernels are in loss.cu."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows
+from minidl.cuda.totals import column_totals
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
@@ -18,6 +19,8 @@ __all__ = [
     "STAGED_BLOCK",
     "count_labels",
     "short_rows",
+    "smoothed_cross_entropy",
+    "smoothed_cross_entropy_backward",
     "softmax_cross_entropy",
     "softmax_cross_entropy_backward",
 ]
@@ -27,7 +30,7 @@ STAGED_BLOCK = 128  # where a thread takes whole rows
 STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
 STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
-MOST_PARTIALS = 512  # blocks whose totals one more block can add in a microsecond or two
+MOST_PARTIALS = 512  # blocks whose totals one more launch adds in a microsecond or two
 LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
 
@@ -57,16 +60,13 @@ def short_rows(logits: Any, staged: bool) -> ShortRows | None:
 
 
 class _Plan(NamedTuple):
-    """Which kernel takes rows of this form: its macros, threads and rows of a block, its shared memory in bytes."""
+    """Which kernel takes rows of this form: macros, threads and rows of a block, shared memory in bytes, arguments."""
 
     defines: dict[str, int | str]
     block: int
     block_rows: int
     shared: int
-
-    @property
-    def staged(self) -> bool:
-        return "CLASSES" in self.defines
+    layout: tuple[Any, ...]
 
 
 def _label(labels: Any) -> str:
@@ -76,7 +76,7 @@ def _label(labels: Any) -> str:
     return LABELS[labels.dtype]
 
 
-def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
+def _plan(logits: Any, labels: Any, weights: Any | None, smoothed: bool, out: Any | None) -> _Plan:
     """The kernel for ``logits``; ``out`` is the dense gradient, None in the forward pass."""
     count, classes, pitch = rows(logits)
     assert labels.shape == logits.shape[:-1] and classes > 0, (labels.shape, logits.shape)
@@ -84,11 +84,13 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
     defines: dict[str, int | str] = {
         "DTYPE": dtype_code(logits, "softmax_cross_entropy", "logits"),
         "LABEL": _label(labels),
+        "SMOOTHED": int(smoothed),
     }
     vec = ACCESS // size
     short = short_rows(logits, staged=out is None)
     if short is not None:
-        return _Plan(defines | short.defines, STAGED_BLOCK, short.block_rows, short.shared)
+        defines |= {"WEIGHTED": int(weights is not None), **short.defines}
+        return _Plan(defines, STAGED_BLOCK, short.block_rows, short.shared, ())
     if out is not None:
         # One vector boundary has to serve the row that is read and the one that is written.
         while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:
@@ -98,13 +100,7 @@ def _plan(logits: Any, labels: Any, out: Any | None) -> _Plan:
     lanes = BLOCK if classes >= BLOCK_CLASSES else min(32, 1 << (vectors - 1).bit_length())
     steps = 1 << (min(4, ceil_div(vectors, lanes)) - 1).bit_length()
     defines |= {"VEC": vec, "ALIGNED": int(aligned), "LANES": lanes, "STEPS": steps}
-    return _Plan(defines, BLOCK, BLOCK // lanes, 0)
-
-
-def _layout(plan: _Plan, logits: Any) -> tuple[Any, ...]:
-    """The arguments (classes, pitch) of kernels that do not have them as macros."""
-    _, classes, pitch = rows(logits)
-    return () if plan.staged else (np.int32(classes), np.int64(pitch))
+    return _Plan(defines, BLOCK, BLOCK // lanes, 0, (np.int32(classes), np.int64(pitch)))
 
 
 def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
@@ -115,22 +111,13 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
     """
     labels = contiguous(labels)
     count = labels.size
+    if count == 0:
+        return zeros((4,), np.float64)
     blocks = min(MOST_PARTIALS, ceil_div(count, BLOCK * LABELS_PER_THREAD))
     partial = empty((blocks, 4), np.float64)
-    launch(
-        "loss", "count_labels", blocks, BLOCK, labels, partial, np.int64(count), np.int32(num_classes),
-        np.int64(ignore_index), defines={"LABEL": _label(labels), "COUNT": 1},
-    )  # fmt: skip
-    return _total(partial)
-
-
-def _total(partial: Any) -> Any:
-    """(4,) float64: the sum over ``partial`` (blocks, 4)."""
-    if len(partial) == 1:  # a small batch is spared the launch
-        return partial[0]
-    totals = empty(4, np.float64)
-    launch("loss", "softmax_cross_entropy_totals", 1, 128, partial, totals, np.int32(len(partial)))
-    return totals
+    args = (labels, partial, np.int64(count), np.int32(num_classes), np.int64(ignore_index))
+    launch("loss", "count_labels", blocks, BLOCK, *args, defines={"LABEL": _label(labels), "COUNT": 1})
+    return column_totals(partial)
 
 
 def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tuple[Any, Any]:
@@ -145,19 +132,51 @@ def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tup
         totals (4,) float64: sum of ``-log p[label]``, valid labels, labels that are the first largest logit of their
         row, labels out of range; lse (...) float32: the logarithm of each row's sum of exponentials.
     """
+    return _forward(logits, labels, None, False, ignore_index)
+
+
+def smoothed_cross_entropy(
+    logits: Any, labels: Any, weights: Any | None = None, *, smoothing: float, ignore_index: int, top: int = 1
+) -> tuple[Any, Any]:
+    """Totals over this rank's rows, to be added over ranks before anything is divided.
+
+    Args:
+        logits: (..., K), any storage dtype; labels: (...) int32, int64 or uint8.
+        weights: (K,) float32, of the classes; None for ones.
+        smoothing: share of every label that is spread over all classes.
+        top: how many of the largest logits the last total looks at; equal ones in the order of their classes.
+
+    Returns:
+        totals (6,) float64: summed loss, sum of the labels' weights, labels that are the first largest logit, labels
+        out of range, valid labels, valid labels among the ``top`` largest; lse (...) float32.
+    """
+    return _forward(logits, labels, weights, True, ignore_index, smoothing, top)
+
+
+def _forward(
+    logits: Any,
+    labels: Any,
+    weights: Any | None,
+    smoothed: bool,
+    ignore_index: int,
+    smoothing: float = 0.0,
+    top: int = 1,
+) -> tuple[Any, Any]:
     logits, labels = as_rows(logits), contiguous(labels)
-    plan = _plan(logits, labels, None)
-    count = labels.size
+    lse, columns, count = empty(labels.shape, float32), 6 if smoothed else 4, labels.size
+    if count == 0:
+        return zeros((columns,), np.float64), lse
+    plan = _plan(logits, labels, weights, smoothed, None)
     # A block's run of rows depends on their number only, never on the device.
-    passes = max(1, ceil_div(count, plan.block_rows * MOST_PARTIALS))
+    passes = ceil_div(count, plan.block_rows * MOST_PARTIALS)
     blocks = ceil_div(count, plan.block_rows * passes)
-    lse = empty(labels.shape, float32)
-    partial = empty((blocks, 4), np.float64)
+    partial = empty((blocks, columns), np.float64)
     launch(
-        "loss", "softmax_cross_entropy", blocks, plan.block, logits, labels, lse, partial, np.int64(count),
-        *_layout(plan, logits), np.int32(passes), np.int64(ignore_index), defines=plan.defines, shared=plan.shared,
+        "loss", "softmax_cross_entropy", blocks, plan.block, logits, labels, weights, lse, partial, np.int64(count),
+        *plan.layout, np.int32(passes), np.int64(ignore_index), np.float32(smoothing), np.int32(top),
+        defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
-    return _total(partial), lse
+    return column_totals(partial), lse
 
 
 def softmax_cross_entropy_backward(
@@ -169,16 +188,52 @@ def softmax_cross_entropy_backward(
         lse, totals: of the forward pass, the totals summed over all ranks.
         scale: (1,) float32, the loss scale; None stands for 1.
     """
+    assert totals.shape == (4,), totals.shape
+    return _backward(logits, labels, lse, totals, None, scale, False, ignore_index)
+
+
+def smoothed_cross_entropy_backward(
+    logits: Any,
+    labels: Any,
+    lse: Any,
+    totals: Any,
+    weights: Any | None = None,
+    scale: Any | None = None,
+    *,
+    smoothing: float,
+    ignore_index: int,
+) -> Any:
+    """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
+
+    Args:
+        lse, totals: of the forward pass, the totals summed over all ranks.
+        scale: (1,) float32, the loss scale; None stands for 1.
+    """
+    assert totals.shape == (6,), totals.shape
+    return _backward(logits, labels, lse, totals, weights, scale, True, ignore_index, smoothing)
+
+
+def _backward(
+    logits: Any,
+    labels: Any,
+    lse: Any,
+    totals: Any,
+    weights: Any | None,
+    scale: Any | None,
+    smoothed: bool,
+    ignore_index: int,
+    smoothing: float = 0.0,
+) -> Any:
     logits, labels, lse = as_rows(logits), contiguous(labels), contiguous(lse)
     assert lse.dtype == float32 and lse.shape == labels.shape, (lse.dtype, lse.shape)
-    assert totals.dtype == np.float64 and totals.shape == (4,), (totals.dtype, totals.shape)
+    assert totals.dtype == np.float64, totals.dtype
     assert scale is None or scale.dtype == float32, scale
     dlogits = empty(logits.shape, logits.dtype)
-    plan = _plan(logits, labels, dlogits)
-    count = labels.size
-    launch(
-        "loss", "softmax_cross_entropy_backward", ceil_div(count, plan.block_rows), plan.block, logits, labels, lse,
-        totals, scale, dlogits, np.int64(count), *_layout(plan, logits), np.int64(ignore_index),
-        defines=plan.defines, shared=plan.shared,
-    )  # fmt: skip
+    if logits.size:
+        plan, count = _plan(logits, labels, weights, smoothed, dlogits), labels.size
+        launch(
+            "loss", "softmax_cross_entropy_backward", ceil_div(count, plan.block_rows), plan.block, logits, labels,
+            weights, lse, totals, scale, dlogits, np.int64(count), *plan.layout, np.int64(ignore_index),
+            np.float32(smoothing), defines=plan.defines, shared=plan.shared,
+        )  # fmt: skip
     return dlogits

@@ -12,7 +12,16 @@ from minidl.cuda.rows import DTYPE, address
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["CHUNK", "check_arena", "find_nonfinite", "sgd_begin", "sgd_update", "update_loss_scale"]
+__all__ = [
+    "CHUNK",
+    "check_arena",
+    "check_update",
+    "find_nonfinite",
+    "rounding",
+    "sgd_begin",
+    "sgd_update",
+    "update_loss_scale",
+]
 
 BLOCK = 256
 CHUNK = 64  # elements that share a segment
@@ -26,6 +35,29 @@ def check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -
         raise checks.bad_dtype(who, argument, dtype, x.dtype)
     if x.shape != (n,) or not x.flags.c_contiguous or address(x) % 16:
         raise checks.bad_shape(who, argument, f"({n},), dense and aligned to 16 bytes", x.shape)
+
+
+def check_update(who: str, n: int, segment_of: Any, segments: Any, control: Any, **arenas: Any | None) -> None:
+    """What every update of ``n`` weights asks of its tables and float32 ``arenas``, of which some may be None."""
+    if n % CHUNK:
+        raise checks.bad_shape(who, "master", f"(n,), n a multiple of {CHUNK}", (n,))
+    for argument, arena in arenas.items():
+        if arena is not None:
+            check_arena(who, argument, arena, n)
+    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
+    assert segments.dtype == float32 and segments.shape[1:] == (4,), (segments.dtype, segments.shape)
+    assert all(table.flags.c_contiguous for table in (segment_of, segments, control))
+    assert control.dtype == float32 and control.shape == (8,), control.shape
+
+
+def rounding(who: str, working: Any | None, n: int) -> dict[str, int | str]:
+    """Macros of kernels that write rounded weights to ``working`` (n,), where there is one."""
+    if working is not None:
+        if working.dtype not in DTYPE:
+            raise checks.bad_dtype(who, "working", "float32, bfloat16 or float16", working.dtype)
+        check_arena(who, "working", working, n, working.dtype)
+    code = DTYPE[float32 if working is None else working.dtype]
+    return {"DTYPE": code, "WORKING": int(working is not None)}
 
 
 def sgd_update(
@@ -53,38 +85,15 @@ def sgd_update(
         nesterov: look ahead along the buffer; needs ``momentum``.
     """
     n = master.size
-    if n % CHUNK:
-        raise checks.bad_shape("sgd_update", "master", f"(n,), n a multiple of {CHUNK}", master.shape)
-    check_arena("sgd_update", "master", master, n)
-    if grad is not None:
-        check_arena("sgd_update", "grad", grad, n)
-    elif momentum is None or nesterov:
+    if grad is None and (momentum is None or nesterov):
         raise checks.bad_value("sgd_update", "grad", "an array without momentum or with nesterov", None)
-    _check_tables(n, segment_of, segments, control)
-    if momentum is not None:
-        check_arena("sgd_update", "momentum", momentum, n)
-    elif nesterov:
+    if nesterov and momentum is None:
         raise checks.bad_value("sgd_update", "nesterov", "False without a momentum buffer", nesterov)
-    if working is not None:
-        if working.dtype not in DTYPE:
-            raise checks.bad_dtype("sgd_update", "working", "float32, bfloat16 or float16", working.dtype)
-        check_arena("sgd_update", "working", working, n, working.dtype)
-    defines = {
-        "DTYPE": DTYPE[float32 if working is None else working.dtype],
-        "GRADIENT": int(grad is not None),
-        "MOMENTUM": int(momentum is not None),
-        "NESTEROV": int(nesterov),
-        "WORKING": int(working is not None),
-    }
+    check_update("sgd_update", n, segment_of, segments, control, master=master, grad=grad, momentum=momentum)
+    present = {"GRADIENT": int(grad is not None), "MOMENTUM": int(momentum is not None), "NESTEROV": int(nesterov)}
+    defines = rounding("sgd_update", working, n) | present
     args = (master, grad, momentum, working, segment_of, segments, control, np.int64(n))
     launch("optim", "sgd_update", ceil_div(n, PER_BLOCK["sgd_update"]), BLOCK, *args, defines=defines)
-
-
-def _check_tables(n: int, segment_of: Any, segments: Any, control: Any) -> None:
-    assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
-    assert segment_of.flags.c_contiguous and control.flags.c_contiguous
-    assert segments.dtype == float32 and segments.shape[1:] == (4,) and segments.flags.c_contiguous, segments.shape
-    assert control.dtype == float32 and control.shape == (8,), control.shape
 
 
 def sgd_begin(master: Any, momentum: Any, segment_of: Any, segments: Any, control: Any) -> None:
@@ -98,11 +107,7 @@ def sgd_begin(master: Any, momentum: Any, segment_of: Any, segments: Any, contro
         segment_of, segments, control: as for `sgd_update`; nonfinite is not looked at.
     """
     n = master.size
-    if n % CHUNK:
-        raise checks.bad_shape("sgd_begin", "master", f"(n,), n a multiple of {CHUNK}", master.shape)
-    check_arena("sgd_begin", "master", master, n)
-    check_arena("sgd_begin", "momentum", momentum, n)
-    _check_tables(n, segment_of, segments, control)
+    check_update("sgd_begin", n, segment_of, segments, control, master=master, momentum=momentum)
     args = (master, momentum, segment_of, segments, control, np.int64(n))
     launch("optim", "sgd_begin", ceil_div(n, PER_BLOCK["sgd_begin"]), BLOCK, *args)
 

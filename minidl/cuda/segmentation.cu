@@ -2,111 +2,125 @@
 //
 //   p (rows, K) of T at a pitch: probabilities, or logits for the confusion matrix; labels (rows,) of LABEL; sums double[3K + 1]:
 //   for each class the probability on its pixels, the probability on all valid pixels, its pixels; then the labels out of
-//   range. partial (chunks, 3K + 1) double. counts u32[K*K + 1]: [label, prediction], then the labels out of range.
+//   range. partial (chunks, 3K + 1) double. found (blocks or 1, K*K + 1) u32: [label, prediction], then the labels out of range.
 //
-// dice_sums       Block: LANES classes by 256/LANES rows; grid (tiles of classes, chunks of rows, which follow from the sizes).
+// dice_sums       -DCLASSES=K: short_rows.cuh; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
+//                 chunks of rows, which follow from the sizes).
 // dice_backward   -DCLASSES=K: short_rows.cuh, else row.cuh. With D = sums[1] + sums[2] + smooth and p the softmax of the logits:
 //                 dL/dp_k = (-2 [k = label] + (2 sums[0] + smooth) / D) / (K D);  dlogits = p (dL/dp - sum of dL/dp p)
 // confusion       likewise; whole numbers are added atomically, whose order changes nothing, in shared memory where they fit.
 // Bytes: sums sizeof(T) per element, backward 2 sizeof(T), confusion sizeof(T).
 #include "common.cuh"
+#include "loss.cuh"
 
-DEVICE bool counts_as(i64 label, int classes, i64 ignore_index) {
-    return label != ignore_index && label >= 0 && label < classes;
-}
+#if defined(TOTALS)
 
-#if defined(SUMS)
-
-extern "C" __global__ void __launch_bounds__(256)
-dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, i64 chunk,
-          int classes, i64 pitch, i64 ignore_index) {
-    constexpr int DEEP = 256 / LANES;
-    __shared__ double scratch[4][256];
-    const int k = blockIdx.x * LANES + threadIdx.x % LANES;
-    const i64 first = blockIdx.y * chunk, last = min(first + chunk, rows);
-    float hit = 0.0f, mass = 0.0f, pixels = 0.0f, outside = 0.0f;
-    for (i64 row = first + threadIdx.x / LANES; row < last; row += DEEP) {
-        const i64 label = labels[row];
-        if (!counts_as(label, classes, ignore_index)) {
-            outside += label != ignore_index;
-            continue;
-        }
-        const float v = k < classes ? to_float(p[row * pitch + k]) : 0.0f;
-        mass += v;
-        hit += label == k ? v : 0.0f;
-        pixels += label == k;
-    }
-    const double mine[4] = {hit, mass, pixels, outside};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] = mine[j];
-    for (int half = 128; half >= LANES; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] += scratch[j][threadIdx.x + half];
-    }
+// out[c] = the sum over rows of partial (rows, size); a block for 32 columns, a warp for every 32nd row.
+extern "C" __global__ void __launch_bounds__(1024)
+count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows, int size) {
+    __shared__ u64 scratch[32][33];
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+    u64 total = 0;
+#pragma unroll 8
+    for (int row = warp; row < rows; row += 32)
+        if (column < size) total += partial[i64(row) * size + column];
+    scratch[threadIdx.x % 32][warp] = total;
     __syncthreads();
-    if (threadIdx.x >= LANES) return;
-    double* to = partial + i64(blockIdx.y) * (3 * classes + 1);
-    if (k < classes)
-#pragma unroll
-        for (int j = 0; j < 3; ++j) to[j * classes + k] = scratch[j][threadIdx.x];
-    if (k == 0) to[3 * classes] = scratch[3][0];
-}
-
-#elif defined(WIDEN)
-
-extern "C" __global__ void widen_counts(const u32* __restrict__ counts, double* __restrict__ out, int size) {
-    const int i = blockIdx.x * 256 + threadIdx.x;
-    if (i < size) out[i] = counts[i];
+    total = warp_sum(scratch[warp][threadIdx.x % 32]);
+    if (threadIdx.x % 32 == 0 && blockIdx.x * 32 + warp < size) out[blockIdx.x * 32 + warp] = double(total);
 }
 
 #elif defined(CLASSES)
 #include "short_rows.cuh"
 
-#if defined(CONFUSION)
+#if defined(SUMS)
 
-// Shared memory: the block's counts, up to a multiple of 16 bytes, then STAGES tiles for each warp.
+// A thread's sums by label lie in shared memory, where no other thread's are; in front of the tiles.
+extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 5 : 2)
+dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, int passes,
+          i64 ignore_index) {
+    extern __shared__ uint4 memory[];
+    float* hits = reinterpret_cast<float*>(memory) + threadIdx.x;  // of class k at k * BLOCK
+    float* pixels = hits + CLASSES * BLOCK;
+    float mass[CLASSES] = {};
+    int outside = 0;
+#pragma unroll
+    for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = pixels[k * BLOCK] = 0.0f;
+    for_labelled_rows(memory + 2 * CLASSES * BLOCK / 4, p, labels, rows, passes, ignore_index,
+                      [&](i64, const T* x, const i64(&label)[RUN]) {
+        const Run run(x);
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) {
+            const bool valid = counts(label[r], CLASSES, ignore_index);
+            outside += !valid && label[r] != ignore_index;
+            if (valid) {
+                hits[int(label[r]) * BLOCK] += to_float(x[r * CLASSES + int(label[r])]);
+                pixels[int(label[r]) * BLOCK] += 1.0f;
+            }
+#pragma unroll
+            for (int k = 0; k < CLASSES; ++k) mass[k] += valid ? run.at(r, k) : 0.0f;
+        }
+    });
+
+    // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto totals = [&](int of) {  // 3K + 1 of a warp, in the place of its tile
+        return reinterpret_cast<double*>(reinterpret_cast<T*>(memory + 2 * CLASSES * BLOCK / 4) + of * (STAGES * TILE * CLASSES));
+    };
+    const auto sum_columns = [&](int columns, auto place) {
+        __syncwarp();
+        for (int k = lane; k < columns; k += 32) {
+            double sum = 0.0;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float4 v = reinterpret_cast<const float4*>(memory)[(k * BLOCK + warp * 32) / 4 + (i + lane) % 8];
+                sum += double((v.x + v.y) + (v.z + v.w));
+            }
+            totals(warp)[place(k)] = sum;
+        }
+        __syncwarp();
+    };
+    sum_columns(2 * CLASSES, [](int k) { return k < CLASSES ? k : k + CLASSES; });
+#pragma unroll
+    for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = mass[k];
+    pixels[0] = outside;
+    sum_columns(CLASSES + 1, [](int k) { return k < CLASSES ? CLASSES + k : 3 * CLASSES; });
+    __syncthreads();
+    for (int k = threadIdx.x; k < 3 * CLASSES + 1; k += BLOCK) {
+        double sum = 0.0;
+#pragma unroll
+        for (int w = 0; w < BLOCK / 32; ++w) sum += totals(w)[k];
+        partial[i64(blockIdx.x) * (3 * CLASSES + 1) + k] = sum;
+    }
+}
+
+#elif defined(CONFUSION)
+
+// Shared memory: the block's counts, up to a multiple of 16 bytes, then the tiles.
 extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 6 : 3)
-confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ counts, i64 rows, int passes,
+confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ found, i64 rows, int passes,
           i64 ignore_index) {
     constexpr int SIZE = CLASSES * CLASSES + 1;
     extern __shared__ uint4 memory[];
     u32* local = reinterpret_cast<u32*>(memory);
-    T* tiles = reinterpret_cast<T*>(memory + ceil_div(SIZE, 4)) + threadIdx.x / 32 * (STAGES * TILE * CLASSES);
-    const i64 begin = (i64(blockIdx.x) * passes * BLOCK + threadIdx.x / 32 * 32) * RUN;  // of the warp's first tile
-    const auto start_tile = [&](int pass) {
-        const i64 first = begin + i64(pass) * ROWS;
-        if (pass < passes && first < rows)
-            start_copy(tiles + pass % STAGES * (TILE * CLASSES), p + first * CLASSES,
-                       int(min(i64(TILE), rows - first)) * CLASSES);
-        commit_copies();
-    };
-    if (STAGES > 1) start_tile(0);
     for (int i = threadIdx.x; i < SIZE; i += BLOCK) local[i] = 0;
     __syncthreads();
-    for (int pass = 0; pass < passes && begin + i64(pass) * ROWS < rows; ++pass) {
-        const i64 row = begin + i64(pass) * ROWS + threadIdx.x % 32 * RUN;
-        if (pass > 0) __syncwarp();
-        start_tile(pass + STAGES - 1);
-        await_copies<STAGES - 1>();
-        if (row >= rows) continue;
-        const Run run(tiles + (pass % STAGES * TILE + threadIdx.x % 32 * RUN) * CLASSES);
+    for_labelled_rows(memory + ceil_div(SIZE, 4), p, labels, rows, passes, ignore_index,
+                      [&](i64, const T* x, const i64(&label)[RUN]) {
+        const Run run(x);
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
-            const i64 label = row + r < rows ? i64(labels[row + r]) : ignore_index;
-            if (label == ignore_index) continue;
+            if (label[r] == ignore_index) continue;
             const float peak = run.peak(r);
-            int where = 0;
-#pragma unroll
-            for (int k = CLASSES - 1; k >= 0; --k)
-                if (run.at(r, k) == peak || run.at(r, k) != run.at(r, k)) where = k;
-            atomicAdd(local + (u64(label) < CLASSES ? int(label) * CLASSES + where : SIZE - 1), 1u);
+            const u32 wanted = in_every_lane(from_float<T>(peak));
+            int where = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).first();
+            if (peak != peak)  // the first NaN
+                for (where = 0; to_float(x[r * CLASSES + where]) == to_float(x[r * CLASSES + where]);) ++where;
+            atomicAdd(local + (u64(label[r]) < CLASSES ? int(label[r]) * CLASSES + where : SIZE - 1), 1u);
         }
-    }
+    });
     __syncthreads();
-    for (int i = threadIdx.x; i < SIZE; i += BLOCK)
-        if (local[i]) atomicAdd(counts + i, local[i]);
+    for (int i = threadIdx.x; i < SIZE; i += BLOCK) found[i64(blockIdx.x) * SIZE + i] = local[i];
 }
 
 #else
@@ -116,57 +130,98 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, i64 ignore_index, float smooth) {
     extern __shared__ uint4 memory[];
     __shared__ float slopes[CLASSES], less[CLASSES];  // dL/dp of a class, and by how much less it is on its own pixels
-    T* tile = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (TILE * CLASSES);
-    const i64 begin = (i64(blockIdx.x) * BLOCK + threadIdx.x / 32 * 32) * RUN;
-    const int count = int(min(i64(TILE), max(rows - begin, i64(0)))), row = threadIdx.x % 32 * RUN;
-    start_copy(tile, p + begin * CLASSES, count * CLASSES);
-    commit_copies();
+    const Rewrite at(memory, p, rows);
     const float factor = (scale ? scale[0] : 1.0f) / CLASSES;
     for (int k = threadIdx.x; k < CLASSES; k += BLOCK) {
         const float inverse = 1.0f / (float(sums[CLASSES + k] + sums[2 * CLASSES + k]) + smooth);
         slopes[k] = (2.0f * float(sums[k]) + smooth) * inverse * inverse * factor;
         less[k] = 2.0f * inverse * factor;
     }
+    i64 given[RUN];
+    at.fetch(labels, ignore_index, given);
     __syncthreads();
     await_copies<0>();
-    if (row < count) {
-        T* x = tile + row * CLASSES;
-        const Run run(x);
-        int label[RUN];  // -1 where nothing counts
-        float own[RUN], total[RUN];
+    const Run run(at.tile + at.row * CLASSES);
+    int label[RUN];  // -1 where nothing counts
+    float own[RUN], total[RUN];
 #pragma unroll
-        for (int r = 0; r < RUN; ++r) {
-            const i64 given = row + r < count ? i64(labels[begin + row + r]) : ignore_index;
-            label[r] = counts_as(given, CLASSES, ignore_index) ? int(given) : -1;
-            own[r] = label[r] >= 0 ? less[label[r]] : 0.0f;
-            total[r] = 0.0f;
+    for (int r = 0; r < RUN; ++r) {
+        label[r] = counts(given[r], CLASSES, ignore_index) ? int(given[r]) : -1;
+        own[r] = label[r] >= 0 ? less[label[r]] : 0.0f;
+        total[r] = 0.0f;
 #pragma unroll
-            for (int k = 0; k < CLASSES; ++k)
-                total[r] = fmaf(slopes[k] - (k == label[r] ? own[r] : 0.0f), run.at(r, k), total[r]);
-        }
-#pragma unroll
-        for (int i = 0; i < RUN * CLASSES; i += READ) {
-            float part[READ];
-#pragma unroll
-            for (int e = 0; e < READ; ++e) {
-                const int r = (i + e) / CLASSES, k = (i + e) % CLASSES;
-                const float slope = slopes[k] - (k == label[r] ? own[r] : 0.0f);
-                part[e] = label[r] < 0 ? 0.0f : run.at(r, k) * (slope - total[r]);
-            }
-            store(x + i, part);
-        }
+        for (int k = 0; k < CLASSES; ++k)
+            total[r] = fmaf(slopes[k] - (k == label[r] ? own[r] : 0.0f), run.at(r, k), total[r]);
     }
-    write_back(dlogits + begin * CLASSES, tile, count * CLASSES);
+    at.finish(dlogits, [&](int r, int k) {
+        const float slope = slopes[k] - (k == label[r] ? own[r] : 0.0f);
+        return label[r] < 0 ? 0.0f : run.at(r, k) * (slope - total[r]);
+    });
 }
 
 #endif
+#elif defined(SUMS)
+
+// LANES threads of VEC classes share a row, 256/LANES rows a step.
+extern "C" __global__ void __launch_bounds__(256)
+dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, i64 chunk,
+          int classes, i64 pitch, i64 ignore_index) {
+    constexpr int DEEP = 256 / LANES, STEPS = 4;
+    __shared__ double scratch[4][256];
+    const int k = (blockIdx.x * LANES + threadIdx.x % LANES) * VEC;
+    const i64 first = blockIdx.y * chunk, last = min(first + chunk, rows);
+    float hit[VEC] = {}, mass[VEC] = {}, pixels[VEC] = {}, outside = 0.0f;
+    for (i64 group = first + threadIdx.x / LANES; group < last; group += STEPS * DEEP) {
+        i64 label[STEPS];
+        Raw<T, VEC> raw[STEPS];
+#pragma unroll
+        for (int u = 0; u < STEPS; ++u) {
+            const i64 row = group + u * DEEP;
+            label[u] = row < last ? i64(labels[row]) : ignore_index;
+            if (row < last && k < classes) raw[u] = load_raw<VEC>(p + row * pitch + k);
+        }
+#pragma unroll
+        for (int u = 0; u < STEPS; ++u) {
+            const bool valid = counts(label[u], classes, ignore_index);
+            outside += !valid && label[u] != ignore_index ? 1.0f : 0.0f;
+            if (!valid || k >= classes) continue;
+            float v[VEC];
+            unpack(raw[u], v);
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                mass[e] += v[e];
+                hit[e] += int(label[u]) == k + e ? v[e] : 0.0f;
+                pixels[e] += int(label[u]) == k + e ? 1.0f : 0.0f;
+            }
+        }
+    }
+    double* to = partial + i64(blockIdx.y) * (3 * classes + 1);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) {
+        const double mine[4] = {hit[e], mass[e], pixels[e], outside};
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] = mine[j];
+        for (int half = 128; half >= LANES; half /= 2) {
+            __syncthreads();
+            if (threadIdx.x < half)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) scratch[j][threadIdx.x] += scratch[j][threadIdx.x + half];
+        }
+        if (threadIdx.x >= LANES || k >= classes) continue;
+#pragma unroll
+        for (int j = 0; j < 3; ++j) to[j * classes + k + e] = scratch[j][threadIdx.x];
+        if (k + e == 0) to[3 * classes] = scratch[3][0];
+    }
+}
+
 #else
 #include "row.cuh"
 
 #if defined(CONFUSION)
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
-confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ counts, i64 rows, int channels,
+confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ found, i64 rows, int channels,
           i64 pitch, int passes, i64 ignore_index) {
     extern __shared__ u32 local[];
     const int size = channels * channels + 1;
@@ -174,69 +229,96 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
         for (int i = threadIdx.x; i < size; i += BLOCK) local[i] = 0;
         __syncthreads();
     }
-    u32* own = SHARED ? local : counts;
+    u32* own = SHARED ? local : found;
     const float least = __uint_as_float(0xff800000u);
+    const HeldRows at;
     for (int pass = 0; pass < passes; ++pass) {
-        const i64 row = (i64(blockIdx.x) * passes + pass) * ROWS + threadIdx.x / LANES;
-        const int first = threadIdx.x % LANES * RUN;
-        const bool inside = row < rows;
-        const T* x = p + (inside ? row : 0) * pitch;
-        float v[RUN], peak = least, where = 1e9f;
-        for (int i = first; i < channels; i += LANES * RUN) {
-            load_run(x, i, channels, least, v);
+        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
+        RowPart<> part[PER];
+        i64 label[PER];
 #pragma unroll
-            for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
+        for (int j = 0; j < PER; ++j) {
+            const i64 row = begin + at.row(j);
+            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
+            label[j] = row < rows && at.first == 0 ? i64(labels[row]) : ignore_index;
         }
-        peak = over_row<true>(peak);
-        for (int i = first; i < channels; i += LANES * RUN) {
-            load_run(x, i, channels, least, v);
 #pragma unroll
-            for (int e = RUN - 1; e >= 0; --e)
-                if (i + e < channels && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
+        for (int j = 0; j < PER; ++j) {
+            float v[RUN], peak = least, where = 1e9f;
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, least, v);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
+            });
+            peak = over_row<true>(peak);
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, least, v);
+#pragma unroll
+                for (int e = RUN - 1; e >= 0; --e)
+                    if (within(i + e, channels) && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
+            });
+            where = -over_row<true>(-where);
+            if (label[j] == ignore_index) continue;
+            const bool valid = counts(label[j], channels, ignore_index) && where < float(channels);
+            atomicAdd(own + (valid ? int(label[j]) * channels + int(where) : size - 1), 1u);
         }
-        where = -over_row<true>(-where);
-        if (!inside || first > 0) continue;
-        const i64 label = labels[row];
-        if (label == ignore_index) continue;
-        const bool valid = counts_as(label, channels, ignore_index) && where < float(channels);
-        atomicAdd(own + (valid ? int(label) * channels + int(where) : size - 1), 1u);
     }
     if (!SHARED) return;
     __syncthreads();
-    for (int i = threadIdx.x; i < size; i += BLOCK)
-        if (local[i]) atomicAdd(counts + i, local[i]);
+    for (int i = threadIdx.x; i < size; i += BLOCK) found[i64(blockIdx.x) * size + i] = local[i];
 }
 
 #else
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const double* __restrict__ sums,
-              const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int channels, i64 pitch,
+              const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int channels, i64 pitch, int passes,
               i64 ignore_index, float smooth) {
-    const RowShare at(rows);
-    const T* x = p + at.row * pitch;
-    const i64 label = labels[at.row];
-    const bool valid = counts_as(label, channels, ignore_index);
-    const float factor = valid ? (scale ? scale[0] : 1.0f) / channels : 0.0f;
+    extern __shared__ float2 slopes[];  // dL/dp of a class, and by how much less it is on its own pixels
+    const float factor = (scale ? scale[0] : 1.0f) / channels;
     const auto slope = [&](int k) {
         const float inverse = 1.0f / (float(sums[channels + k] + sums[2 * channels + k]) + smooth);
-        return ((2.0f * float(sums[k]) + smooth) * inverse - (k == label ? 2.0f : 0.0f)) * inverse * factor;
+        return make_float2((2.0f * float(sums[k]) + smooth) * inverse * inverse * factor, 2.0f * inverse * factor);
     };
-    float v[RUN], total = 0.0f;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(x, i, channels, 0.0f, v);
-#pragma unroll
-        for (int e = 0; e < RUN; ++e)
-            if (i + e < channels) total = fmaf(slope(i + e), v[e], total);
+    if (SHARED) {
+        for (int k = threadIdx.x; k < channels; k += BLOCK) slopes[k] = slope(k);
+        __syncthreads();
     }
-    total = over_row(total);
-    if (!at.inside) return;
-    for (int i = at.first; i < channels; i += RowShare::STEP) {
-        load_run(x, i, channels, 0.0f, v);
+    const HeldRows at;
+    for (int pass = 0; pass < passes; ++pass) {
+        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
+        RowPart<> part[PER];
+        i64 label[PER];
 #pragma unroll
-        for (int e = 0; e < RUN; ++e)
-            if (i + e < channels) v[e] *= slope(i + e) - total;
-        store_run(dlogits + at.row * channels, i, channels, v);
+        for (int j = 0; j < PER; ++j) {
+            const i64 row = begin + at.row(j);
+            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
+            label[j] = row < rows ? i64(labels[row]) : ignore_index;
+        }
+#pragma unroll
+        for (int j = 0; j < PER; ++j) {
+            const bool valid = counts(label[j], channels, ignore_index);
+            const auto of = [&](int k) {
+                const float2 both = SHARED ? slopes[k] : slope(k);
+                return both.x - (k == int(label[j]) ? both.y : 0.0f);
+            };
+            float v[RUN], total = 0.0f;
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, 0.0f, v);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e)
+                    if (within(i + e, channels)) total = fmaf(of(i + e), v[e], total);
+            });
+            total = over_row(total);
+            if (begin + at.row(j) >= rows) continue;
+            for_runs(at.first, channels, [&](int r, int i) {
+                part[j].run(r, i, channels, 0.0f, v);
+#pragma unroll
+                for (int e = 0; e < RUN; ++e)
+                    if (within(i + e, channels)) v[e] = valid ? v[e] * (of(i + e) - total) : 0.0f;
+                store_run(dlogits + (begin + at.row(j)) * channels, i, channels, v);
+            });
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 // Short dense rows of CLASSES elements that are not 16-byte aligned (segmentation with 21 classes), one or two for a
 // thread.
 //
-// The rows of a warp are one run of memory: it is copied through shared memory in 16-byte vectors, then each thread takes
-// its rows. With STAGES = 2 the next rows are copied during the work on these. Warps do not wait for each other.
+// The rows of a warp are one run of memory, a tile: it is copied through shared memory in 16-byte vectors, then each thread
+// takes its rows. With STAGES = 2 the next rows are copied during the work on these. Warps do not wait for each other.
 #pragma once
 #include "lanes.cuh"
 
@@ -57,6 +57,70 @@ DEVICE void write_back(T* __restrict__ to, const T* from, int count) {
     if (i < count) to[i] = from[i];
 }
 
+// work(row, x, label) for this thread's part of each of the block's `passes` groups of rows: the first of its RUN rows,
+// where that lies in shared memory, and the labels, `ignore_index` behind the last row. `memory`: STAGES tiles a warp.
+template <class F>
+DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const LABEL* __restrict__ labels, i64 rows,
+                              int passes, i64 ignore_index, F work) {
+    T* tiles = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (STAGES * TILE * CLASSES);
+    const i64 begin = (i64(blockIdx.x) * passes * BLOCK + threadIdx.x / 32 * 32) * RUN;  // of the warp's first tile
+    const auto start_tile = [&](int pass) {
+        const i64 first = begin + i64(pass) * ROWS;
+        if (pass < passes && first < rows)
+            start_copy(tiles + pass % STAGES * (TILE * CLASSES), from + first * CLASSES,
+                       int(min(i64(TILE), rows - first)) * CLASSES);
+        commit_copies();
+    };
+    if (STAGES > 1) start_tile(0);
+    for (int pass = 0; pass < passes && begin + i64(pass) * ROWS < rows; ++pass) {
+        const i64 row = begin + i64(pass) * ROWS + threadIdx.x % 32 * RUN;
+        i64 label[RUN];
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) label[r] = row + r < rows ? i64(labels[row + r]) : ignore_index;
+        if (pass > 0) __syncwarp();
+        start_tile(pass + STAGES - 1);
+        await_copies<STAGES - 1>();
+        if (row < rows) work(row, tiles + (pass % STAGES * TILE + threadIdx.x % 32 * RUN) * CLASSES, label);
+    }
+}
+
+// A tile of rows that is read, changed in place and written elsewhere.
+struct Rewrite {
+    T* tile;
+    i64 begin;  // the warp's first row
+    int count, row;  // rows of the warp, and the first of this thread among them
+
+    __device__ __forceinline__ Rewrite(uint4* memory, const T* __restrict__ from, i64 rows) {
+        tile = reinterpret_cast<T*>(memory) + threadIdx.x / 32 * (TILE * CLASSES);
+        begin = (i64(blockIdx.x) * BLOCK + threadIdx.x / 32 * 32) * RUN;
+        count = int(min(i64(TILE), max(rows - begin, i64(0))));
+        row = threadIdx.x % 32 * RUN;
+        start_copy(tile, from + begin * CLASSES, count * CLASSES);
+        commit_copies();
+    }
+    // What `from` (rows,) holds for this thread's rows, `otherwise` behind the last.
+    template <class S, class X>
+    __device__ __forceinline__ void fetch(const S* __restrict__ from, X otherwise, X (&values)[RUN]) const {
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) values[r] = row + r < count ? X(from[begin + row + r]) : otherwise;
+    }
+    // Puts value(r, k) of this thread's rows r in the place of their elements k, and the tile to its place in `to`.
+    template <class F>
+    __device__ __forceinline__ void finish(T* __restrict__ to, F value) const {
+        if (row < count) {
+            T* x = tile + row * CLASSES;
+#pragma unroll
+            for (int i = 0; i < RUN * CLASSES; i += READ) {
+                float part[READ];
+#pragma unroll
+                for (int e = 0; e < READ; ++e) part[e] = value((i + e) / CLASSES, (i + e) % CLASSES);
+                store(x + i, part);
+            }
+        }
+        write_back(to + begin * CLASSES, tile, count * CLASSES);
+    }
+};
+
 // Which elements of a row a comparison holds for, a bit each: that of element k is bit `place / PER_WORD` of lane
 // `place % PER_WORD`, where place = k + how many elements of the row before share the first word.
 struct Marks {
@@ -69,6 +133,18 @@ struct Marks {
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) count += __popc(bits[j]);
         return count;
+    }
+    // The first of them; some large number where there is none.
+    __device__ __forceinline__ int first() const {
+        u32 place = 0x7fffffffu;
+#pragma unroll
+        for (int j = COUNT - 1; j >= 0; --j)
+#pragma unroll
+            for (int lane = 0; lane < PER_WORD; ++lane) {
+                const u32 of_lane = PER_WORD == 1 ? bits[j] : bits[j] >> lane * EACH & ((1u << EACH) - 1);
+                if (of_lane) place = min(place, u32((__ffs(of_lane) - 1 + j * EACH) * PER_WORD + lane));
+            }
+        return int(place) - shift;
     }
     // Of the elements before `end`.
     __device__ __forceinline__ int before(int end) const {

@@ -7,14 +7,107 @@
 //   With u_k = w_k ((1 - e) t_k + e/K), e = smoothing: loss of a row sum_k u_k (lse - x_k), its gradient
 //   sum(u) exp(x_k - lse) - u_k, divided by the rows, as in torch.nn.CrossEntropyLoss.
 //
-// Mapping: row.cuh, one row at a time for a thread; forward `passes` groups of rows for a block. Per logit, with
+// Mapping: row.cuh, one row at a time for a thread; forward `passes` groups of rows for a block, STEPS runs of a row loaded
+// before the first is used. Per logit, with
 // s = sizeof(T): forward s + 4 bytes, 9 FLOP, backward
 // 2 s + 4 bytes, 8 FLOP; floor on an H200 at 4.2 TB/s in bf16 per million logits: 1.4 and 1.9 us.
 #include "common.cuh"
 #include "exponential.cuh"
+#include "loss.cuh"
 #include "row.cuh"
 
 constexpr int COLUMNS = 4;
+
+#if defined(FORWARD)
+// A thread's part of a row, read once: sums around its largest logit so far (Milakov & Gimelshein, 2018).
+struct Part {
+    float peak = -3.402823466e38f, top = peak;  // finite, so that peak - peak is 0 in a part without elements
+    float total = 0.0f, mass = 0.0f, below = 0.0f;  // of exp(x - peak), of u, of u (peak - x)
+    int where = -1, top_where = -1;  // the first runs that have the largest logit and the largest target
+
+    __device__ __forceinline__ void raise(float highest) {
+        total *= exponential(peak - highest);
+        if (mass != 0.0f) below = fmaf(mass, highest - peak, below);
+        peak = highest;
+    }
+};
+
+// The first of RUN elements from `first` on that is equal to `value`; -1 where none is.
+template <class S>
+DEVICE int place_of(const S* __restrict__ row, int first, int channels, float value) {
+    for (int k = max(first, 0); k < min(first + RUN, channels); ++k)
+        if (to_float(row[k]) == value) return k;
+    return -1;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
+soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targets, const float* __restrict__ weights,
+                   float* __restrict__ lse, double* __restrict__ partial, i64 rows, int channels, i64 pitch, int passes,
+                   float keep, float spread) {
+    double loss = 0.0;
+    int counted = 0, right = 0;
+    const float least = __uint_as_float(0xff800000u);
+    for (int pass = 0; pass < passes; ++pass) {
+        const i64 row = (i64(blockIdx.x) * passes + pass) * ROWS + threadIdx.x / LANES;
+        const int first = threadIdx.x % LANES * RUN;
+        const bool inside = row < rows;
+        const T* x = logits + (inside ? row : 0) * pitch;
+        const float* t = targets + (inside ? row : 0) * channels;
+        Part mine;
+        for (int begin = first; begin < channels; begin += STEPS * RowShare::STEP) {
+            float v[STEPS][RUN], u[STEPS][RUN], highest = mine.peak;
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                load_run(x, begin + s * RowShare::STEP, channels, least, v[s]);
+                load_run(t, begin + s * RowShare::STEP, channels, least, u[s]);
+            }
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s) {
+                float largest = v[s][0], most = u[s][0];
+#pragma unroll
+                for (int e = 1; e < RUN; ++e) {
+                    largest = larger(largest, v[s][e]);
+                    most = larger(most, u[s][e]);
+                }
+                if (largest > highest) mine.where = begin + s * RowShare::STEP;
+                if (most > mine.top) mine.top_where = begin + s * RowShare::STEP;
+                highest = larger(highest, largest);
+                mine.top = larger(mine.top, most);
+            }
+            mine.raise(highest);
+#pragma unroll
+            for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+                for (int j = 0; j < RUN; j += VEC) {
+                    const int k = begin + s * RowShare::STEP + j;
+                    if (k >= channels) continue;
+#pragma unroll
+                    for (int e = 0; e < VEC; ++e) {
+                        const float share = fmaf(keep, u[s][j + e], spread) * (weights ? weights[k + e] : 1.0f);
+                        mine.total += exponential(v[s][j + e] - mine.peak);
+                        mine.mass += share;
+                        mine.below = fmaf(share, mine.peak - v[s][j + e], mine.below);
+                    }
+                }
+        }
+        const float own = mine.peak, highest = over_row<true>(own), most = over_row<true>(mine.top);
+        mine.raise(highest);
+        const float total = over_row(mine.total), mass = over_row(mine.mass), below = over_row(mine.below);
+        // Places as floats, negated: the largest is the first.
+        const float where = over_row<true>(own == highest && mine.where >= 0 ? -float(mine.where) : least);
+        const float top_where = over_row<true>(mine.top == most && mine.top_where >= 0 ? -float(mine.top_where) : least);
+        if (!inside || first > 0) continue;
+        const float log_sum = logf(total);
+        lse[row] = highest + log_sum;
+        loss += double(mass) * log_sum + below;
+        ++counted;
+        right += where > least && place_of(x, int(-where), channels, highest) == place_of(t, int(-top_where), channels, most);
+    }
+    const double totals[COLUMNS] = {loss, double(counted), double(right), 0.0};
+    write_totals<BLOCK>(totals, partial);
+}
+
+#else
 
 // Targets as the loss sees them: smoothed, weighted; 0 behind the row.
 DEVICE void load_share(const RowPart<float>& targets, const float* __restrict__ weights, int r, int i, int channels,
@@ -29,83 +122,6 @@ DEVICE void load_share(const RowPart<float>& targets, const float* __restrict__ 
 
 // Blocks that a multiprocessor holds, with the rows in registers.
 constexpr int RESIDENT = HELD > 2 ? 2 : HELD == 2 ? 3 : 4;
-
-#if defined(FORWARD)
-
-extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
-soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targets, const float* __restrict__ weights,
-                   float* __restrict__ lse, double* __restrict__ partial, i64 rows, int channels, i64 pitch, int passes,
-                   float keep, float spread) {
-    __shared__ double scratch[32];
-    double loss = 0.0;
-    int counted = 0, right = 0;
-    const float least = __uint_as_float(0xff800000u);
-    for (int pass = 0; pass < passes; ++pass) {
-        const i64 row = (i64(blockIdx.x) * passes + pass) * ROWS + threadIdx.x / LANES;
-        const int first = threadIdx.x % LANES * RUN;
-        const bool inside = row < rows;
-        const T* x = logits + (inside ? row : 0) * pitch;
-        const float* t = targets + (inside ? row : 0) * channels;
-        RowPart<> logit;
-        RowPart<float> target;
-        logit.fetch(x, first, channels);
-        target.fetch(t, first, channels);
-        float v[RUN], u[RUN], peak = least, top = least, total = 0.0f, mass = 0.0f, below = 0.0f;
-        for_runs(first, channels, [&](int r, int i) {
-            logit.run(r, i, channels, least, v);
-            target.run(r, i, channels, least, u);
-#pragma unroll
-            for (int e = 0; e < RUN; ++e) {
-                peak = larger(peak, v[e]);
-                top = larger(top, u[e]);
-            }
-        });
-        peak = over_row<true>(peak);
-        top = over_row<true>(top);
-        float first_peak = least, first_top = least;  // places, negated: the largest is the first
-        for_runs(first, channels, [&](int r, int i) {
-            logit.run(r, i, channels, least, v);
-            target.run(r, i, channels, least, u);
-#pragma unroll
-            for (int e = 0; e < RUN; ++e) {
-                const float place = within(i + e, channels) ? -float(i + e) : least;
-                if (v[e] == peak) first_peak = larger(first_peak, place);
-                if (u[e] == top) first_top = larger(first_top, place);
-            }
-            load_share(target, weights, r, i, channels, keep, spread, u);
-            float part = 0.0f, weight = 0.0f, less = 0.0f;
-#pragma unroll
-            for (int e = 0; e < RUN; ++e) {
-                part += exponential(v[e] - peak);
-                weight += u[e];
-                less += within(i + e, channels) ? u[e] * (peak - v[e]) : 0.0f;
-            }
-            total += part;
-            mass += weight;
-            below += less;
-        });
-        total = over_row(total);
-        mass = over_row(mass);
-        below = over_row(below);
-        first_peak = over_row<true>(first_peak);
-        first_top = over_row<true>(first_top);
-        if (!inside || first > 0) continue;
-        const float log_sum = logf(total);
-        lse[row] = peak + log_sum;
-        loss += double(mass) * log_sum + below;
-        ++counted;
-        right += first_peak == first_top;
-    }
-    const double mine[COLUMNS] = {loss, double(counted), double(right), 0.0};
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-        __syncthreads();
-        const double sum = block_sum<BLOCK>(mine[j], scratch);
-        if (threadIdx.x == 0) partial[COLUMNS * i64(blockIdx.x) + j] = sum;
-    }
-}
-
-#else
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 soft_cross_entropy_backward(const T* __restrict__ logits, const float* __restrict__ targets,
@@ -127,7 +143,7 @@ soft_cross_entropy_backward(const T* __restrict__ logits, const float* __restric
     });
     mass = over_row(mass);
     if (!at.inside) return;
-    const float factor = totals[1] > 0.0 ? (scale ? scale[0] : 1.0f) / float(totals[1]) : 0.0f, norm = lse[at.row];
+    const float factor = gradient_factor(totals, scale), norm = lse[at.row];
     for_runs(at.first, channels, [&](int r, int i) {
         logit.run(r, i, channels, 0.0f, v);
         load_share(target, weights, r, i, channels, keep, spread, u);

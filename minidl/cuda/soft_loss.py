@@ -19,6 +19,8 @@ __all__ = ["soft_cross_entropy", "soft_cross_entropy_backward"]
 
 COLUMNS = 4
 MOST_HELD = 2  # runs of a row and its targets that a thread holds in registers
+FORWARD = {"STEPS": 2, "RESIDENT": 4}  # runs of a row on their way to a thread, and blocks of a multiprocessor
+MOST_RUNS = 32  # of a thread before more than a warp shares a row: so many sums cost more across warps
 MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
 
 
@@ -33,16 +35,12 @@ def _shares(smoothing: float, channels: int) -> tuple[np.float32, np.float32]:
     return np.float32(1 - smoothing), np.float32(smoothing / channels)
 
 
-def _variant(most: int, logits: Any, *more: Any, shared: int | None = None) -> tuple[dict[str, int | str], int]:
-    """Macros and grid: up to ``most`` runs of a row stay in a thread's registers, unless they are read narrowly.
-
-    Args:
-        shared: runs that a thread takes before a row is shared by more than a warp; default ``most``.
-    """
-    defines, grid = row_variant("soft_cross_entropy", logits, *more, most=shared or most)
+def _held(logits: Any, *more: Any) -> tuple[dict[str, int | str], int]:
+    """Macros and grid: short rows stay in a thread's registers, unless they are read narrowly."""
+    defines, grid = row_variant("soft_cross_entropy", logits, *more, most=MOST_HELD)
     width, lanes, channels = ACCESS // logits.itemsize, int(defines["LANES"]), logits.shape[-1]
     runs = ceil_div(channels, lanes * width)
-    held = runs if runs <= most and defines["VEC"] == width else 0
+    held = runs if runs <= MOST_HELD and defines["VEC"] == width else 0
     return defines | {"PER": 1, "HELD": held, "WHOLE": int(channels == held * lanes * width)}, grid
 
 
@@ -65,13 +63,13 @@ def soft_cross_entropy(
     lse = empty(logits.shape[:-1], float32)
     if count == 0:
         return zeros((COLUMNS,), np.float64), lse
-    # Two runs and all sums would fill the registers, and so many sums cost more across warps than reading rows again.
-    defines, grid = _variant(1, logits, targets, shared=32)
+    defines, grid = row_variant("soft_cross_entropy", logits, targets, most=MOST_RUNS)
+    defines |= {"FORWARD": 1, **FORWARD}
     passes = ceil_div(grid, MOST_PARTIALS)
     partial = empty((ceil_div(grid, passes), COLUMNS), np.float64)
     sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int32(passes), *_shares(smoothing, channels)
     args = (logits, targets, weights, lse, partial, *sizes)
-    launch("soft_loss", "soft_cross_entropy", len(partial), BLOCK, *args, defines=defines | {"FORWARD": 1})
+    launch("soft_loss", "soft_cross_entropy", len(partial), BLOCK, *args, defines=defines)
     return column_totals(partial), lse
 
 
@@ -95,7 +93,7 @@ def soft_cross_entropy_backward(
     assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)
     dlogits = empty(logits.shape, logits.dtype)
     if logits.size:
-        defines, grid = _variant(MOST_HELD, logits, targets, dlogits)
+        defines, grid = _held(logits, targets, dlogits)
         count, channels, pitch = rows(logits)
         sizes = np.int64(count), np.int32(channels), np.int64(pitch), *_shares(smoothing, channels)
         args = (logits, targets, weights, contiguous(lse), totals, scale, dlogits, *sizes)

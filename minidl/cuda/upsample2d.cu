@@ -156,7 +156,7 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 // READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used.
 constexpr int HELD = READERS <= 8 ? READERS : 1;
 
-extern "C" __global__ void __launch_bounds__(256, READERS <= 2 ? 4 : READERS > 4 ? 2 : VEC < 8 ? 4 : 3)
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
                     i64 pitch, Axis down, Axis across) {
     settle(down, across);
@@ -166,18 +166,20 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
     const i64 line = across.out * pitch;
     const T* image = dy + at.n * down.out * line + first * pitch + at.c;
     T* out = dx + ((i64(at.n) * down.size + at.begin) * across.size + at.column) * channels + at.c;
+    // Behind the last reader: the same once more, with no weight. That every load is made keeps them from being copied.
     float weight[HELD];
-#pragma unroll
-    for (int k = 0; k < HELD; ++k) weight[k] = k < readers ? share(across, first + k, at.column) : 0.0f;
-
-    const int last = reader(down, at.end);
+    const T* from[HELD];
     int p = reader(down, at.begin - BILINEAR), h = at.begin - BILINEAR;
-    float here[VEC] = {}, below[VEC] = {};  // sums of rows h and h + 1
-    Raw<T, VEC> raw[HELD];
-    const auto fetch = [&] {
+    const int last = readers > 0 ? reader(down, at.end) : p;
 #pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (k < readers && p < last) raw[k] = load_raw<VEC>(image + p * line + k * pitch);
+    for (int k = 0; k < HELD; ++k) {
+        weight[k] = k < readers ? share(across, first + k, at.column) : 0.0f;
+        from[k] = image + p * line + min(k, readers - 1) * pitch;
+    }
+    float here[VEC] = {}, below[VEC] = {};  // sums of rows h and h + 1
+    const auto fetch = [&](Raw<T, VEC>(&row)[HELD]) {
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) row[k] = load_raw<VEC>(from[k]);
     };
     const auto finish_row = [&] {
         if (h >= at.begin) {
@@ -191,24 +193,26 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
         }
         ++h;
     };
-    const auto gather = [&](const Raw<T, VEC>& from, float factor, float (&sum)[VEC]) {
+    const auto gather = [&](const Raw<T, VEC>& part, float factor, float (&sum)[VEC]) {
         float g[VEC];
-        unpack(from, g);
+        unpack(part, g);
 #pragma unroll
         for (int e = 0; e < VEC; ++e) sum[e] = fmaf(g[e], factor, sum[e]);
     };
-    fetch();
-    while (p < last) {
-        const Tap v = tap(down, p);
+    // Adds row p, while `next` arrives.
+    const auto add_row = [&](const Raw<T, VEC>(&row)[HELD], Raw<T, VEC>(&next)[HELD]) {
+        const i64 step = p + 1 < last ? line : 0;
+#pragma unroll
+        for (int k = 0; k < HELD; ++k) from[k] += step;
+        fetch(next);
         float sum[VEC] = {};
 #pragma unroll
-        for (int k = 0; k < HELD; ++k)
-            if (k < readers) gather(raw[k], weight[k], sum);
+        for (int k = 0; k < HELD; ++k) gather(row[k], weight[k], sum);
         if (READERS > HELD)
             for (int k = HELD; k < readers; ++k)
                 gather(load_raw<VEC>(image + p * line + k * pitch), share(across, first + k, at.column), sum);
-        ++p;
-        fetch();
+        const Tap v = tap(down, p++);
+#pragma unroll 1
         while (h < v.low) finish_row();
         const float lower = v.high > v.low ? v.weight : 0.0f;
 #pragma unroll
@@ -216,6 +220,14 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
             here[e] = fmaf(sum[e], 1.0f - lower, here[e]);
             if (BILINEAR) below[e] = fmaf(sum[e], lower, below[e]);
         }
+    };
+    Raw<T, VEC> even[HELD], odd[HELD];
+    if (p < last) fetch(even);
+#pragma unroll 1
+    while (p < last) {
+        add_row(even, odd);
+        if (p >= last) break;
+        add_row(odd, even);
     }
     while (h < at.end) finish_row();
 }

@@ -42,9 +42,18 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
     return min(out, ceil_div((1 + bilinear) * d, a)) if a else out
 
 
-def _resize(name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, **defines: int) -> None:
-    """``longest``: rows of a thread's strip, at most."""
-    vec = min(vector_width(x, y), ACCESS // x.itemsize)
+def _gathering(readers: int, bilinear: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of a thread's vector and blocks of a multiprocessor, backward: what two rows of readers leave room for."""
+    if itemsize + 1 < readers <= 8:
+        return ACCESS // 2, 3 if readers <= 5 else 2
+    return ACCESS, 4 if readers + bilinear <= 2 else 3 if readers <= 4 else 2
+
+
+def _resize(
+    name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, access: int = ACCESS, **defines: int
+) -> None:
+    """``longest``: rows of a thread's strip, at most; ``access``: bytes of its vector, at most."""
+    vec = min(vector_width(x, y), access // x.itemsize)
     n, height, width, channels = y.shape
     items = width * (channels // vec)
     strip = strip_length(n * height * items, height, longest)
@@ -78,5 +87,8 @@ def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, al
     if dx.size:
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
         bilinear = int(mode == "bilinear")
-        _resize("upsample2d_backward", dy, dx, axes, LONGEST, BILINEAR=bilinear, READERS=_readers(axes[1], bilinear))
+        readers = _readers(axes[1], bilinear)
+        access, blocks = _gathering(readers, bilinear, dy.itemsize)
+        defines = {"BILINEAR": bilinear, "READERS": readers, "BLOCKS": blocks}
+        _resize("upsample2d_backward", dy, dx, axes, LONGEST, access, **defines)
     return dx

@@ -180,6 +180,9 @@ class Compose:
     def __init__(self, *steps: Augmentation):
         # Within each other two would draw the same words: their members stand in one row.
         steps = tuple(inner for step in steps for inner in (step.steps if isinstance(step, Compose) else (step,)))
+        for step in steps:
+            if not callable(step):
+                raise checks.bad_dtype("Compose", "steps", "augmentations", checks.describe(step))
         late = [step for step in steps[1:] if hasattr(step, "fetch")]
         if late:
             raise checks.bad_value(

@@ -51,7 +51,7 @@ class ImageFolder:
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: a folder of no class or without images.
+        ValueError: a folder of no class; a folder, or without ``classes`` one of a class, that has no images.
         ImportError: Pillow is not installed.
     """
 
@@ -77,6 +77,9 @@ class ImageFolder:
         self.files, numbers = [], []
         for number, name in enumerate(self.classes):
             files = _images_under(self.root, name) if name in found else []
+            if not files and classes is None and len(found) > 1:
+                empty = checks.wording(str(self.root / name))
+                raise ValueError(f"image folder: {empty} has no images; remove the folder, which would be a class")
             self.files += files
             numbers += [number] * len(files)
         if not self.files:

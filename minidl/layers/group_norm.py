@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, prod
 from typing import Any
 
@@ -100,7 +101,7 @@ class LayerNorm(_SampleNorm):
     """Normalises the channels of every pixel or vector (Ba, Kiros and Hinton, "Layer Normalization", 2016).
 
     Args:
-        normalized_shape: the channels C, the last axis. Whole images: `GroupNorm(1, C)`.
+        normalized_shape: the channels C, the last axis; or a sequence of just that. Whole images: `GroupNorm(1, C)`.
         elementwise_affine: with weight and bias (C,).
 
     Shapes:
@@ -108,8 +109,20 @@ class LayerNorm(_SampleNorm):
     """
 
     def __init__(
-        self, normalized_shape: int, eps: float = 1e-5, elementwise_affine: bool = True, *, name: str | None = None
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        *,
+        name: str | None = None,
     ):
+        if isinstance(normalized_shape, Sequence):
+            if len(normalized_shape) != 1:
+                remedy = "GroupNorm(1, C) normalises whole images"
+                raise checks.bad_value(
+                    name or "layernorm", "normalized_shape", "the channels", normalized_shape, remedy
+                )
+            normalized_shape = normalized_shape[0]
         super().__init__(normalized_shape, eps, elementwise_affine, name)
         self.normalized_shape = checks.at_least(self.name, "normalized_shape", normalized_shape, 1)
 

@@ -34,11 +34,15 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **opti
 
     Raises:
         ValueError: unknown name, listing the known ones; an option that the network does not have; image too
-            small, naming the layer it does not fit.
+            small, naming the layer it does not fit; a shape of (C, H, W).
     """
     if name not in MODELS:
         raise checks.unknown("model", name, MODELS)
     unknown = set(options) - set(inspect.signature(MODELS[name]).parameters)
     if unknown:
         raise checks.bad_value(name, "options", "arguments that this model has", sorted(unknown), "leave them out")
+    if len(image_shape) == 3 and image_shape[0] in (1, 3) and image_shape[1] == image_shape[2] > 8:
+        height, width = image_shape[1:]
+        remedy = f"channels come last: {(height, width, image_shape[0])}"
+        raise checks.bad_value(name, "image_shape", "(height, width, channels)", tuple(image_shape), remedy)
     return MODELS[name](num_classes=num_classes, image_shape=image_shape, **options)
