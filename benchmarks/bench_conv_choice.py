@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minidl import models
 from minidl.bench.conv_tuning import DeviceContest, answer, case, of_network, spelt, variants
 from minidl.cuda import nvrtc
-from minidl.cuda.conv2d import options
-from minidl.cuda.conv2d_family import Question
-from minidl.cuda.conv2d_plan import convolution
-from minidl.cuda.conv2d_tuned import DTYPES, NOTHING, install
+from minidl.cuda.convolution.conv2d import options
+from minidl.cuda.convolution.conv2d_family import Question
+from minidl.cuda.convolution.conv2d_plan import convolution
+from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, install
 from minidl.cuda.device import current_device
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show

@@ -190,7 +190,7 @@ def alone(comm: dist.Communicator) -> Iterator[bool]:
 
 def forced(kernel: str) -> AbstractContextManager[None]:
     """The convolutions inside run on this kernel."""
-    from minidl.cuda.conv2d_family import family
+    from minidl.cuda.convolution.conv2d_family import family
 
     return nullcontext() if kernel == "minidl" else family(kernel)
 

@@ -26,7 +26,7 @@ import bench_conv
 import numpy as np
 
 from minidl import cuda as ops
-from minidl.cuda import conv2d_hopper
+from minidl.cuda.convolution import conv2d_hopper
 from minidl.cuda.device import current_device
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.tables import show

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minidl.cuda.conv2d_plan import Convolution, convolution
+from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.precision import bfloat16, float16
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case

@@ -119,6 +119,11 @@ def test_layers_know_no_engine():
     assert not bad, bad
 
 
+def test_kernel_files_have_one_name_each():
+    names = [path.name for path in (PACKAGE / "cuda").rglob("*.cu*")]
+    assert len(names) == len(set(names)), "an #include and a launch name a file without its folder"
+
+
 def test_files_stay_readable():
     long = []
     for path in [*sources(), *PACKAGE.rglob("*.cu"), *PACKAGE.rglob("*.pyx")]:

@@ -13,10 +13,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_walk, nvrtc
-from minidl.cuda.conv2d_family import choose_family, family
-from minidl.cuda.conv2d_plan import convolution
-from minidl.cuda.conv2d_walk import walks_of
+from minidl.cuda import nvrtc
+from minidl.cuda.convolution import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_walk
+from minidl.cuda.convolution.conv2d_family import choose_family, family
+from minidl.cuda.convolution.conv2d_plan import convolution
+from minidl.cuda.convolution.conv2d_walk import walks_of
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
@@ -189,7 +190,7 @@ def test_the_walk_of_the_copy_engine_meets_every_tap(case, backward):
     ],
 )
 def test_structures_are_those_of_the_kernels(stem, name, twin):
-    text = re.sub(r"//[^\n]*", "", (nvrtc.FOLDER / f"{stem}.cu").read_text())
+    text = re.sub(r"//[^\n]*", "", nvrtc.sources()[f"{stem}.cu"].read_text())
     body = re.search(rf"struct {name} {{(.*?)}};", text, re.DOTALL)[1]
     fields = re.findall(r"(\w+)(?=[,;\[])", re.sub(r"\[\d+\]", "", body))
     assert tuple(fields) == twin.names
@@ -309,7 +310,7 @@ def test_all_of_the_output_and_nothing_else_is_written(forced_ops, case, storage
         buffers.append((buffer, size))
         return buffer[GUARD : GUARD + size].view(dtype).reshape(shape)
 
-    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
     for a, b in zip(expected, both(forced_ops, case, *placed), strict=True):
         assert np.isfinite(forced_ops.to_host(b).astype(np.float32)).all()
         assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
@@ -362,7 +363,7 @@ def every_tile(ops, case, rng, monkeypatch, share):
     results = {}
     # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "current_device", lambda: few)
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
     try:
         for tile in tiles:
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_grouped
-from minidl.cuda.conv2d_family import family
+from minidl.cuda.convolution import conv2d_grouped
+from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
 from tests.convolutions import SIXTEEN, Guarded, both, both_expected, draws, plan_of, same, weight_gradient
@@ -120,7 +120,7 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(grouped, case
 def test_all_of_the_output_and_nothing_else_is_written(grouped, case, rng, monkeypatch):
     hosts, guarded = draws(rng, case, bfloat16), Guarded(grouped)
     placed = put(grouped, *hosts)
-    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
     same(both(grouped, case, *placed), both_expected(case, *hosts, bfloat16))
     guarded.check(2)
 

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
-from minidl.cuda.conv2d_family import Choice, family
-from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
+from minidl.cuda.convolution.conv2d_family import Choice, family
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
@@ -92,7 +92,7 @@ def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
     hosts = operands(rng, case, bfloat16, 3.0)
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    launcher = sys.modules["minidl.cuda.conv2d"]
+    launcher = sys.modules["minidl.cuda.convolution.conv2d"]
     own = launcher.empty
 
     def poisoned(shape, dtype):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from minidl import cpu
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.array import empty
-from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import current_device
 from minidl.cuda.rows import DTYPE
 from minidl.layers import Conv2d

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minidl.cuda.conv2d_family import family
+from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
 from tests.convolutions import both, both_expected, draws, same, weight_gradient

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run, observed
 from minidl.precision import bfloat16, float32

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from minidl import cuda
-from minidl.cuda import conv2d_stem
-from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.convolution import conv2d_stem
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32

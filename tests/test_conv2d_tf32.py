@@ -11,9 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import convolution
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
@@ -133,7 +133,7 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     results = {}
     # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "current_device", lambda: few)
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
     try:
         for tile in conv2d_hopper_tiles.candidates(conv, False, few, 0):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
@@ -171,7 +171,7 @@ def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkey
         buffers.append((buffer, size))
         return buffer[GUARD : GUARD + size].view(dtype).reshape(shape)
 
-    monkeypatch.setattr(sys.modules["minidl.cuda.conv2d"], "empty", guarded)
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
     for found, expected in zip(both(hopper, case, *placed), expected_of(case, *hosts), strict=True):
         np.testing.assert_array_equal(hopper.to_host(found), expected)
     assert len(buffers) == 2

@@ -14,11 +14,11 @@ import pytest
 import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, tuning
-from minidl.cuda import conv2d_halo, conv2d_hopper_tiles, conv2d_tuned, conv2d_weight_tiles
-from minidl.cuda.conv2d import options
-from minidl.cuda.conv2d_family import Choice, Question, family, kernel
-from minidl.cuda.conv2d_plan import convolution
-from minidl.cuda.conv2d_tuned import DTYPES, NOTHING, Table, choice_record, question_of, question_record
+from minidl.cuda.convolution import conv2d_halo, conv2d_hopper_tiles, conv2d_tuned, conv2d_weight_tiles
+from minidl.cuda.convolution.conv2d import options
+from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kernel
+from minidl.cuda.convolution.conv2d_plan import convolution
+from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, Table, choice_record, question_of, question_record
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
@@ -421,7 +421,7 @@ def outcome(ops, question, hosts):
 @pytest.mark.parametrize("shape", SHAPES[:1] + SHAPES[3:], ids=str)
 def test_every_candidate_gives_the_bits_of_the_definition(cuda_ops, shape, dtype, rng):
     """On whole numbers, which every order of summing sums exactly."""
-    from minidl.cuda.conv2d import STORAGE
+    from minidl.cuda.convolution.conv2d import STORAGE
     from minidl.cuda.device import current_device
 
     conv, device = sizes(*shape), current_device()

@@ -161,8 +161,8 @@ def test_a_filter_without_elements_gives_the_bias_and_no_gradient(ops, rng):
 @pytest.mark.parametrize("storage,tf32", [(float32, 0), (float32, 1), (float32, 3), (bfloat16, 0)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage, tf32):
-    from minidl.cuda.csb_routes import conv_routes, route
     from minidl.cuda.device import current_device
+    from minidl.cuda.sparse.csb_routes import conv_routes, route
 
     a = Case(cuda_ops, rng, case, storage, few)
     x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
@@ -184,8 +184,8 @@ def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage, tf3
 @pytest.mark.parametrize("stride", [1, 2])
 def test_routes_of_float32_give_the_same_bits(cuda_ops, rng, stride):
     """Also where thread blocks take large tiles, and several."""
-    from minidl.cuda.csb_routes import conv_routes, route
     from minidl.cuda.device import current_device
+    from minidl.cuda.sparse.csb_routes import conv_routes, route
 
     a = Case(cuda_ops, rng, ((96, 14, 14, 64), (256, 3, 3), 64, (stride, stride), (1, 1), (1, 1)), values=draw)
     x, dy = (cuda_ops.from_host(v) for v in (draw(rng, a.images, float32), a.gradient(rng, values=draw)))
@@ -199,8 +199,8 @@ def test_routes_of_float32_give_the_same_bits(cuda_ops, rng, stride):
 
 
 def test_a_convolution_cannot_take_any_route(rng):
-    from minidl.cuda.csb_routes import choose_conv_route, conv_routes, route
     from minidl.cuda.device import BUILT_IN
+    from minidl.cuda.sparse.csb_routes import choose_conv_route, conv_routes, route
 
     h200, single = BUILT_IN["H200"], np.dtype(float32)
     assert conv_routes(64, single, 0, h200) == ["rows", "generic"]

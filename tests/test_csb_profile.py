@@ -42,8 +42,8 @@ def test_uneven_block_rows_are_counted_exactly(cpu_ops):
 
 
 def test_the_parts_of_the_fast_kernels_are_told_apart(cuda_ops, rng):
-    from minidl.cuda.csb_routes import route
     from minidl.cuda.device import current_device
+    from minidl.cuda.sparse.csb_routes import route
 
     if current_device().arch != (9, 0):
         pytest.skip("needs a Hopper GPU")

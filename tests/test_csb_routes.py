@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny
-from minidl.cuda.csb_routes import ROUTES, Product, choose_route, route
-from minidl.cuda.csb_tensor import SPLITS
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny
+from minidl.cuda.sparse.csb_routes import ROUTES, Product, choose_route, route
+from minidl.cuda.sparse.csb_tensor import SPLITS
 from minidl.precision import bfloat16, float16, float32, precision
 from minidl.sparse import layers
 from tests.reference import csb as reference

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import conv2d_hopper, conv2d_hopper_tiles, nvrtc
-from minidl.cuda.conv2d_family import TEXTBOOK, family
-from minidl.cuda.conv2d_halo import HALO_TILES
-from minidl.cuda.conv2d_plan import convolution
-from minidl.cuda.csb_routes import route
+from minidl.cuda import nvrtc
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
+from minidl.cuda.convolution.conv2d_halo import HALO_TILES
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
 from tests.kernel_calls import STORAGE

@@ -10,8 +10,8 @@ import itertools
 import numpy as np
 import pytest
 
-from minidl.cuda.conv2d_family import family
-from minidl.cuda.conv2d_plan import (
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_plan import (
     EXACT_TILES,
     HALF_TILES,
     NARROW_TILES,
@@ -24,9 +24,9 @@ from minidl.cuda.conv2d_plan import (
     parity_classes,
     pixel_chunk,
 )
+from minidl.cuda.convolution.widen import wide_channels
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.cuda.widen import wide_channels
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, conv_output_size
 from tests.reference import conv2d as reference

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from minidl.cuda import depthwise_strip
+from minidl.cuda.convolution import depthwise_strip
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div

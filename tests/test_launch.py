@@ -11,8 +11,8 @@ import pytest
 
 from minidl.cuda import array, device, nvrtc
 from minidl.cuda import launch as launch_module
-from minidl.cuda.batch_norm import MOST_ROWS_PER_THREAD, cut_rows
 from minidl.cuda.launch import dry_run, launch
+from minidl.cuda.norm.batch_norm import MOST_ROWS_PER_THREAD, cut_rows
 from minidl.cuda.rows import rows, vector_width, walk, walk_channels
 from minidl.precision import bfloat16, float16, float32
 
@@ -37,7 +37,7 @@ def cache(tmp_path, monkeypatch):
     sources.mkdir()
     (sources / "trivial.cu").write_text(TRIVIAL)
     (sources / "scale.cuh").write_text("#define SCALE 2.0f\n")
-    monkeypatch.setattr(nvrtc, "source_of", lambda stem, folder=sources, expand=nvrtc.source_of: expand(stem, folder))
+    monkeypatch.setattr(nvrtc, "sources", lambda: {path.name: path for path in sources.iterdir()})
     return sources
 
 
@@ -165,7 +165,7 @@ def test_source_includes_each_header_once_and_keeps_line_numbers(tmp_path):
     (tmp_path / "a.cu").write_text('// one\n#include "b.cuh"\n#include "c.cuh"\nint four;\n')
     (tmp_path / "b.cuh").write_text('#include "c.cuh"\nint b;\n')
     (tmp_path / "c.cuh").write_text("int c;\n")
-    text = nvrtc.source_of("a", tmp_path)
+    text = nvrtc.source_of(str(tmp_path / "a.cu"))
     assert text.count("int c;") == text.count("int b;") == 1
     assert text.index("int c;") < text.index("int b;") < text.index("int four;")
     assert '"b.cuh"' in text and "#include" not in text

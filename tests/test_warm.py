@@ -11,9 +11,9 @@ import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, warm
 from minidl.bench.step import TrainingStep
-from minidl.cuda import conv2d_tuned
-from minidl.cuda.conv2d_family import Choice
-from minidl.cuda.conv2d_tuned import Table
+from minidl.cuda.convolution import conv2d_tuned
+from minidl.cuda.convolution.conv2d_family import Choice
+from minidl.cuda.convolution.conv2d_tuned import Table
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import observed
 

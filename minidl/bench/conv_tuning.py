@@ -1,8 +1,8 @@
 """Measures every kernel that could do a convolution, and keeps the fastest: what `minidl tune conv` does.
 
-Each pass of each distinct convolution is a question (`minidl.cuda.conv2d_family.Question`). All its candidates run on
-the same operands, which rotate past the cache, and must give the result of the kernel that is taken without tuning. A
-short race picks a few, which then take turns with that one; it stays unless another is faster by more than `GAIN`.
+Each pass of each distinct convolution is a question (`conv2d_family.Question`). All its candidates run on the same
+operands, which rotate past the cache, and must give the result of the kernel that is taken without tuning. A short race
+picks a few, which then take turns with that one; it stays unless another is faster by more than `GAIN`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 
 from minidl.cuda import conv2d, conv2d_backward_data, conv2d_backward_weight
 from minidl.cuda.array import cast, copy_into, empty, from_host
-from minidl.cuda.conv2d import STORAGE, options
-from minidl.cuda.conv2d_family import Choice, Question, kernel
-from minidl.cuda.conv2d_tuned import asked, choice_record, question_of, question_record
+from minidl.cuda.convolution.conv2d import STORAGE, options
+from minidl.cuda.convolution.conv2d_family import Choice, Question, kernel
+from minidl.cuda.convolution.conv2d_tuned import asked, choice_record, question_of, question_record
 from minidl.cuda.device import DeviceRecord, current_device, import_cupy
 from minidl.cuda.launch import dry_run
 from minidl.graph import Graph

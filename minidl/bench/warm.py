@@ -10,7 +10,8 @@ from typing import NamedTuple
 from minidl import checks, models
 from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.bench.step import TrainingStep
-from minidl.cuda import conv2d_tuned, nvrtc
+from minidl.cuda import nvrtc
+from minidl.cuda.convolution import conv2d_tuned
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import CHOICES, PLANS, fuse

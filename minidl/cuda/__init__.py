@@ -33,7 +33,30 @@ from minidl.cuda.array import (
     to_host,
     zeros,
 )
-from minidl.cuda.batch_norm import (
+from minidl.cuda.convolution.conv2d import (
+    channel_sum,
+    conv2d,
+    conv2d_backward_data,
+    conv2d_backward_data_masked,
+    conv2d_backward_weight,
+    conv2d_stats,
+)
+from minidl.cuda.device import current_device
+from minidl.cuda.dropout import dropout
+from minidl.cuda.image import normalise
+from minidl.cuda.join import add, concat, gate_gradient, mul
+from minidl.cuda.loss.loss import (
+    count_labels,
+    smoothed_cross_entropy,
+    smoothed_cross_entropy_backward,
+    softmax_cross_entropy,
+    softmax_cross_entropy_backward,
+)
+from minidl.cuda.loss.pointwise_loss import pointwise_loss, pointwise_loss_backward
+from minidl.cuda.loss.segmentation import confusion_counts, dice_backward, dice_sums
+from minidl.cuda.loss.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
+from minidl.cuda.loss.softmax import softmax, softmax_backward
+from minidl.cuda.norm.batch_norm import (
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
@@ -47,37 +70,15 @@ from minidl.cuda.batch_norm import (
     batch_norm_relu_backward_stats,
     batch_norm_stats,
 )
-from minidl.cuda.conv2d import (
-    channel_sum,
-    conv2d,
-    conv2d_backward_data,
-    conv2d_backward_data_masked,
-    conv2d_backward_weight,
-    conv2d_stats,
-)
-from minidl.cuda.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
-from minidl.cuda.csb_conv2d import csb_conv2d, csb_conv2d_backward_data, csb_conv2d_backward_weight
-from minidl.cuda.device import current_device
-from minidl.cuda.dropout import dropout
-from minidl.cuda.group_norm import (
+from minidl.cuda.norm.group_norm import (
     group_norm_apply,
     group_norm_backward_apply,
     group_norm_backward_stats,
     group_norm_stats,
 )
-from minidl.cuda.image import normalise
-from minidl.cuda.join import add, concat, gate_gradient, mul
-from minidl.cuda.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
-from minidl.cuda.loss import (
-    count_labels,
-    smoothed_cross_entropy,
-    smoothed_cross_entropy_backward,
-    softmax_cross_entropy,
-    softmax_cross_entropy_backward,
-)
+from minidl.cuda.norm.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cuda.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
-from minidl.cuda.pointwise_loss import pointwise_loss, pointwise_loss_backward
 from minidl.cuda.pool2d import (
     adaptive_avg_pool2d,
     adaptive_avg_pool2d_backward,
@@ -88,9 +89,8 @@ from minidl.cuda.pool2d import (
     max_pool2d,
     max_pool2d_backward,
 )
-from minidl.cuda.segmentation import confusion_counts, dice_backward, dice_sums
-from minidl.cuda.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
-from minidl.cuda.softmax import softmax, softmax_backward
+from minidl.cuda.sparse.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
+from minidl.cuda.sparse.csb_conv2d import csb_conv2d, csb_conv2d_backward_data, csb_conv2d_backward_weight
 from minidl.cuda.transfer import from_dlpack, uploader
 from minidl.cuda.upsample2d import upsample2d, upsample2d_backward
 

@@ -8,8 +8,8 @@ from typing import Any
 from minidl import checks
 from minidl.cuda.array import as_rows, cast, contiguous, copy_into, empty, zeros
 from minidl.cuda.grid import ints
-from minidl.cuda.group_norm import PRODUCT, sample_sums
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.group_norm import PRODUCT, sample_sums
 from minidl.cuda.rows import dtype_code, rows, walk, walk_channels
 from minidl.precision import float32
 

@@ -1,4 +1,4 @@
-"""Compiles the `.cu` files of this folder with NVRTC, without a GPU, and keeps the results on disk.
+"""Compiles the `.cu` files of this folder and those in it with NVRTC, without a GPU, and keeps the results on disk.
 
 Own binding and own cache because a framework's cache key rarely covers the text of included headers and its options fix
 flush-to-zero. Here the key is everything that the result depends on: the source with its headers as text, the defines,
@@ -31,6 +31,7 @@ __all__ = [
     "compile_all",
     "is_built",
     "source_of",
+    "sources",
     "target",
     "version",
 ]
@@ -87,20 +88,26 @@ def target(arch: tuple[int, int]) -> str:
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*$', re.MULTILINE)
 
 
-def source_of(stem: str, folder: Path = FOLDER) -> str:
+@functools.cache
+def sources() -> Mapping[str, Path]:
+    """Every kernel file and header by its name, which no other folder may have as well."""
+    return {path.name: path for kind in ("*.cu", "*.cuh") for path in FOLDER.rglob(kind)}
+
+
+def source_of(stem: str) -> str:
     """The text of ``<stem>.cu`` with each header in place of its first ``#include "..."``.
 
     ``stem`` may be the path of a file elsewhere, with its suffix; headers are then looked for beside it first.
     """
     if stem.endswith(".cu"):
         return _expand(Path(stem).name, Path(stem).parent, set())
-    return _expand(f"{stem}.cu", folder, set())
+    return _expand(f"{stem}.cu", None, set())
 
 
-def _expand(filename: str, folder: Path, seen: set[str]) -> str:
+def _expand(filename: str, folder: Path | None, seen: set[str]) -> str:
     seen.add(filename)
-    found = folder / filename
-    parts, start, text = [f'#line 1 "{filename}"\n'], 0, (found if found.exists() else FOLDER / filename).read_text()
+    path = folder / filename if folder and (folder / filename).exists() else sources()[filename]
+    parts, start, text = [f'#line 1 "{filename}"\n'], 0, path.read_text()
     for match in _INCLUDE.finditer(text):
         parts.append(text[start : match.start()])
         start = match.end()

@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minidl.cuda import conv2d_tuned, nvrtc
+from minidl.cuda import nvrtc
+from minidl.cuda.convolution import conv2d_tuned
 from minidl.dist import mpiexec
 from minidl.dist.nccl import load_nccl
 from minidl.dist.threads import available_cores

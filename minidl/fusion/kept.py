@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minidl.cuda import conv2d_tuned, nvrtc
+from minidl.cuda import nvrtc
+from minidl.cuda.convolution import conv2d_tuned
 from minidl.cuda.device import current_device, import_cupy
 from minidl.fusion.plans import MODES, Plan
 from minidl.precision import Precision
@@ -41,8 +42,8 @@ def _software(ops: ModuleType) -> str:
 
 @functools.cache
 def _kernels() -> str:
-    files = sorted(path for kind in ("*.cu", "*.cuh") for path in nvrtc.FOLDER.glob(kind))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+    texts = (path.read_bytes() for _, path in sorted(nvrtc.sources().items()))
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def load(path: Path) -> Plan | None:

@@ -10,7 +10,7 @@ __all__ = ["settle"]
 
 
 def settle(ops: ModuleType, comm: Communicator) -> str:
-    """Let all ranks use rank 0's table of kernels (`minidl.cuda.conv2d_tuned`); a collective on GPUs.
+    """Let all ranks use rank 0's table of kernels (`minidl.cuda.convolution.conv2d_tuned`); a collective on GPUs.
 
     Returns:
         The table's digest, "none" without one.
@@ -20,7 +20,7 @@ def settle(ops: ModuleType, comm: Communicator) -> str:
     """
     if ops.name != "cuda":
         return "none"
-    from minidl.cuda import conv2d_tuned as tuned
+    from minidl.cuda.convolution import conv2d_tuned as tuned
 
     if comm.size == 1:
         return tuned.current().digest

@@ -294,11 +294,11 @@ class CSBMatrix:
         )  # fmt: skip
 
     def route(self, samples: int, *, features_last: bool = False, split: str | None = None) -> str:
-        """Which kernels `matmul` of so many samples runs on: "cpu", or one of `minidl.cuda.csb_routes.ROUTES`."""
+        """Which kernels `matmul` of so many samples runs on: "cpu", or one of `csb_routes.ROUTES`."""
         if self._ops.name == "cpu":
             return "cpu"
-        from minidl.cuda.csb_routes import Product, choose_route
         from minidl.cuda.device import current_device
+        from minidl.cuda.sparse.csb_routes import Product, choose_route
 
         where = self.pattern.shape, self.pattern.side, self.nnz
         product = Product(*where, self.dtype, samples, self._transposed, features_last, split)

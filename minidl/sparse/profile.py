@@ -75,7 +75,7 @@ def profile_product(
         counts = np.diff(a.pattern.indptr).reshape(a.pattern.grid).sum(0 if a.transposed else 1)
         uneven = {"block rows": float(counts.max() / counts.mean())} if a.nnz else {}
     else:
-        from minidl.cuda.csb_profile import parts_of
+        from minidl.cuda.sparse.csb_profile import parts_of
 
         where = a.pattern.shape, a.pattern.side, a.transposed, features_last, route, split
         parts, uneven = parts_of(a.indptr, a.indices, a.data, x, *where)

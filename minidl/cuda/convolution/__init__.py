@@ -1,0 +1,1 @@
+"""Convolutions: families of kernels, and which of them a layer gets."""

@@ -1,0 +1,446 @@
+"""Convolution and its two gradients on the GPU.
+
+Shapes: x (N, H, W, C), dy (N, P, Q, K), dense or pitched; w (K, R, S, C / groups). Sums in float32, one rounding.
+With ``tf32`` products of float32 arrays round their operands to TF32 (nearest, ties away from zero) on tensor cores;
+with ``tf32=3`` each is three products of operands split in two, near to float32's accuracy (an infinite operand gives
+NaN); without it they are exact float32 multiply-adds.
+
+Several families of kernels share the work; the sizes, the storage type and the device say which one (conv2d_family.py),
+or a table of what was measured (conv2d_tuned.py). Every result has the same bits on every run, and on every device that
+runs the same family by the same table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from minidl import checks
+from minidl.cuda import activation
+from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.convolution import (
+    conv2d_generic,
+    conv2d_grouped,
+    conv2d_hopper,
+    conv2d_hopper_tiles,
+    conv2d_stem,
+    conv2d_textbook,
+    conv2d_weight_hopper,
+    depthwise,
+)
+from minidl.cuda.convolution.channel_sum import channel_sum, check_sum, sum_partials
+from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, textbook
+from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
+from minidl.cuda.convolution.conv2d_tuned import chosen
+from minidl.cuda.convolution.widen import narrow, wide_channels, widen
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_stats
+from minidl.cuda.rows import DTYPE, dtype_code
+from minidl.precision import float32
+from minidl.shapes import Pair
+
+__all__ = [
+    "channel_sum",
+    "conv2d",
+    "conv2d_backward_data",
+    "conv2d_backward_data_masked",
+    "conv2d_backward_weight",
+    "conv2d_stats",
+    "options",
+]
+
+STORAGE = {code: dtype for dtype, code in DTYPE.items()}
+Norm = tuple[Any, Any, Any]  # moments, gamma, beta
+
+
+def conv2d(
+    x: Any,
+    w: Any,
+    bias: Any | None = None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    norm: Norm | None = None,
+    relu: bool = False,
+    tf32: int = False,
+    packed: bool = False,
+) -> Any:
+    """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
+
+    Args:
+        bias: (K,) float32 or None, added before the one rounding.
+        stride, padding, dilation: (height, width).
+        groups: output channel k sees the input channels of its own group, k // (K / groups), only.
+        norm: (moments, gamma, beta) (2, C), (C,), (C,) float32, or None: the input is
+            ``batch_norm_apply(x, *norm, relu=True)``, which a kernel that can do so makes as it reads ``x``; the same
+            bits either way.
+        relu: the result is ``relu`` of that, in the kernel where it can; the same bits either way.
+        tf32: 1 or True: round float32 operands to TF32; 3: three TF32 products for each, near to float32's accuracy.
+        packed: a kernel that makes the input as it reads ``x`` may do so in packed 16-bit arithmetic, relu(x*s + t)
+            with s = rstd*gamma and t = beta - mean*s rounded to the dtype of x: before its one rounding off by at most
+            u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16. Only for means that are small beside deviations.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return _forward("conv2d", x, w, bias, geometry, norm, tf32, packed, relu=relu)[0]
+
+
+def conv2d_stats(
+    x: Any,
+    w: Any,
+    bias: Any | None = None,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    norm: Norm | None = None,
+    tf32: int = False,
+    packed: bool = False,
+    finish: bool = True,
+) -> tuple[Any, Any]:
+    """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
+
+    The order of their sums is a function of the sizes and of the kernel's tile. Without ``finish`` they may be left as
+    they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True)
+    if stats is None:
+        return y, batch_norm_stats(y)
+    return y, stats.statistics() if finish else stats
+
+
+def _forward(
+    who: str,
+    x: Any,
+    w: Any,
+    bias: Any,
+    geometry: dict,
+    norm: Norm | None,
+    tf32: int,
+    packed: bool,
+    statistics: bool = False,
+    relu: bool = False,
+) -> tuple[Any, Any]:
+    """(y, its statistics where they are asked for and the kernel takes them)"""
+    conv = convolution(who, x.shape, w.shape, **geometry)
+    y = empty(conv.y_shape, x.dtype)
+    code = _check_operands(who, x, w, bias, None, y, tf32)
+    if y.size == 0:
+        return y, None
+    question = Question("forward", conv, code, tf32)
+    if norm is not None and not _normalizes(question, statistics):
+        x, norm = batch_norm_apply(x, *norm, relu=True), None
+    if (name := textbook()) is not None:
+        conv2d_textbook.forward(name, conv, x, w, bias, y)
+        return _rectified(y, relu), None
+    choice = _choose(who, question)
+    if choice.family == "stem":
+        conv2d_stem.forward(conv, x, w, bias, y, relu)
+        return y, None
+    wide = _widened(conv, code)
+    if wide is not conv:
+        x, w = widen(x, wide.channels), widen(w, wide.channels)
+    if norm is None:
+        hopper = choice.family == "hopper" and not (conv.depthwise and depthwise.fits(conv, False))
+        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and hopper)
+        return _rectified(y, relu and not hopper), stats
+    x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
+    known = statistics and conv2d_hopper.takes_statistics(conv, code)
+    below = conv2d_hopper.Below(x, *norm)
+    return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
+
+
+def _rectified(y: Any, relu: bool) -> Any:
+    return activation.relu(y) if relu else y
+
+
+def _normalizes(question: Question, statistics: bool) -> bool:
+    """Whether the kernel that is chosen for a forward pass can normalise its input."""
+    conv, code = question.conv, question.code
+    if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
+        return False
+    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics)
+
+
+def conv2d_backward_data(
+    dy: Any,
+    w: Any,
+    x_shape: tuple[int, int, int, int],
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    bias: Any | None = None,
+    add: Any | None = None,
+    mask: Any | None = None,
+    tf32: int = False,
+) -> Any:
+    """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
+
+    Args:
+        bias: (C,) float32 or None: makes this the forward pass of a transposed convolution.
+        add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding.
+        mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
+            where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
+        stride, padding, dilation, groups, tf32: as in `conv2d`.
+    """
+    who = "conv2d_backward_data"
+    conv = convolution(who, x_shape, w.shape, stride, padding, dilation, groups)
+    if dy.shape != conv.y_shape:
+        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+    dx = empty(x_shape, dy.dtype)
+    code = _check_operands(who, dy, w, bias, add, dx, tf32)
+    _check_alike(who, dx, mask=mask)
+    if not dx.size:
+        return dx
+    question = Question("backward_data", conv, code, tf32)
+    choice = _choose(who, question)
+    if mask is not None and bias is None and _masks(question, choice):
+        below = conv2d_hopper.NOTHING._replace(y=mask)
+        conv2d_hopper.masked_gradient(conv, code, as_rows(dy), contiguous(w), _given(as_rows, add), below, dx, choice)
+        return dx
+    _gather(question, choice, dy, w, bias, add, dx)
+    return dx if mask is None else activation.relu_backward(dx, mask)
+
+
+def _masks(question: Question, choice: Choice) -> bool:
+    """Whether the kernel that is chosen for a data gradient can mask it."""
+    conv = question.conv
+    return choice.family == "hopper" and question.code > 0 and not conv.depthwise and conv2d_hopper.masks(conv)
+
+
+def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
+    """That what a gradient is masked by is of its shape and dtype."""
+    for name, array in arrays.items():
+        if array is not None and array.shape != dx.shape:
+            raise checks.bad_shape(who, name, str(dx.shape), array.shape)
+        if array is not None and array.dtype != dx.dtype:
+            raise checks.bad_dtype(who, name, dx.dtype, array.dtype)
+
+
+def conv2d_backward_data_masked(
+    dy: Any,
+    w: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    y: Any = None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    add: Any | None = None,
+    tf32: int = False,
+) -> tuple[Any, Any]:
+    """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
+
+    Args:
+        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
+        y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        add, and the others: as in `conv2d_backward_data`.
+
+    Returns:
+        The gradient where the ReLU's output was positive, else 0, and for ``batch_norm_backward_sums`` the parts of the
+        batch norm's sums; or the gradient as it is and None, where no kernel does this on the way.
+    """
+    who = "conv2d_backward_data_masked"
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x.shape, w.shape, **geometry)
+    code = _check_operands(who, dy, w, None, add, x, tf32)
+    _check_alike(who, x, y=y)
+    question = Question("backward_data", conv, code, tf32)
+    choice = _choose(who, question)
+    if x.size and _masks(question, choice):
+        if dy.shape != conv.y_shape:
+            raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
+        arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
+        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
+    return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
+
+
+def conv2d_backward_weight(
+    dy: Any,
+    x: Any,
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    out: Any,
+    accumulate: bool = False,
+    norm: Norm | None = None,
+    tf32: int = False,
+) -> None:
+    """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
+
+    The pixels are summed in chunks that depend on the sizes, and on a tuned table if there is one; the chunks in order.
+    ``norm``: as in `conv2d`; the input is made on the way where that should be faster than a pass of its own.
+    """
+    who = "conv2d_backward_weight"
+    conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
+    code = _check_types(who, dy, x, "x", tf32)
+    check_sum(who, out)
+    if dy.shape != conv.y_shape:
+        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+    if conv.images == 0:
+        sum_partials(None, 0, out, accumulate)
+        return
+    question = Question("backward_weight", conv, code, tf32)
+    choice, wide = _choose(who, question), _widened(conv, code)
+    able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
+    if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
+        x, norm = batch_norm_apply(x, *norm, relu=True), None
+    if choice.family == "stem":
+        conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
+    elif wide is not conv:
+        gradient = empty((*out.shape[:-1], wide.channels), float32)
+        _weight(question._replace(conv=wide), choice, dy, widen(x, wide.channels), gradient, False)
+        narrow(gradient, out, accumulate)
+    else:
+        _weight(question, choice, dy, x, out, accumulate, norm)
+
+
+def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int:
+    code = dtype_code(first, who)
+    if second.dtype != first.dtype:
+        raise checks.bad_dtype(who, name, first.dtype, second.dtype)
+    check_tf32(who, tf32, code)
+    return code
+
+
+def check_tf32(who: str, tf32: int, code: int) -> None:
+    """Raise unless products of this storage type may be rounded so."""
+    if tf32 not in (0, 1, 3):
+        raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
+    if tf32 and code:
+        raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
+
+
+def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:
+    """What the kernels rely on; the macro DTYPE."""
+    code = _check_types(who, source, w, "w", tf32)
+    channels = output.shape[-1]
+    if bias is not None and (bias.dtype != float32 or bias.shape != (channels,)):
+        raise checks.bad_shape(who, "bias", f"({channels},) in float32", bias.shape)
+    if add is not None and (add.dtype != output.dtype or add.shape != output.shape):
+        raise checks.bad_shape(who, "add", f"{output.shape} in {output.dtype}", add.shape)
+    return code
+
+
+def _widened(conv: Convolution, code: int) -> Convolution:
+    """With the channels that x and w should be padded to before a product over them; groups stay as they are."""
+    wide = wide_channels(conv.channels, 2 if code else 4)
+    return conv if conv.groups > 1 or wide == conv.channels else conv._replace(channels=wide)
+
+
+# ------------------------------------------------------------------------------------------------ which kernel does it
+
+
+def _choose(who: str, question: Question) -> Choice:
+    """The kernel that was tuned or is forced, where it can do this; else the first family that should."""
+    wanted = chosen(question)
+    fits, unwanted = _families(question, current_device())
+    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None)
+    return wanted if wanted is not None and wanted.family == name else Choice(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
+    """Whether each family can do it, the fastest first; and those that can, but would be slower."""
+    which, conv, code, tf32 = question
+    backward, units = which == "backward_data", tf32 == 1 or code > 0  # matrix units would round float32
+    wide = conv if backward else _widened(conv, code)
+    if which == "backward_weight":
+        grouped = conv2d_grouped.applies_to_weight(conv, code)
+        hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
+        pays = conv2d_weight_hopper.pays(wide, tf32)
+    else:
+        grouped = conv2d_grouped.applies(conv, code, backward)
+        hopper = units and conv2d_hopper.applies(wide, code, backward, device)
+        pays = conv2d_hopper.pays(wide, code, backward)
+    stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
+    fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
+    slower = {"grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    return fits, tuple(name for name, slow in slower.items() if slow)
+
+
+def options(question: Question, device: DeviceRecord) -> list[Choice]:
+    """Every kernel that a tuner may try, the one that is chosen without tuning first; one alone leaves no choice."""
+    which, conv, code, tf32 = question
+    backward = which == "backward_data"
+    if conv.depthwise and (which == "backward_weight" or depthwise.fits(conv, backward)):
+        return [Choice("generic")]
+    fits, unwanted = _families(question, device)
+    names = sorted((name for name, fit in fits.items() if fit), key=lambda name: name in unwanted)
+    wide = conv if backward else _widened(conv, code)
+    found: list[Choice] = []
+    for name in names:
+        if name in ("stem", "grouped"):
+            found.append(Choice(name))
+        elif name == "generic":
+            found += conv2d_generic.options(question._replace(conv=wide), device)
+        elif which == "backward_weight":
+            found += conv2d_weight_hopper.options(wide, tf32)
+        else:
+            found += conv2d_hopper_tiles.options(wide, backward, device, code)
+    return found
+
+
+def _gather(
+    question: Question,
+    choice: Choice,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    statistics: bool = False,
+    relu: bool = False,
+) -> Any:
+    """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``.
+
+    Returns the statistics of a forward pass where they are asked for and the kernel takes them. ``relu``: of a forward
+    pass by the family for Hopper.
+    """
+    which, conv, code, tf32 = question
+    backward = which == "backward_data"
+    source, w = as_rows(source), contiguous(w)
+    bias, add = _given(contiguous, bias), _given(as_rows, add)
+    if conv.depthwise and depthwise.fits(conv, backward):
+        depthwise.gather(conv, code, backward, source, w, bias, add, output)
+        return None
+    if choice.family == "grouped":
+        conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
+    elif choice.family != "hopper":
+        conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
+    elif statistics and conv2d_hopper.takes_statistics(conv, code):
+        return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
+    else:
+        conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice, relu)
+    return None
+
+
+def _given(kind: Callable[[Any], Any], array: Any) -> Any:
+    return None if array is None else kind(array)
+
+
+def _weight(
+    question: Question, choice: Choice, dy: Any, x: Any, out: Any, accumulate: bool, norm: Norm | None = None
+) -> None:
+    _, conv, code, tf32 = question
+    if conv.depthwise:
+        depthwise.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "grouped":
+        conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "hopper":
+        conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm, tf32)
+    else:
+        conv2d_generic.backward_weight(conv, code, tf32, dy, x, out, accumulate, choice.tile)

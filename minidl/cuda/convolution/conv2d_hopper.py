@@ -1,0 +1,411 @@
+"""Convolution and its data gradient on Hopper's matrix units, for 16-bit types and for float32 in TF32.
+
+Two kernels: conv2d_hopper.cu, planned here, and for windows with a halo conv2d_halo.cu. Everything is worked out from
+sizes and the device record: `applies` says in one place which convolutions the family takes, `conv2d_hopper_tiles` with
+which tile, `plan` what is launched for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.array import as_rows, copy_into, empty
+from minidl.cuda.convolution.conv2d_family import Choice
+from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
+from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
+from minidl.cuda.convolution.conv2d_walk import (
+    STAGE_ROW,
+    Planned,
+    Walk,
+    blocks,
+    columns_of,
+    depth_of,
+    filter_view,
+    is_flat,
+    itemsize_of,
+    walks_of,
+)
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TF32, TensorMaps, View, Views
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, DTYPE, address, rows
+from minidl.precision import bfloat16, float32
+from minidl.shapes import ceil_div, round_up
+
+__all__ = [
+    "Below",
+    "aligned",
+    "applies",
+    "forward_fused",
+    "gather",
+    "images_at_once",
+    "masked_gradient",
+    "masks",
+    "normalizes",
+    "pays",
+    "plan",
+    "start",
+    "takes_statistics",
+]
+
+ARCH = (9, 0)
+CLASSES = 4  # parity classes of one launch, at most
+TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
+WARPGROUPS = 2  # that share the rows of a tile
+ALONE = 3  # the macro MASKED for a ReLU without a batch norm
+OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
+ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
+REACH = 2**40  # bytes of an image, as far as the engine counts
+
+# The structures Class and Problem of conv2d_hopper.cu.
+_CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
+_PROBLEM = struct(
+    "",
+    "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
+    "added",
+    ("classes", _CLASS, CLASSES),
+)
+
+
+class Below(NamedTuple):
+    """The ReLU and the batch norm, if there is one, below a convolution, for its data gradient.
+
+    Attributes:
+        x: the batch norm's input, (N, H, W, C), or None.
+        moments, gamma, beta: its (2, C) and (C,) float32, or None.
+        y: the ReLU's output where it does not follow from ``x``, or None.
+    """
+
+    x: Any
+    moments: Any
+    gamma: Any
+    beta: Any
+    y: Any = None
+
+
+NOTHING = Below(None, None, None, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) -> bool:
+    """Whether the family takes a convolution, wherever its arrays lie.
+
+    It does on compute capability 9.0, for one group of a 16-bit type with channels and filters in multiples of eight,
+    or of float32 (which it rounds to TF32) in multiples of four, as far as the copy engine can walk the pixels:
+    paddings up to 128, strides up to 8, taps up to 254 pixels apart.
+    """
+    if device.arch != ARCH or conv.groups != 1 or conv.images == 0:
+        return False
+    vector = ACCESS // itemsize_of(code)
+    if conv.channels % vector or conv.out_channels % vector:
+        return False
+    walks = walks_of(conv, backward)
+    if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
+        return False
+    pitches = depth_of(conv, backward), columns_of(conv, backward)
+    return all(_views(conv, code, backward, walks[i : i + CLASSES], pitches, TILES[0]).legal for i in _firsts(walks))
+
+
+def pays(conv: Convolution, code: int, backward: bool) -> bool:
+    """Whether the family should be faster than the generic one on a convolution that it takes.
+
+    In TF32 it is about twice as fast where stages are full; few channels leave most of each stage empty.
+    """
+    depth = depth_of(conv, backward)
+    return bool(code) or 2 * depth > round_up(depth, STAGE_ROW // itemsize_of(code))
+
+
+def aligned(x: Any) -> Any:
+    """``x`` itself where the engine can walk it, else a dense copy: rows start at multiples of 16 bytes."""
+    pitch = rows(x)[2]
+    image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
+    if address(x) % ACCESS == 0 and pitch * x.itemsize % ACCESS == 0 and image * pitch * x.itemsize < REACH:
+        return x
+    out = empty(x.shape, x.dtype)
+    copy_into(out, x)
+    return out
+
+
+def images_at_once(conv: Convolution) -> int:
+    """Images that one launch can take."""
+    return max(1, ROW_LIMIT // max(conv.height * conv.width, conv.out_height * conv.out_width))
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    pitches: tuple[int, ...],
+    added: bool,
+    device: DeviceRecord,
+    chosen: tuple[HopperTile | HaloTile, int] | None = None,
+    statistics: bool = False,
+    masked: int = 0,
+    normalized: int = 0,
+    relu: bool = False,
+) -> list[Planned]:
+    """The launches for a convolution that the family takes: one, or several when there are more than four classes.
+
+    Args:
+        pitches: elements per pixel of the source, of the array to be added, and of those that a masked gradient reads,
+            of `aligned` arrays.
+        added: whether there is one.
+        chosen: the tile and the tiles per block; what `choose` says unless given.
+        statistics: of a forward pass, leave those of its patches too.
+        masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
+        normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
+            float32 arithmetic, 2 for packed 16-bit.
+        relu: of a forward pass, whether there is a ReLU over it.
+    """
+    tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
+    if isinstance(tile, HaloTile):
+        rest = statistics, masked, normalized, relu
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
+    walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
+    if not added:
+        pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
+    launches = []
+    for i in _firsts(walks):
+        part = walks[i : i + CLASSES]
+        views = _views(conv, code, backward, part, pitches, tile)
+        assert views.legal, (conv, pitches)
+        problem = _problem(conv, backward, part, tile, share, group, added)
+        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
+        defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
+        defines |= tile.defines
+        tiles = int(problem["tiles"][0])
+        patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
+        rest = problem, defines, tile.shared_bytes, patches
+        launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
+    return launches
+
+
+def gather(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    choice: Choice | None = None,
+    relu: bool = False,
+) -> None:
+    """Forward pass or data gradient into ``output``, in as many launches as the counters of one make necessary.
+
+    With ``relu``, the output of a ReLU over that.
+    """
+    chosen = taken(choice, conv, backward, current_device(), code)
+    if backward and not code:
+        w = _turned(w, conv)
+    source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    step = images_at_once(conv)
+    for i in range(0, conv.images, step):
+        images = slice(i, min(i + step, conv.images))
+        part = conv._replace(images=images.stop - i)
+        arrays = w, source[images], output[images], None if add is None else add[images], bias
+        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
+            start(one, *arrays)
+
+
+def _turned(w: Any, conv: Convolution) -> Any:
+    """Dense filters (K, R, S, C) as (C, R, S, K); the kernel is in conv2d_turn.cu."""
+    taps = conv.kernel[0] * conv.kernel[1]
+    out = empty((conv.channels, *conv.kernel, conv.out_channels), w.dtype)
+    grid = ceil_div(conv.channels, TURN) * ceil_div(conv.out_channels, TURN), taps
+    sizes = np.int32(conv.out_channels), np.int32(taps), np.int32(conv.channels)
+    launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes, defines={"DTYPE": 0})
+    return out
+
+
+def takes_statistics(conv: Convolution, code: int) -> bool:
+    """Whether `forward_fused` takes them of a convolution that the family takes: in bfloat16, whose squares float32
+    adds up without loss, and in one launch."""
+    return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
+
+
+def normalizes(conv: Convolution, code: int, statistics: bool = False) -> bool:
+    """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
+    one launch, and where that should be faster than a pass of its own."""
+    statistics = statistics and takes_statistics(conv, code)
+    return (
+        code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code, statistics)
+    )
+
+
+def forward_fused(
+    conv: Convolution,
+    code: int,
+    x: Any,
+    w: Any,
+    bias: Any,
+    output: Any,
+    choice: Choice | None = None,
+    statistics: bool = False,
+    below: Below | None = None,
+    packed: bool = False,
+    relu: bool = False,
+) -> Any:
+    """Forward pass into ``output`` together with what lies around it.
+
+    Args:
+        statistics: return those of the output, as `Sums`; where `takes_statistics`.
+        below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
+        packed: make it in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded to
+            the dtype of x: before its one rounding off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of
+            float16.
+        relu: as of `gather`.
+    """
+    x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
+    device, normalized = current_device(), 0 if below is None else 2 if packed else 1
+    chosen = taken(choice, conv, False, device, code, normalized > 0)
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, 0, normalized, relu)
+    partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
+    start(one, w, x, output, None, bias, partial, below or NOTHING)
+    return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
+
+
+def masks(conv: Convolution) -> bool:
+    """Whether `masked_gradient` takes the data gradient of a convolution that the family takes: in one launch."""
+    return conv.images <= images_at_once(conv) and len(walks_of(conv, True)) <= CLASSES
+
+
+def masked_gradient(
+    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None
+) -> Any:
+    """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, if there is one.
+
+    Where `masks`.
+    """
+    dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
+    arrays = [aligned(as_rows(array)) for array in (below.x, below.y) if array is not None]
+    pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
+    chosen, masked = taken(choice, conv, True, current_device(), code), len(arrays) if below.x is not None else ALONE
+    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=masked)
+    partial = empty((one.patches, 2, conv.channels), float32) if masked != ALONE else None
+    start(one, w, dy, output, add, None, partial, below, tuple(arrays))
+    return None if partial is None else sums_of(partial)
+
+
+def start(
+    planned: Planned,
+    w: Any,
+    source: Any,
+    output: Any,
+    add: Any = None,
+    bias: Any = None,
+    partial: Any = None,
+    below: Below = NOTHING,
+    arrays: tuple[Any, ...] = (),
+) -> None:
+    """Start a planned launch on `aligned` arrays.
+
+    Args:
+        partial: for what patches leave, (R, 2, C) float32.
+        below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
+    """
+    maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
+    launch(
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
+        defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+
+
+def _spread(walks: list[tuple[Walk, Walk]]) -> bool:
+    """Whether the output pixels of a class lie apart."""
+    return max(walks[0][0].spread, walks[0][1].spread) > 1
+
+
+def _firsts(walks: list[tuple[Walk, Walk]]) -> range:
+    return range(0, len(walks), CLASSES)
+
+
+def _problem(
+    conv: Convolution,
+    backward: bool,
+    walks: list[tuple[Walk, Walk]],
+    tile: HopperTile,
+    share: int,
+    group: int,
+    added: bool,
+) -> np.ndarray:
+    columns, row = columns_of(conv, backward), conv.kernel[1]
+    table = np.zeros(CLASSES, _CLASS)
+    for i, (h, w) in enumerate(walks):
+        count = conv.images * h.count * w.count
+        walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
+        table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
+    h, w = walks[0]
+    tiles_n = ceil_div(columns, tile.columns)
+    return argument(
+        _PROBLEM,
+        tiles=int(table["tiles"].sum()) * tiles_n,
+        share=share,
+        group=group,
+        tiles_n=tiles_n,
+        columns=columns,
+        depth=depth_of(conv, backward),
+        source_h=h.source,
+        source_w=w.source,
+        step_h=h.step,
+        step_w=w.step,
+        delta_h=h.delta,
+        delta_w=w.delta,
+        tap_step_h=h.tap_step * row,
+        tap_step_w=w.tap_step,
+        added=added,
+        classes=table,
+    )
+
+
+def _views(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    walks: list[tuple[Walk, Walk]],
+    pitches: tuple[int, ...],
+    tile: HopperTile,
+) -> Views:
+    """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
+    places repeat the first."""
+    spread = _spread(walks)
+    walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
+    columns, itemsize = columns_of(conv, backward), itemsize_of(code)
+    channels = STAGE_ROW // itemsize
+
+    def source(h: Walk, w: Walk) -> View:
+        depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
+        if is_flat(conv):
+            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, tile.rows))
+        corners = tuple(zip(w.corners, h.corners, strict=True))
+        apart = pixel, w.source * pixel, h.source * w.source * pixel
+        sizes = depth, w.source, h.source, conv.images
+        return View(code or TF32, sizes, apart, (channels, tile.rows), corners, (w.step, h.step))
+
+    def output(h: Walk, w: Walk, pitch: int) -> View:
+        height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
+        pixel = pitch * itemsize
+        if not spread:
+            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
+        apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
+        offset = (h.start * width + w.start) * pixel
+        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
+        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
+
+    return Views(
+        (filter_view(conv, code, backward, tile.columns), 0),
+        *((source(*pair), 1) for pair in walks),
+        *((output(*pair, columns), 2) for pair in walks),
+        *((output(*pair, pitches[1]), 3) for pair in walks),
+        *((output(*pair, pitch), 4 + i) for i, pitch in enumerate(pitches[2:]) for pair in walks),
+    )

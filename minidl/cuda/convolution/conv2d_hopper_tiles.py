@@ -1,0 +1,226 @@
+"""Tiles of conv2d_hopper.cu and conv2d_halo.cu: what they take of a multiprocessor, and which should finish first."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from minidl.cuda.convolution.conv2d_family import Choice
+from minidl.cuda.convolution.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
+from minidl.cuda.convolution.conv2d_plan import Convolution
+from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
+from minidl.cuda.device import DeviceRecord
+from minidl.shapes import ceil_div
+
+__all__ = [
+    "IN_PLACE",
+    "SLAB",
+    "TILES",
+    "HopperTile",
+    "candidates",
+    "choose",
+    "microseconds",
+    "normalizing_pays",
+    "options",
+    "taken",
+    "work",
+]
+
+SLAB = 64  # rows of an output buffer, of 128 bytes
+
+
+class HopperTile(NamedTuple):
+    """Rows x columns of the product that a block computes at a time.
+
+    Attributes:
+        rows, columns, stages, slabs, resident: the macros TILE_M, TILE_N, STAGES, SLABS and RESIDENT.
+        step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
+            measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
+        sums: what of these it takes besides to take sums of what it writes.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    slabs: int
+    resident: int
+    step: float
+    rest: float
+    sums: float
+
+    @property
+    def name(self) -> str:
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+
+    @property
+    def fetched(self) -> int:
+        """Rows of both operands that a stage takes."""
+        return self.rows + self.columns
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.resident == 1 else 288
+
+    @property
+    def shared_bytes(self) -> int:
+        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + 1024
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
+            "RESIDENT": self.resident,
+        }  # fmt: skip
+
+
+TILES = (
+    HopperTile(128, 256, 4, 2, 1, 0.64, 2.4, 0.5),
+    HopperTile(256, 128, 4, 2, 1, 0.64, 2.4, 0.5),
+    HopperTile(128, 192, 4, 3, 1, 0.54, 1.3, 0.8),
+    HopperTile(256, 64, 4, 2, 1, 0.42, 1.0, 0.5),
+    HopperTile(128, 128, 5, 4, 1, 0.38, 0.9, 0.5),
+    HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
+    HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
+)
+# For rows that are normalised where they lie: all slabs of a tile leave at once, and what comes next has longer for it.
+IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
+
+# Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
+# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
+# the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
+# starts within a sector (see `reads`).
+READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
+ALONE = 1.3
+ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+# How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
+# microseconds to normalise 64 rows of a stage where they lie.
+_IN_REGISTERS = {(128, 256): 1.18, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
+_WINDOW, _IN_PLACE = 1.12, 0.56
+_STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
+LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
+
+
+def candidates(
+    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+) -> list[HopperTile | HaloTile]:
+    """Every tile that can do a convolution that the family takes.
+
+    One that normalises its input needs the registers of a multiprocessor for itself.
+    """
+    tiles = TILES
+    if normalized:
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else [])
+    return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
+
+
+def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
+    """(tiles, stages of all tiles together)"""
+    columns = ceil_div(columns_of(conv, backward), tile.columns)
+    chunks, tiles, stages = ceil_div(depth_of(conv, backward), STAGE_ROW // itemsize_of(code)), 0, 0
+    for h, w in walks_of(conv, backward):
+        if isinstance(tile, HaloTile):
+            count = ceil_div(windows_of(conv, backward, tile)[0], tile.windows) * columns
+        else:
+            count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
+        tiles += count
+        stages += count * max(h.taps * w.taps * chunks, 1)
+    return tiles, stages
+
+
+def microseconds(
+    conv: Convolution,
+    backward: bool,
+    tile: HopperTile | HaloTile,
+    device: DeviceRecord,
+    code: int = 1,
+    normalized: bool = False,
+    sums: bool = False,
+) -> tuple[float, float]:
+    """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200.
+
+    A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate. ``normalized``: the
+    input on the way; ``sums``: and those of a batch norm, of the output.
+    """
+    tiles, stages = work(conv, backward, tile, code)
+    share = ceil_div(tiles, device.multiprocessors)
+    rounds = share + (ALONE - 1 if share % tile.resident else 0)
+    lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
+    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
+    busy = _busy(conv, tile, stages / tiles, normalized) + sums * tile.sums
+    arithmetic = max(rounds * busy, fetched)
+    x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
+    memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
+    return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+
+
+def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: bool) -> float:
+    """Microseconds that a multiprocessor is busy with a tile of so many stages."""
+    if not normalized:
+        return stages * tile.step + tile.rest
+    if isinstance(tile, HaloTile):
+        return stages * tile.step * _WINDOW + tile.rest
+    if is_flat(conv):  # beside the products, and partly beside what comes behind them
+        return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE + tile.rest / 2)
+    return stages * tile.step * _IN_REGISTERS[tile.rows, tile.columns] + tile.rest
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(
+    conv: Convolution,
+    backward: bool,
+    device: DeviceRecord,
+    code: int = 1,
+    normalized: bool = False,
+    sums: bool = False,
+) -> tuple[HopperTile | HaloTile, int]:
+    """The tile that should finish first, and how many of them a block works on; arguments as of `microseconds`."""
+    among = candidates(conv, backward, device, code, normalized)
+    tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
+    return tile, _shares(conv, backward, tile, device, code)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int, sums: bool = False) -> bool:
+    """Whether normalising the input on the way should take less time than a pass that reads and writes it before."""
+    apart, together = (
+        microseconds(conv, False, choose(conv, False, device, code, *how)[0], device, code, *how)[1]
+        for how in ((False, sums), (True, sums))
+    )
+    return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
+
+
+def _shares(
+    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int
+) -> tuple[int, int]:
+    """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
+    rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
+    groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
+    return ceil_div(rounds, groups), rounds
+
+
+def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
+    """What a tuner may try, first what `choose` says: each tile, in blocks of several lengths."""
+    chosen, share = choose(conv, backward, device, code)
+    found = [Choice("hopper", chosen.name, (share,))]
+    for tile in candidates(conv, backward, device, code):
+        shares = *_shares(conv, backward, tile, device, code), 1
+        found += [Choice("hopper", tile.name, (share,)) for share in shares]
+    return list(dict.fromkeys(found))
+
+
+@functools.lru_cache(maxsize=1024)
+def taken(
+    choice: Choice | None,
+    conv: Convolution,
+    backward: bool,
+    device: DeviceRecord,
+    code: int,
+    normalized: bool = False,
+) -> tuple[HopperTile | HaloTile, int] | None:
+    """Tile and share of a choice; None where it names none that can do this."""
+    if choice is None or len(choice.split) != 1:
+        return None
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code, normalized)}
+    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None

@@ -1,0 +1,292 @@
+"""Convolution of few input channels, forward and weight gradient; kernels in conv2d_stem.cu and conv2d_stem_weight.cu.
+
+The first layer of a network: one to four channels of a 16-bit type under a small filter. Its data gradient, which no
+network asks for, stays with the generic kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from math import gcd
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.convolution.channel_sum import sum_partials
+from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
+from minidl.precision import bfloat16, float16, float32
+from minidl.shapes import ceil_div, round_up
+
+__all__ = ["StemPlan", "applies", "backward_weight", "forward", "plan_forward", "plan_weight"]
+
+CHANNELS, KERNEL, STRIDE = 4, 11, 4  # at most
+ITEMSIZE = 2
+# The same on every device, or tiles and with them the order of a sum would differ.
+SHARED = 96 * 1024
+WARPS = 4
+THREADS = 32 * WARPS
+GROUP = 8  # values of a filter's row that a fragment takes at a time
+WIDEST = 256  # output pixels of a tile's row, at most
+WEIGHT_WIDEST = 128
+WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
+STAGES = 3  # of rows under way
+PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
+SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
+HELD = 176  # registers that a warp may give to the filter
+
+_FORWARD = struct(
+    "",
+    "height values out_height out_width columns padding_h first shift strips strip_tiles segments tiles_n",
+)
+_WEIGHT = struct(
+    "dy_pitch",
+    "strips chunk height values out_height out_width rows padding_h first shift strips_p strip_rows segments tiles_m "
+    "tiles_n",
+)
+
+
+class StemPlan(NamedTuple):
+    """A planned launch: `launch`'s arguments but for the arrays.
+
+    Attributes:
+        size: forward, words of the packed filter; of a weight gradient, the partials left to be summed.
+    """
+
+    grid: int
+    problem: np.ndarray
+    defines: dict[str, int]
+    shared: int
+    size: int
+
+
+def applies(conv: Convolution, dtype: Any) -> bool:
+    """Whether the kernels can do a forward pass or weight gradient: by sizes and storage type alone.
+
+    That is one group of at most four channels of a 16-bit type, under a filter of 2 to 11 rows or columns, not dilated.
+    """
+    return (
+        dtype in (bfloat16, float16)
+        and conv.groups == 1
+        and conv.channels <= CHANNELS
+        and 1 < max(conv.kernel) <= KERNEL
+        and max(conv.stride) <= STRIDE
+        and conv.dilation == (1, 1)
+    )
+
+
+def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False) -> None:
+    """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
+
+    With ``relu``, the output of a ReLU over that.
+    """
+    x, w = contiguous(x), contiguous(w)
+    bias = None if bias is None else contiguous(bias)
+    vectors = _row_vector(conv, x), vector_width(y)
+    plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
+    packed = empty(plan.size, np.uint32)
+    sizes = np.int32(conv.out_channels), np.int32(plan.size)
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
+    launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
+    arrays = x, packed, bias, y, plan.problem
+    launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
+
+
+def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+    """``out`` (+)= the gradient with respect to the filters; of the shapes and types that the operation promises."""
+    dy, x = as_rows(dy), contiguous(x)
+    vectors = _row_vector(conv, x), vector_width(dy)
+    plan = plan_weight(conv, DTYPE[x.dtype], rows(dy)[2], vectors, current_device())
+    partials = empty((plan.size, out.size), float32)
+    arrays = dy, x, partials, plan.problem
+    launch(
+        "conv2d_stem_weight", "conv2d_stem_weight_kernel", plan.grid, THREADS, *arrays, defines=plan.defines,
+        shared=plan.shared,
+    )  # fmt: skip
+    sum_partials(partials, plan.size, out, accumulate)
+
+
+def _row_vector(conv: Convolution, x: Any) -> int:
+    """Values of x per access: every row of the image starts aligned for it."""
+    return gcd(conv.width * conv.channels, address(x) // ITEMSIZE, ACCESS // ITEMSIZE)
+
+
+class _Geometry(NamedTuple):
+    """Image rows in shared memory under a tile of rows x columns output pixels, as in stem.cuh.
+
+    Attributes:
+        groups: of eight values, that a filter row is padded to.
+    """
+
+    conv: Convolution
+    groups: int
+    rows: int
+    columns: int
+
+    @property
+    def step(self) -> int:
+        return self.conv.stride[1] * self.conv.channels
+
+    @property
+    def image_rows(self) -> int:
+        return (self.rows - 1) * self.conv.stride[0] + self.conv.kernel[0]
+
+    @property
+    def length(self) -> int:
+        return round_up(7 + (self.columns - 1) * self.step + self.groups * GROUP, 8)
+
+    @property
+    def values(self) -> int:
+        """Of one tile."""
+        return self.image_rows * self.length
+
+    @property
+    def segments(self) -> int:
+        return ceil_div(self.conv.out_width, self.columns)
+
+    @property
+    def tiles(self) -> int:
+        """Of one image, one below the other."""
+        return ceil_div(self.conv.out_height, self.rows)
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """First value of the leftmost tile's rows, a multiple of eight, and where the first window starts there."""
+        window = -self.conv.padding[1] * self.conv.channels
+        return window // 8 * 8, window % 8
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        conv, (first, shift) = self.conv, self.start
+        return {
+            "height": conv.height, "values": conv.width * conv.channels, "out_height": conv.out_height,
+            "out_width": conv.out_width, "padding_h": conv.padding[0], "first": first, "shift": shift,
+            "segments": self.segments,
+        }  # fmt: skip
+
+    def defines(self, code: int, vector: int) -> dict[str, int]:
+        conv = self.conv
+        return {
+            "DTYPE": code, "CHANNELS": conv.channels, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1],
+            "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1], "TILE_Q": self.columns, "VEC_X": vector,
+        }  # fmt: skip
+
+
+def _tile(
+    conv: Convolution, groups: int, multiple: int, widest: int, shared: Any, heights: tuple[int, ...] = (4, 2, 1)
+) -> _Geometry:
+    """The widest tile, at most ``widest`` pixels, whose ``shared`` memory is there, and of such the highest."""
+    tiles = (
+        _Geometry(conv, groups, min(height, conv.out_height), round_up(ceil_div(conv.out_width, segments), multiple))
+        for segments in itertools.count(ceil_div(conv.out_width, widest))
+        for height in heights
+    )
+    return next(tile for tile in tiles if shared(tile) <= SHARED or tile[2:] == (1, multiple))
+
+
+@functools.lru_cache(maxsize=256)
+def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device: DeviceRecord) -> StemPlan:
+    """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
+    window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
+    split = step % 2
+    lead = 0 if split else conv.padding[1] * conv.channels % 2
+    groups = ceil_div(window + (split | lead), GROUP)
+    steps = ceil_div(conv.kernel[0] * groups, 2)
+    tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
+    registers = steps * tile_n // 4  # that hold the filter
+    resident = registers <= HELD
+    words = 32 * (1 + split) * registers  # of the packed filter, per column tile
+
+    def shared(tile: _Geometry) -> int:
+        return 2 * ITEMSIZE * tile.values + (0 if resident else 4 * words)
+
+    tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
+    fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
+    tiles_n = ceil_div(conv.out_channels, tile_n)
+    blocks = _blocks(tile_n // 2 + registers + 40) if resident else 2
+    columns = conv.images * tile.segments * tiles_n
+    strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
+    strips = ceil_div(tile.tiles, strip)
+    problem = argument(
+        _FORWARD, **tile.sizes, columns=conv.out_channels, strips=strips, strip_tiles=strip, tiles_n=tiles_n
+    )
+    defines = tile.defines(code, vectors[0]) | {
+        "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
+        "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+    }  # fmt: skip
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
+
+
+def _filter_columns(columns: int, steps: int, kinds: int) -> int:
+    """Columns of a block: 64 unless 32 are enough, or a filter in shared memory is too large or wastes half of it."""
+    held = steps * 64 // 4 <= HELD
+    large = 32 * kinds * steps * 64 // 4 * 4 > SHARED * 2 // 3
+    return 32 if columns <= 32 or (not held and (large or 0 < columns % 64 <= 32)) else 64
+
+
+def _strip(tiles: int, columns: int, resident: int) -> int:
+    """How many of the ``tiles`` of each column a block should take when ``resident`` blocks run at a time.
+
+    Long strips save starts, worth half a tile each; short ones leave few multiprocessors waiting for the last.
+    """
+    return min(
+        range(1, tiles + 1), key=lambda strip: ceil_div(columns * ceil_div(tiles, strip), resident) * (strip + 0.5)
+    )
+
+
+def _blocks(registers: int) -> int:
+    """Blocks per multiprocessor for a kernel that needs about so many registers."""
+    return max(2, min(5, 65536 // THREADS // round_up(registers, 8)))
+
+
+@functools.lru_cache(maxsize=256)
+def plan_weight(
+    conv: Convolution, code: int, dy_pitch: int, vectors: tuple[int, int], device: DeviceRecord
+) -> StemPlan:
+    """The launch of conv2d_stem_weight.cu. ``vectors``: values per access to x and dy."""
+    groups = ceil_div(conv.kernel[1] * conv.channels, GROUP)
+    tile_m = 32 if conv.out_channels <= 32 else 64
+    fragments = conv.kernel[0] * groups
+    warps_n = 1 if fragments <= WEIGHT_COLUMNS else 2
+    tiles_n = ceil_div(fragments, warps_n * WEIGHT_COLUMNS)
+    columns = ceil_div(fragments, tiles_n * warps_n)
+
+    def shared(tile: _Geometry) -> int:
+        new = min(conv.stride[0], conv.kernel[0])
+        behind = round_up((tile.step // 2 + 1) * 4, 16)
+        rows = STAGES * ((tile.columns * tile_m + new * tile.length) * ITEMSIZE + behind)
+        sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
+        return max(rows + (conv.kernel[0] + new) * tile.length * 4, sums)
+
+    tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
+    tiles_m = ceil_div(conv.out_channels, tile_m)
+    blocks = _blocks(tile_m // 16 * columns * 4 + columns + 60)
+    wanted = max(1, PLACES * blocks // (tiles_m * tiles_n))
+    stripes = conv.images * tile.segments
+    strip_rows = ceil_div(conv.out_height, max(1, min(wanted // stripes, ceil_div(conv.out_height, 8))))
+    strips_p = ceil_div(conv.out_height, strip_rows)
+    strips = stripes * strips_p
+    chunk = ceil_div(strips, wanted)
+    chunks = ceil_div(strips, chunk)
+    assert strips < 2**31
+    problem = argument(
+        _WEIGHT,
+        **tile.sizes,
+        dy_pitch=dy_pitch,
+        strips=strips,
+        chunk=chunk,
+        rows=conv.out_channels,
+        strips_p=strips_p,
+        strip_rows=strip_rows,
+        tiles_m=tiles_m,
+        tiles_n=tiles_n,
+    )
+    defines = tile.defines(code, vectors[0]) | {
+        "TILE_M": tile_m, "COLUMNS": columns, "WARPS_N": warps_n, "STAGES": STAGES,
+        "RAGGED": int(conv.out_width % tile.columns != 0), "BLOCKS": blocks, "VEC_DY": vectors[1],
+    }  # fmt: skip
+    return StemPlan(chunks * tiles_m * tiles_n, problem, defines, shared(tile), chunks)

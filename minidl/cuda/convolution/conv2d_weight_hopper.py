@@ -1,0 +1,235 @@
+"""Weight gradient of a convolution on Hopper's matrix units, for 16-bit types and in TF32, by conv2d_weight_hopper.cu.
+
+Everything here is worked out from sizes and the device record; `plan` says in one place when the kernel applies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.convolution.channel_sum import sum_partials
+from minidl.cuda.convolution.conv2d_family import Choice
+from minidl.cuda.convolution.conv2d_hopper import aligned
+from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.convolution.conv2d_weight_tiles import (
+    HALO,
+    ITEMSIZE,
+    ROW_BYTES,
+    TILES,
+    Division,
+    HaloTile,
+    WeightTile,
+    choose,
+    halo,
+    halo_views,
+    normalizes,
+    options,
+    span_of,
+    taken,
+    tiles_of,
+)
+from minidl.cuda.device import DeviceRecord
+from minidl.cuda.hopper import TF32, TensorMaps, View, Views
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import address, rows
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = [
+    "HALO",
+    "TILES",
+    "Division",
+    "HaloTile",
+    "Planned",
+    "WeightTile",
+    "applies",
+    "backward_weight",
+    "choose",
+    "halo",
+    "normalizes",
+    "options",
+    "pays",
+    "plan",
+    "tiles_of",
+]
+
+ARCH = (9, 0)
+
+# The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
+_PROBLEM = struct(
+    "",
+    "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
+    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
+)
+_HALO_PROBLEM = struct(
+    "",
+    "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
+    "further_n further_h further_w tiles_m tiles_n accumulate",
+)
+
+
+class Planned(NamedTuple):
+    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``parts``: partial sums that it leaves."""
+
+    stem: str
+    grid: int
+    block: int
+    views: Views
+    problem: np.ndarray
+    defines: dict[str, int]
+    shared: int
+    parts: int
+
+
+def backward_weight(
+    conv: Convolution,
+    code: int,
+    dy: Any,
+    x: Any,
+    out: Any,
+    accumulate: bool,
+    choice: Choice | None = None,
+    norm: Sequence[Any] | None = None,
+    tf32: int = 0,
+) -> None:
+    """Weight gradient into ``out``; ``norm``: moments, gamma and beta where ``x`` is a batch norm's input.
+
+    ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
+    """
+    dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
+    vec_y = gcd(address(out) // out.itemsize, 2)
+    pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
+    forced = taken(choice, conv, normalized, tf32)
+    planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
+    partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
+    launch(
+        planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
+        TensorMaps(planned.views, (dy, x)), partials, *(norm or (None,) * 3), planned.problem,
+        defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+    if planned.parts > 1:
+        sum_partials(partials, planned.parts, out, accumulate)
+
+
+@functools.lru_cache(maxsize=4096)
+def applies(conv: Convolution, code: int, device: DeviceRecord, tf32: int = 0) -> bool:
+    """Whether the kernel can do this: on compute capability 9.0, channels and filters of a group in multiples of eight,
+    of four in TF32 (``tf32``: 1 or 3), as far as the copy engine can walk the arrays densely (`View.legal`, offsets of
+    taps below 255).
+    """
+    if device.arch != ARCH or not (code or tf32):
+        return False
+    unit = conv.groups * (8 if code else 4)
+    if conv.channels % unit or conv.out_channels % unit:
+        return False
+    if max(conv.pixels, conv.images * conv.height * conv.width) >= 2**30:
+        return False
+    if any((taps - 1) * step > 254 for taps, step in zip(conv.kernel, conv.dilation, strict=True)):
+        return False
+    return _views(conv, code, (conv.channels, conv.out_channels), tf32).legal
+
+
+def pays(conv: Convolution, tf32: int = 0) -> bool:
+    """Whether it should beat the generic kernel, which packs the taps of few channels side by side.
+
+    Here each tap fills whole blocks of 64 channels, of 32 in TF32: that is made up for by speed up to some 2.5 or 1.6
+    times the columns, by the rates measured at 64 channels and more.
+    """
+    taps, span, channels = conv.kernel[0] * conv.kernel[1], span_of(tf32), conv.channels // conv.groups
+    return taps * ceil_div(channels, span) <= (1.6 if tf32 else 2.5) * ceil_div(taps * channels, span)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    conv: Convolution,
+    code: int,
+    pitches: tuple[int, int],
+    vec_y: int,
+    accumulate: bool,
+    forced: tuple[WeightTile | HaloTile, Division] | None = None,
+    normalized: bool = False,
+    tf32: int = 0,
+) -> Planned:
+    """The launch, where the kernel `applies`, over arrays whose rows start at multiples of 16 bytes.
+
+    Args:
+        pitches: elements per pixel of x and dy.
+        vec_y: values of the gradient that may be written at a time, as far as its address goes.
+        accumulate: whether a single partial sum is added to the gradient.
+        forced: tile and division, instead of those chosen.
+        normalized: whether x is the input of a batch norm with a ReLU over it.
+        tf32: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
+    """
+    tile, division = forced or choose(conv, normalized, tf32)
+    grid = halo(conv) if isinstance(tile, HaloTile) else None
+    views = halo_views(conv, code, pitches, grid) if grid else _views(conv, code, pitches, tf32)
+    assert views.legal, (conv, pitches)
+    span, rows, channels = span_of(tf32), conv.out_channels // conv.groups, conv.channels // conv.groups
+    height, width = grid.size if grid else (conv.out_height, conv.out_width)
+    steps, spans = ceil_div(conv.images * height * width, span), ceil_div(channels, span)
+    division = division.of(steps)
+    lines, further_w = divmod(span, width)
+    further_n, further_h = divmod(lines, height)
+    fields = {
+        "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
+        "further_h": further_h, "further_w": further_w, "accumulate": accumulate and division.parts == 1,
+    }  # fmt: skip
+    defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
+    defines["VEC_Y"] = vec_y if division.parts == 1 else 2
+    if grid:
+        stem, shared, tiles = "conv2d_weight_halo", grid.shared_bytes(tile.stages), (ceil_div(rows, span), spans)
+        fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
+        fields |= {"ahead": grid.ahead, "held": grid.ahead + tile.stages}
+    else:
+        taps = conv.kernel[0] * conv.kernel[1]
+        stem, shared = "conv2d_weight_hopper", tile.shared_bytes
+        tiles = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
+        fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans}
+        defines |= {"FLAT": int(_flat(conv))} | ({"TF32": int(tf32)} if tf32 else {})
+    problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
+    blocks = prod(tiles) * conv.groups * division.chunks
+    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts)
+
+
+def _flat(conv: Convolution) -> bool:
+    """Pixels of x and dy are the same."""
+    return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+
+
+def _views(conv: Convolution, code: int, pitches: tuple[int, int], tf32: int = 0) -> Views:
+    """Of dy and x. One product: the engine rounds; of three, the kernel needs what rounding leaves."""
+    code = TF32 if tf32 == 1 else code
+    return Views((_gradient(conv, code, pitches[1]), 0), (_source(conv, code, pitches[0]), 1))
+
+
+def _box(code: int) -> tuple[int, int]:
+    """(bytes of a value, channels or filters, and pixels, of a block of a stage)"""
+    itemsize = ITEMSIZE if code in (1, 2) else 4
+    return itemsize, ROW_BYTES // itemsize
+
+
+def _gradient(conv: Convolution, code: int, pitch: int) -> View:
+    itemsize, span = _box(code)
+    return View(code, (conv.out_channels, conv.pixels), (pitch * itemsize,), (span, span))
+
+
+def _source(conv: Convolution, code: int, pitch: int) -> View:
+    """x as the engine walks it: in steps of the stride from the padding on, as many pixels as dy has."""
+    itemsize, span = _box(code)
+    pixel = pitch * itemsize
+    if _flat(conv):
+        return View(code, (conv.channels, conv.pixels), (pixel,), (span, span))
+    first = tuple(-padding for padding in reversed(conv.padding))
+    counts, steps = (conv.out_width, conv.out_height), tuple(reversed(conv.stride))
+    sizes = (conv.width, conv.height)
+    last = tuple(
+        at + (count - 1) * step - (size - 1) for at, count, step, size in zip(first, counts, steps, sizes, strict=True)
+    )
+    pitches = (pixel, conv.width * pixel, conv.height * conv.width * pixel)
+    return View(code, (conv.channels, *sizes, conv.images), pitches, (span, span), (first, last), steps)

@@ -1,0 +1,432 @@
+"""Tiles of the weight gradient on Hopper, the grid of its halo kernel, and which of them should finish first.
+
+Pure functions of sizes: whatever is chosen here cuts the sums, so it must not depend on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from math import inf, prod
+from typing import NamedTuple
+
+from minidl.cuda.convolution.conv2d_family import Choice
+from minidl.cuda.convolution.conv2d_plan import Convolution
+from minidl.cuda.convolution.conv2d_walk import reads
+from minidl.cuda.hopper import View, Views
+from minidl.shapes import Pair, ceil_div, round_up
+
+__all__ = [
+    "HALO",
+    "ITEMSIZE",
+    "SPAN",
+    "TF32_TILES",
+    "THREE_TILES",
+    "TILES",
+    "WORKERS",
+    "Division",
+    "Grid",
+    "HaloTile",
+    "WeightTile",
+    "choose",
+    "halo",
+    "halo_views",
+    "normalizes",
+    "options",
+    "span_of",
+    "taken",
+    "tiles_of",
+]
+
+SPAN = 64  # channels, filters, and pixels of a block of a stage; of float32 half as many
+ROW_BYTES = 128  # of a block
+ITEMSIZE = 2
+SHARED_BYTES = 227 * 1024  # that a block may have
+WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
+
+
+class WeightTile(NamedTuple):
+    """Rows x columns of the gradient that a block computes.
+
+    Attributes:
+        rows, columns: the macros TILE_M and TILE_N, multiples of 64; each warp of those of float32 has 64 x 64 of them,
+            or half or a quarter as many.
+        warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
+        stages, resident: the macros STAGES and RESIDENT.
+    """
+
+    rows: int
+    columns: int
+    warpgroups: tuple[int, int]
+    stages: int
+    resident: int
+
+    @property
+    def name(self) -> str:
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warpgroups[0] * self.warpgroups[1] + (128 if self.resident == 1 else 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Stages, later reused for the sums."""
+        stages = self.stages * ROW_BYTES * (self.rows + self.columns)
+        return max(stages, 4 * self.rows * self.columns) + 1024
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of 16-bit values that go through shared memory for a stage: copied once, and read by every product of a
+        warpgroup.
+        """
+        down, across = self.rows // self.warpgroups[0] // SPAN, self.columns // self.warpgroups[1]
+        products = self.warpgroups[0] * self.warpgroups[1] * down
+        return ROW_BYTES * (self.rows + self.columns + products * (SPAN + across))
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
+            "WARPGROUPS_N": self.warpgroups[1], "STAGES": self.stages, "RESIDENT": self.resident,
+        }  # fmt: skip
+
+
+TILES = (
+    WeightTile(128, 128, (2, 1), 3, 2),
+    WeightTile(128, 256, (2, 1), 4, 1),
+    WeightTile(256, 128, (2, 1), 4, 1),
+    WeightTile(128, 192, (2, 1), 5, 1),
+    WeightTile(256, 192, (2, 1), 4, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(128, 64, (2, 1), 4, 2),
+    WeightTile(64, 128, (1, 2), 4, 2),
+    WeightTile(64, 64, (1, 1), 6, 2),
+)
+TF32_TILES = (
+    WeightTile(256, 128, (2, 1), 4, 1),
+    WeightTile(128, 256, (2, 1), 4, 1),
+    WeightTile(128, 128, (2, 1), 6, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(128, 64, (1, 1), 4, 2),
+    WeightTile(64, 128, (1, 1), 4, 2),
+    WeightTile(64, 64, (1, 1), 4, 3),
+)
+THREE_TILES = (
+    WeightTile(128, 128, (2, 1), 6, 1),
+    WeightTile(256, 64, (2, 1), 5, 1),
+    WeightTile(64, 256, (1, 2), 5, 1),
+    WeightTile(128, 64, (2, 1), 6, 1),
+    WeightTile(64, 64, (1, 1), 6, 2),
+)
+
+
+def span_of(tf32: int) -> int:
+    """Channels, filters and pixels of a block. ``tf32``: products that stand for one of float32; 0: 16-bit types."""
+    return SPAN // 2 if tf32 else SPAN
+
+
+def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
+    """The tiles for 16-bit types (0), TF32 (1), or three such products for each of float32 (3)."""
+    return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
+
+
+class HaloTile(NamedTuple):
+    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
+
+    stages: int
+    name, threads, resident = "halo", 512, 1
+    traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"STAGES": self.stages}
+
+
+HALO = HaloTile(5)
+_HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
+
+
+class Grid(NamedTuple):
+    """The grid of points that both arrays are laid over: points per image along (h, w), points from tap to tap."""
+
+    size: Pair
+    tap: Pair
+
+    @property
+    def ahead(self) -> int:
+        """Stages of x that one of dy reaches beyond its own."""
+        return (SPAN - 1 + 2 * sum(self.tap)) // SPAN
+
+    def shared_bytes(self, stages: int) -> int:
+        """Stages of both arrays, later reused for the sums."""
+        return max((self.ahead + 2 * stages + 1) * _HALO_BYTES, 4 * SPAN * 9 * SPAN) + 1024
+
+
+@functools.lru_cache(maxsize=1024)
+def halo(conv: Convolution) -> Grid | None:
+    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
+    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
+        return None
+    size = tuple(
+        max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
+        for image, outputs, padding, step in zip(
+            (conv.height, conv.width), conv.y_shape[1:3], conv.padding, conv.dilation, strict=True
+        )
+    )
+    grid = Grid(size, (conv.dilation[0] * size[1], conv.dilation[1]))
+    fits = grid.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
+    dense = conv.channels, conv.out_channels
+    return grid if fits and halo_views(conv, 1, dense, grid).legal else None
+
+
+def halo_views(conv: Convolution, code: int, pitches: tuple[int, int], grid: Grid) -> Views:
+    """Of dy and of x, walked over the grid."""
+    source = conv.images, conv.height, conv.width, conv.channels
+    return Views(
+        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), grid.size), 0),
+        (_on_grid(code, source, pitches[0], conv.padding, grid.size), 1),
+    )
+
+
+def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: Pair) -> View:
+    """An image as one walks it over a grid of points, of which some lie before and some behind it."""
+    images, height, width, channels = shape
+    pixel = pitch * ITEMSIZE
+    first = (-before[1], -before[0])
+    last = (grid[1] - before[1] - width, grid[0] - before[0] - height)
+    pitches = (pixel, width * pixel, height * width * pixel)
+    return View(code, (channels, width, height, images), pitches, (SPAN, SPAN), (first, last))
+
+
+class Division(NamedTuple):
+    """How the pixels are summed: in ``parts`` partial sums, each by a cluster of ``cluster`` blocks."""
+
+    parts: int
+    cluster: int
+
+    @property
+    def chunks(self) -> int:
+        return self.parts * self.cluster
+
+    def of(self, steps: int) -> Division:
+        """The same, but at least a step for each block."""
+        cluster = self.cluster
+        while cluster > steps:
+            cluster //= 2
+        return Division(min(self.parts, steps // cluster), cluster)
+
+
+class _Candidate(NamedTuple):
+    """A way to do the work.
+
+    Attributes:
+        steps: stages that make up the sum.
+        tiles: of the gradient.
+        itemsize: bytes of a value of x.
+        copied: bytes of a stage.
+        step: microseconds that a multiprocessor is busy with a stage of a tile.
+    """
+
+    tile: WeightTile | HaloTile
+    division: Division
+    steps: int
+    tiles: int
+    itemsize: int
+    copied: int
+    step: float
+
+
+class _Rates(NamedTuple):
+    """Microseconds, and what goes through in one.
+
+    Attributes:
+        copied: bytes that a multiprocessor copies into stages.
+        fetched: bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
+        shared: bytes that a multiprocessor's shared memory takes and gives.
+        memory: bytes of the whole device.
+        missed: of bytes copied, the share that the L2 cache did not keep.
+        exposed: of the shorter of memory traffic and work, what the longer does not hide.
+        alone: a block without another one beside it to hide its latencies, against two.
+        start: until the pipeline of a block is filled.
+        written: values of the gradient that a block writes.
+        merged: adding up the sums of a cluster of the halo kernel.
+        second: the kernel that adds partial sums; ``summed``: values of them that it adds.
+    """
+
+    copied: float
+    fetched: float
+    shared: float
+    memory: float
+    missed: float
+    exposed: float
+    alone: float
+    start: float
+    written: float
+    merged: float
+    second: float
+    summed: float
+
+
+# Fitted to times measured on an H200 (ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
+_SIXTEEN = _Rates(1.14e5, 1.01e6, 2.48e5, 4.11e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
+_FLOAT = _Rates(1.15e5, 9.0e5, inf, 4.26e6, 0.009, 0.12, 1.45, 0.9, 8.0e3, 0.0, 1.6, 4.9e5)
+_PRODUCTS = 3.5e6  # multiply-adds of a multiprocessor in a microsecond, of 16-bit types
+# In TF32, and in three such products for each, by rows x columns of a warp.
+_TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
+_THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
+_CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
+_MEMBERS = 16  # multiprocessors in a group
+_DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
+# Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
+# kernel; bytes of a pass of its own.
+_STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
+LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
+FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
+CLUSTERS = 1, 2
+ROUNDS = 8  # partial sums of a division that is fine
+
+
+def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
+    """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
+    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate))
+    return best.tile, best.division
+
+
+@functools.lru_cache(maxsize=1024)
+def normalizes(conv: Convolution) -> bool:
+    """Whether normalising x on the way should take less time than a pass that reads and writes it before; not in
+    groups.
+    """
+    if conv.groups > 1:
+        return False
+    apart, together = (min(_microseconds(conv, one) for one in _candidates(conv, n)) for n in (False, True))
+    x = ITEMSIZE * conv.images * conv.height * conv.width * conv.channels
+    return together < apart + _SIXTEEN.second + 2 * x / _PASSED
+
+
+def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
+    """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
+    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
+    found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
+    return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
+
+
+@functools.lru_cache(maxsize=1024)
+def taken(
+    choice: Choice | None, conv: Convolution, normalized: bool = False, tf32: int = 0
+) -> tuple[WeightTile | HaloTile, Division] | None:
+    """Tile and division of a choice; None where it names none that can do this."""
+    if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
+        return None
+    every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
+    tiles = {tile.name: tile for tile in every if not normalized or _spare(tile)}
+    return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
+
+
+def _spare(tile: WeightTile | HaloTile) -> bool:
+    """Whether a block has warps to spare that can normalise x, and registers for them."""
+    return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
+
+
+def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
+    """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
+    or not at all.
+    """
+    span, rates = span_of(tf32), _FLOAT if tf32 else _SIXTEEN
+    itemsize = ROW_BYTES // span
+    rows, channels, steps = conv.out_channels // conv.groups, conv.channels // conv.groups, ceil_div(conv.pixels, span)
+    blocks = conv.kernel[0] * conv.kernel[1] * ceil_div(channels, span)
+    least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
+    lines, odd = reads(conv.channels, itemsize)
+    slower = 1 + _CROSSING * lines + _ODD * odd
+    for tile in tiles_of(tf32):
+        tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
+        area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
+        if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
+            continue
+        if normalized and not _spare(tile):
+            continue
+        product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared)
+        normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
+        for division in _divisions(count, steps, tile.resident, tf32 > 0):
+            # Where a second kernel is needed anyway, clusters save too little for what they cost.
+            if division.cluster == 1 or division.parts == 1:
+                copied, copy = _copy(tiles, conv.groups, division, tile, span, rates)
+                step = max(product, copy * slower, normalizing)
+                yield _Candidate(tile, division, steps, count, itemsize, copied, step)
+    grid = None if tf32 else halo(conv)
+    if grid is not None:
+        steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
+        tiles = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
+        count = conv.groups * tiles[0] * tiles[1]
+        product = max(SPAN * area / _PRODUCTS, HALO.traffic / rates.shared)
+        for division in _divisions(count, steps, 1, False):
+            copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN, rates)
+            step = max(product, copy, normalized * _HALO_NORMALIZED)
+            yield _Candidate(HALO, division, steps, count, itemsize, copied, step)
+
+
+def _rate(tile: WeightTile, tf32: int) -> float:
+    """Multiply-adds of a multiprocessor in a microsecond."""
+    if not tf32:
+        return _PRODUCTS
+    rates = _TF32_PRODUCTS if tf32 == 1 else _THREE_PRODUCTS
+    return rates[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
+
+
+def _copy(
+    tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, rates: _Rates
+) -> tuple[int, float]:
+    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor.
+
+    ``tiles``: of a group of channels, along rows and columns.
+    """
+    # The hardware fills one group of multiprocessors after the other with blocks, but deals out clusters among them.
+    members, count = range(tile.resident * _MEMBERS), groups * tiles[0] * tiles[1]
+    if division.cluster > 1:
+        members = [turn * WORKERS // 2 + index for turn in range(tile.resident) for index in _DEALT]
+    fetched, height, width = set(), tile.rows // span, tile.columns // span
+    for part, index in (divmod(index, count) for index in members if index < count * division.parts):
+        m, n = divmod(index, tiles[1])  # m: rows of tiles of all groups
+        fetched |= {(part, "dy", block) for block in range(m * height, (m + 1) * height)}
+        # Another tap of the same channels is another fetch, though of pixels nearby.
+        fetched |= {(part, "x", m // tiles[0], block) for block in range(n * width, (n + 1) * width)}
+    copied = ROW_BYTES * (tile.rows + tile.columns)
+    fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
+    return copied, max(copied / rates.copied, fetches / rates.fetched)
+
+
+def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Division]:
+    """``finely``: also so that what does not fill all multiprocessors once may fill them some times, nearly: for steps
+    that take long. In 16 bits partial sums would cost more.
+    """
+    full = resident * WORKERS // tiles
+    counts = {1, full, 2 * full} | (set(range(2, ROUNDS + 1)) if finely and full < 2 else set())
+    while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
+        full //= 2
+        counts.add(full)
+    divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
+    return sorted(one for one in divisions if one.chunks == 1 or 0 < LEAST * one.chunks <= steps)
+
+
+def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
+    """Roughly the time that it takes."""
+    tile, division, steps, tiles, itemsize, copied, step = candidate
+    rates = _SIXTEEN if itemsize == ITEMSIZE else _FLOAT
+    share = ceil_div(tiles * division.chunks, WORKERS)
+    rounds = share + (rates.alone - 1 if share % tile.resident else 0)
+    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
+    merged = rates.merged if division.cluster > 1 and isinstance(tile, HaloTile) else 0
+    around = rates.start + gradient / tiles / rates.written + merged
+    busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, tile.resident) * around
+    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
+    memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels)
+    waited = (memory + rates.missed * tiles * steps * copied) / rates.memory + rates.start
+    time = max(busy, waited) + rates.exposed * min(busy, waited)
+    if division.parts > 1:
+        time += rates.second + division.parts * gradient / rates.summed
+    return time

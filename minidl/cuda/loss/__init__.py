@@ -1,0 +1,1 @@
+"""Losses and what else goes along rows of classes."""

@@ -1,0 +1,362 @@
+"""Batch normalisation on the GPU, split where a reduction over ranks can fall; formulas in batch_norm.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl import checks, shapes
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.convolution.conv2d_statistics import Sums
+from minidl.cuda.launch import launch
+from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
+
+__all__ = [
+    "batch_norm_apply",
+    "batch_norm_backward_apply",
+    "batch_norm_backward_stats",
+    "batch_norm_backward_sums",
+    "batch_norm_concat",
+    "batch_norm_eval_moments",
+    "batch_norm_finalize",
+    "batch_norm_join_backward_stats",
+    "batch_norm_merge",
+    "batch_norm_relu_backward_apply",
+    "batch_norm_relu_backward_stats",
+    "batch_norm_stats",
+]
+
+THREADS = 256
+# Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
+# Part of the cut, hence of the result's bits.
+TARGET_BLOCKS = 396
+LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
+MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
+UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
+MERGE_CHANNELS = 8  # of a block that merges chunks
+MERGE_LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
+
+
+class Chunks(NamedTuple):
+    """A cut of (rows, channels) into chunks of rows, as ``Chunks`` of batch_norm.cu expects it."""
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    shared: int  # bytes: two values per lane and channel of a tile, and one more per channel
+    chunks: int
+    argument: np.ndarray
+
+
+_ARGUMENT = np.dtype(
+    [(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "y_pitch", "channels", "chunk_rows", "chunks")]
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_rows(
+    count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int = 0, y_pitch: int = 0
+) -> Chunks:
+    """The cut for ``count`` rows of ``channels``.
+
+    Which rows a chunk has and which lane sums them depends on the shape and the type alone: neither the device nor the
+    pitch nor the vector width changes a bit of the result.
+    """
+    assert count < ROW_LIMIT, count
+    ideal = shapes.ceil_div(channels, 16 // itemsize)
+    lanes = 32 if ideal <= 8 else 16 if ideal <= 16 else 8
+    columns = THREADS // lanes
+    # As many chunks as fill the device once, or as many whole times as bound the rows of a thread.
+    ideal_tiles, per_thread, rounds = shapes.ceil_div(ideal, columns), MOST_ROWS_PER_THREAD + 1, 0
+    while per_thread > MOST_ROWS_PER_THREAD:
+        rounds += 1
+        wanted = max(1, rounds * TARGET_BLOCKS // ideal_tiles)
+        per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
+    chunk_rows = lanes * max(per_thread, 8, LEAST_CHUNK_ROWS // lanes)
+    chunks = shapes.ceil_div(count, chunk_rows)
+
+    vectors = channels // vec
+    tiles = shapes.ceil_div(vectors, columns)
+    argument = np.array([(count, x_pitch, dy_pitch, y_pitch, channels, chunk_rows, chunks)], _ARGUMENT)
+    argument.setflags(write=False)
+    threads = shapes.ceil_div(vectors, tiles)
+    shared = (2 * lanes + 1) * threads * vec * 4
+    return Chunks((chunks, tiles), (threads, lanes), shared, chunks, argument)
+
+
+def _merge(kernel: str, chunks: int, channels: int, *args: Any) -> None:
+    """Start a kernel that merges the chunks' partial results in their order."""
+    lanes = FEW_LANES if chunks <= FEW_CHUNKS else MERGE_LANES
+    grid, block = shapes.ceil_div(channels, MERGE_CHANNELS), MERGE_CHANNELS * lanes
+    launch("batch_norm", kernel, grid, block, *args, defines={"MERGE": lanes})
+
+
+def batch_norm_stats(x: Any) -> Any:
+    """Count, means and sums of squared deviations of each channel of ``x`` (..., C): (1 + 2C,) float64."""
+    code = dtype_code(x, "batch_norm_stats")
+    x = as_rows(x)
+    count, channels, pitch = rows(x)
+    vec = vector_width(x)
+    cut = cut_rows(count, channels, x.itemsize, vec, pitch)
+    mean = empty((cut.chunks, channels), np.float64)
+    squares = empty((cut.chunks, channels), np.float32)
+    stats = empty(1 + 2 * channels, np.float64)
+    defines = {"STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
+    launch(
+        "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
+        x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
+    )  # fmt: skip
+    _merge("batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, cut.argument)
+    return stats
+
+
+def batch_norm_finalize(
+    stats: Any, eps: float, *, running_mean: Any = None, running_var: Any = None, momentum: float = 0.1
+) -> tuple[Any, Any]:
+    """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
+
+    Statistics that ``conv2d_stats`` left unfinished are taken, too.
+
+    Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
+    unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
+
+    Returns:
+        moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
+        count: (1,) float64.
+    """
+    if isinstance(stats, Sums):
+        _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
+        return stats.finalize(eps, running_mean, running_var, momentum)
+    assert stats.dtype == np.float64 and stats.flags.c_contiguous, checks.describe(stats)
+    channels = (stats.shape[-1] - 1) // 2
+    parts = 1 if stats.ndim == 1 else stats.shape[0]
+    _check_parameters(channels, running_mean=running_mean, running_var=running_var)
+    moments = empty((2, channels), np.float32)
+    count = empty(1, np.float64)
+    launch(
+        "batch_norm", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
+        stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
+        np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
+    )  # fmt: skip
+    return moments, count
+
+
+def batch_norm_merge(stats: Any) -> Any:
+    """Statistics that ``conv2d_stats`` left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
+    return stats.statistics() if isinstance(stats, Sums) else stats
+
+
+def batch_norm_concat(parts: Sequence[Any]) -> Any:
+    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64."""
+    stats, *others = map(batch_norm_merge, parts)
+    for part in others:
+        assert part.dtype == stats.dtype == np.float64, (part.dtype, stats.dtype)
+        first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
+        both = empty(1 + 2 * channels, np.float64)
+        launch(
+            "batch_norm", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
+            stats, part, both, np.int32(first), np.int32(channels), defines={"MERGE": FEW_LANES},
+        )  # fmt: skip
+        stats = both
+    return stats
+
+
+def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> Any:
+    """Moments (2, C) float32 from running statistics: mean and ``1/sqrt(variance + eps)``."""
+    channels = running_mean.shape[0]
+    _check_parameters(channels, running_mean=running_mean, running_var=running_var)
+    moments = empty((2, channels), np.float32)
+    launch(
+        "batch_norm", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
+        running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": FEW_LANES},
+    )  # fmt: skip
+    return moments
+
+
+def batch_norm_apply(
+    x: Any,
+    moments: Any,
+    gamma: Any = None,
+    beta: Any = None,
+    *,
+    add: Any = None,
+    add_moments: Any = None,
+    add_gamma: Any = None,
+    add_beta: Any = None,
+    relu: bool = False,
+) -> Any:
+    """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``.
+
+    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection.
+    """
+    code = dtype_code(x, "batch_norm_apply")
+    x, add = as_rows(x), _same(x, add)
+    channels = x.shape[-1]
+    _check_parameters(2 * channels, moments=moments)
+    assert add is not None or add_moments is None, "moments of nothing"
+    _check_parameters(2 * channels, add_moments=add_moments)
+    _check_parameters(channels, gamma=gamma, beta=beta, add_gamma=add_gamma, add_beta=add_beta)
+    y = empty(x.shape, x.dtype)
+    arrays = (x, y) if add is None else (x, y, add)
+    parameters = (moments, gamma, beta, add_moments, add_gamma, add_beta)
+    plan = walk_channels(*arrays, unroll=4 if add_moments is None else 2, parameters=parameters)
+    kind = 0 if add is None else 1 if add_moments is None else 2
+    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
+    bound = np.float32(0.0 if relu else -np.inf)
+    launch(
+        "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, bound, np.int32(channels), plan.argument,
+        defines=defines,
+    )  # fmt: skip
+    return y
+
+
+def batch_norm_backward_stats(
+    dy: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
+) -> Any:
+    """``[sum dy, sum dy*(x - mean)*rstd]`` per channel: (2, C) float64.
+
+    The same sums, rounded to float32, go to the local gradients ``dbeta`` and ``dgamma`` (C,) where given (added with
+    ``accumulate``), before anyone reduces the returned ones over ranks.
+    """
+    return _backward_stats(0, dy, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_relu_backward_stats(
+    dy: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    *,
+    dgamma: Any = None,
+    dbeta: Any = None,
+    accumulate: bool = False,
+) -> Any:
+    """`batch_norm_backward_stats` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient.
+
+    It counts where the output was positive, which is recomputed from ``x`` with the forward pass's rounding.
+    """
+    affine = {"gamma": gamma, "beta": beta}
+    return _backward_stats(1, dy, x, moments, **affine, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_join_backward_stats(
+    dy: Any, y: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
+) -> tuple[Any, Any]:
+    """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``, in one pass.
+
+    ``y`` is the output of a ReLU over a sum with this batch norm in it; the other summands get ``g`` too.
+    """
+    masked = empty(dy.shape, dy.dtype)
+    y = _same(x, y)
+    out = {"y": y, "masked": masked}
+    return _backward_stats(2, dy, x, moments, **out, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate), masked
+
+
+def _backward_stats(
+    mask: int,
+    dy: Any,
+    x: Any,
+    moments: Any,
+    *,
+    gamma: Any = None,
+    beta: Any = None,
+    y: Any = None,
+    masked: Any = None,
+    dgamma: Any,
+    dbeta: Any,
+    accumulate: bool,
+) -> Any:
+    """The statistics of the backward pass; ``mask`` is the kernel's macro MASK."""
+    code = dtype_code(x, "batch_norm_backward_stats")
+    x, dy = as_rows(x), _same(x, dy)
+    count, channels, x_pitch = rows(x)
+    _check_parameters(2 * channels, moments=moments)
+    _check_parameters(channels, gamma=gamma, beta=beta, dgamma=dgamma, dbeta=dbeta)
+    vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, y, masked) if array is not None))
+    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if y is None else rows(y)[2])
+    partial = empty((cut.chunks, 2, channels), np.float32)
+    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
+    launch(
+        "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
+        dy, x, moments, gamma, beta, y, masked, partial, cut.argument, defines=defines, shared=cut.shared,
+    )  # fmt: skip
+    return batch_norm_backward_sums(partial, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_backward_sums(
+    parts: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
+) -> Any:
+    """What `batch_norm_backward_stats` returns and writes, from the parts that ``conv2d_backward_data_masked`` left.
+
+    Args:
+        parts: (R, 2, C) float32: sums of ``dy`` and of ``dy*(x - mean)``, added up in their order.
+    """
+    chunks, _, channels = parts.shape
+    _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
+    sums = empty((2, channels), np.float64)
+    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate), np.int32(chunks), np.int32(channels)
+    _merge("batch_norm_backward_merge_kernel", chunks, channels, *args)
+    return sums
+
+
+def batch_norm_backward_apply(
+    dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, *, add: Any = None
+) -> Any:
+    """``gamma*rstd*(dy - sums[0]/count - xhat*sums[1]/count)`` (+ ``add``), rounded once.
+
+    With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
+    """
+    return _backward_apply(0, dy, x, moments, gamma, None, sums, count, add)
+
+
+def batch_norm_relu_backward_apply(
+    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, *, add: Any = None
+) -> Any:
+    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
+    return _backward_apply(1, dy, x, moments, gamma, beta, sums, count, add)
+
+
+def _backward_apply(
+    mask: int, dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, add: Any
+) -> Any:
+    """The gradient of the input; ``mask`` is the kernel's macro MASK."""
+    code = dtype_code(dy, "batch_norm_backward_apply", "dy")
+    batch = sums is not None
+    dy, add = as_rows(dy), _same(dy, add)
+    x = _same(dy, x) if batch or mask else None
+    channels = dy.shape[-1]
+    _check_parameters(2 * channels, moments=moments)
+    _check_parameters(channels, gamma=gamma, beta=beta)
+    dx = empty(dy.shape, dy.dtype)
+    # The kernel knows its arrays by place: dy, dx, x, add; an absent x lends its place to dy.
+    arrays = (dy, dx, dy if x is None else x, *(() if add is None else (add,)))
+    parameters = (moments, gamma, beta, sums)
+    plan = walk_channels(*arrays, unroll=2, per_sm=24, parameters=parameters)
+    defines = {
+        "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
+        "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,
+    }  # fmt: skip
+    launch(
+        "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
+        dy, x, moments, gamma, beta, sums, count, add, dx, np.int32(channels), plan.argument, defines=defines,
+    )  # fmt: skip
+    return dx
+
+
+def _same(x: Any, other: Any) -> Any:
+    """``other`` as rows, of the shape and type of ``x``; None stays None."""
+    if other is None:
+        return None
+    assert other.shape == x.shape and other.dtype == x.dtype, (checks.describe(x), checks.describe(other))
+    return as_rows(other)
+
+
+def _check_parameters(size: int, **arrays: Any) -> None:
+    """Each array that is given is dense float32 of ``size`` elements: kernels read it through a bare pointer."""
+    for name, x in arrays.items():
+        if x is not None and (x.dtype != np.float32 or x.size != size or not x.flags.c_contiguous):
+            raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
