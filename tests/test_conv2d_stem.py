@@ -235,7 +235,7 @@ def test_every_output_is_written_and_every_run_gives_the_same_bits(stem, case, d
         return array
 
     for name in ("conv2d", "conv2d_stem", "channel_sum"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.{name}"], "empty", poisoned)
+        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{name}"], "empty", poisoned)
     for a, b in zip(expected, run(), strict=True):
         assert np.array_equal(a, b)
 

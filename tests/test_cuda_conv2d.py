@@ -344,7 +344,7 @@ def test_every_output_is_written(cuda_ops, dtype, rng, groups, monkeypatch):
         return array
 
     for stem in ("conv2d", "channel_sum", "widen"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.{stem}"], "empty", poisoned)
+        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{stem}"], "empty", poisoned)
     for a, b in zip(expected, _all(cuda_ops, *placed, **options), strict=True):
         assert np.isfinite(b.astype(np.float32)).all()
         assert np.array_equal(a.view(np.uint8), b.view(np.uint8))

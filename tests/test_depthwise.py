@@ -159,7 +159,7 @@ def test_all_of_the_output_and_nothing_else_is_written(cuda_ops, case, rng, monk
     hosts, guarded = draws(rng, case, bfloat16), Guarded(cuda_ops)
     placed = put(cuda_ops, *hosts)
     for module in ("conv2d", "depthwise_strip"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.{module}"], "empty", guarded)
+        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{module}"], "empty", guarded)
     same(three(cuda_ops, case, *placed), expected_of(case, *hosts, bfloat16))
     guarded.check(3)
 
