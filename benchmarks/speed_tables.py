@@ -73,16 +73,17 @@ def _usual_steps() -> Iterator[tuple]:
 
 
 def _all_convolutions() -> Iterator[tuple]:
-    groups: dict[tuple[str, str], list[tuple[float, str, str]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     for speed, machine, row in _convolutions():
         part = f"{row['case']}, {row['pass'].replace('_', ' ')}"
-        groups.setdefault((machine, row["dtype"]), []).append((speed, part, row["case"].split()[0]))
-    for (machine, dtype), members in groups.items():
+        kind = "grouped convolutions" if " in " in row["case"] else "convolutions"
+        groups.setdefault((kind, machine, row["dtype"]), []).append((speed, part, row["case"].split()[0]))
+    for (kind, machine, dtype), members in groups.items():
         networks = ", ".join(sorted({network for _, _, network in members}))
         worst, part, _ = min(members)
         peer = "oneDNN" if machine.startswith("CPU") else "cuDNN"
         mean = statistics.geometric_mean(speed for speed, _, _ in members)
-        yield mean, f"convolutions of {networks}, {dtype}", machine, peer, f"{worst:.2f}: {part}"
+        yield mean, f"{kind} of {networks}, {dtype}", machine, peer, f"{worst:.2f}: {part}"
 
 
 def _all_operations() -> Iterator[tuple]:
