@@ -100,7 +100,7 @@ def each_site() -> str:
     for case, of_sites in cases.items():
         lines = sorted((_site_line(rows) for rows in of_sites.values()), key=lambda line: line[0])
         head = ["batch norm", "shape", "times", *PLANS, "best", "best plan / best", "by"]
-        parts.append(f"### {', '.join(case)}\n\n{markdown(head, [line for _, line in lines])}")
+        parts.append(f"## {', '.join(case)}\n\n{markdown(head, [line for _, line in lines])}")
     return "\n\n".join(parts)
 
 

@@ -140,7 +140,7 @@ def test_squeeze_excitation_and_depthwise_separable_blocks(rng):
     inner = before.compute
     before.compute = lambda value: found.setdefault("x", inner(value))
     out = model.forward(image)
-    np.testing.assert_allclose(out, found["x"] * found["gate"], rtol=1e-6)
+    np.testing.assert_allclose(out, found["x"].array * found["gate"], rtol=1e-6)
     model.backward(out)
 
 

@@ -34,7 +34,8 @@
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// RELU; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// RELU; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup;
+// RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.

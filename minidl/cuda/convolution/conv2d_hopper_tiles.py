@@ -177,6 +177,8 @@ def choose(
 ) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on; arguments as of `microseconds`."""
     among = candidates(conv, backward, device, code, normalized)
+    if backward and sums and max(conv.stride) > 1:  # pixels apart and their masks: too many registers for two blocks
+        among = [tile for tile in among if tile.resident == 1]
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
