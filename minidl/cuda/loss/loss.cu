@@ -4,7 +4,8 @@
 //   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; weights (K,) float or null for ones; lse
 //   (rows,) float: log of the sum of exponentials; dlogits (rows, K) dense; totals double[COLUMNS]: loss, weights of the
 //   labels that count, labels that are the first largest logit of their row, labels out of range; SMOOTHED: labels that
-//   count, labels among the first `top`; partial (blocks, COLUMNS) double: totals of each block's fixed run of rows.
+//   count, labels among the first `top`, both without rows whose loss is no number; partial (blocks, COLUMNS) double: totals
+//   of each block's fixed run of rows.
 //
 //   loss of a row with label y, e = smoothing, w = weights: (1 - e) w_y (lse - x_y) + e/K sum_k w_k (lse - x_k)
 //   (Szegedy et al., "Rethinking the Inception architecture", CVPR 2016; divided by the sum of w_y, as in torch.nn)
@@ -53,7 +54,7 @@ struct Totals {
     }
 
     // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k.
-    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread,
+    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, double spread,
                                         double all, float smoothing, int classes) {
         double term = double(log_sum) + double(below);
         if (SMOOTHED) {
@@ -90,7 +91,8 @@ DEVICE X all_weights(const float* shared) {
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
+#ifdef RESIDENT
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
                       float* __restrict__ lse, double* __restrict__ partial, i64 rows, int passes, i64 ignore_index,
                       float smoothing, int top) {
@@ -99,33 +101,35 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
     const double all = SMOOTHED ? all_weights<double>(shared) : 0.0;
     Totals mine;
     for_labelled_rows(memory, logits, labels, rows, passes, ignore_index,
-                      [&](i64 row, const T* x, const i64(&label)[RUN]) {
-        const Run run(x);
+                      [&](i64 row, const T* tile, int at, const i64(&label)[RUN]) {
+        const Run run(tile, at);
         float log_sums[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             const float peak = run.peak(r);
             const Around around(peak);
-            float sum = 0.0f, spread = 0.0f;
+            float sum = 0.0f, spread = 0.0f;  // the latter of w (x - peak) log2(e)
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) {
-                const float v = run.at(r, k);
-                sum += around.exponential(v);
-                if (SMOOTHED) spread = fmaf(weight_at(shared, k), peak - v, spread);
+                const float power = around.power(run.at(r, k));
+                sum += two_to_the(power);
+                if (SMOOTHED) spread = WEIGHTED ? fmaf(shared[k], power, spread) : spread + power;
             }
             const float log_sum = around.log_sum(sum);
             log_sums[r] = peak + log_sum;
             const bool inside = u64(label[r]) < CLASSES, ignored = label[r] == ignore_index;
             const int target = inside ? int(label[r]) : 0;
-            const T own = x[r * CLASSES + target];
+            const T own = tile[element((at + r) * CLASSES + target)];
             const u32 wanted = in_every_lane(own);
             int ahead = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target);
-            if (SMOOTHED) ahead += run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all();
-            const bool counted = inside && !ignored;
+            if (SMOOTHED && top > 1) ahead += run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all();
+            const bool counted = inside && !ignored, first = to_float(own) == peak && ahead == 0;
             mine.outside += !inside && !ignored;
-            mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), spread, all, smoothing, CLASSES);
-            mine.correct += counted && ahead == 0 && (SMOOTHED || to_float(own) == peak);
-            mine.among_top += counted && ahead < top;
+            mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), around.below(spread, all), all,
+                     smoothing, CLASSES);
+            const bool known = !SMOOTHED || log_sum == log_sum;
+            mine.correct += counted && known && first;
+            mine.among_top += counted && known && (top > 1 ? ahead < top : first);
         }
         if (row + RUN <= rows) {
             store(lse + row, log_sums);
@@ -136,6 +140,7 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
     mine.write(partial);
 }
 
+#else
 extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
                                const float* __restrict__ weights, const float* __restrict__ lse,
@@ -144,28 +149,35 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
     extern __shared__ uint4 memory[];
     const Rewrite at(memory, logits, rows);
     const float* shared = share_weights(weights);
-    i64 label[RUN];
-    float norm[RUN];
+    i64 label[RUNS][RUN];
+    float norm[RUNS][RUN];
     at.fetch(labels, ignore_index, label);
     at.fetch(lse, 0.0f, norm);
     const float share = SMOOTHED ? smoothing / CLASSES : 0.0f;
     const float spread_out = SMOOTHED ? share * all_weights<float>(shared) : 0.0f;
     const float whole = gradient_factor(totals, scale);
-    float factor[RUN], own[RUN];
-#pragma unroll
-    for (int r = 0; r < RUN; ++r) {
-        const bool valid = counts(label[r], CLASSES, ignore_index);
-        factor[r] = valid ? whole : 0.0f;
-        own[r] = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_at(shared, int(label[r])) : 0.0f;
-    }
     await_copies<0>();
-    const Run run(at.tile + at.row * CLASSES);
-    at.finish(dlogits, [&](int r, int k) {
-        const float p = exponential(run.at(r, k) - norm[r]), taken = k == int(label[r]) ? own[r] : 0.0f;
-        const float less = SMOOTHED ? fmaf(share, weight_at(shared, k), taken) : taken;
-        return factor[r] == 0.0f ? 0.0f : fmaf(own[r] + spread_out, p, -less) * factor[r];
-    });
+#pragma unroll
+    for (int part = 0; part < RUNS; ++part) {
+        if (at.row(part) >= at.count) break;
+        float factor[RUN], own[RUN];
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) {
+            const i64 of = label[part][r];
+            const bool valid = counts(of, CLASSES, ignore_index);
+            factor[r] = valid ? whole : 0.0f;
+            own[r] = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_at(shared, int(of)) : 0.0f;
+        }
+        const Run run(at.tile, at.row(part));
+        at.change(part, [&](int r, int k) {
+            const float p = exponential(run.at(r, k) - norm[part][r]), taken = k == int(label[part][r]) ? own[r] : 0.0f;
+            const float less = SMOOTHED ? fmaf(share, weight_at(shared, k), taken) : taken;
+            return factor[r] == 0.0f ? 0.0f : fmaf(own[r] + spread_out, p, -less) * factor[r];
+        });
+    }
+    at.finish(dlogits);
 }
+#endif
 
 #elif defined(LANES)
 // ------------------------------------------------------------------------------------------------ many threads per row
@@ -285,8 +297,9 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
         }
         const float weight = SMOOTHED ? weight_of(weights, int(label)) : 1.0f;
         mine.add(true, log_sum, peak - own, weight, spread, all, smoothing, classes);
-        mine.correct += SMOOTHED ? ahead == 0.0f : is_first_largest(x, int(label), own, peak, where);
-        mine.among_top += ahead < float(top);
+        const bool known = !SMOOTHED || log_sum == log_sum;
+        mine.correct += SMOOTHED ? known && ahead == 0.0f : is_first_largest(x, int(label), own, peak, where);
+        mine.among_top += known && ahead < float(top);
     }
     __syncthreads();
     mine.write(partial);

@@ -21,7 +21,7 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
     __shared__ u64 scratch[32][33];
     const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 total = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int row = warp; row < rows; row += 32)
         if (column < size) total += partial[i64(row) * size + column];
     scratch[threadIdx.x % 32][warp] = total;
@@ -35,39 +35,40 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
 
 #if defined(SUMS)
 
-// A thread's sums by label lie in shared memory, where no other thread's are; in front of the tiles.
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 5 : 2)
+// A thread's sums by label lie in shared memory, where no other thread's are, and the block's counts of pixels behind them;
+// then the tiles.
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, int passes,
           i64 ignore_index) {
+    constexpr int IN_FRONT = CLASSES * BLOCK / 4 + (CLASSES + 3) / 4;
     extern __shared__ uint4 memory[];
     float* hits = reinterpret_cast<float*>(memory) + threadIdx.x;  // of class k at k * BLOCK
-    float* pixels = hits + CLASSES * BLOCK;
+    u32* pixels = reinterpret_cast<u32*>(memory) + CLASSES * BLOCK;
     float mass[CLASSES] = {};
     int outside = 0;
 #pragma unroll
-    for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = pixels[k * BLOCK] = 0.0f;
-    for_labelled_rows(memory + 2 * CLASSES * BLOCK / 4, p, labels, rows, passes, ignore_index,
-                      [&](i64, const T* x, const i64(&label)[RUN]) {
-        const Run run(x);
+    for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = 0.0f;
+    if (threadIdx.x < CLASSES) pixels[threadIdx.x] = 0;
+    __syncthreads();
+    for_labelled_rows(memory + IN_FRONT, p, labels, rows, passes, ignore_index,
+                      [&](i64, const T* tile, int at, const i64(&label)[RUN]) {
+        const Run run(tile, at);
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             const bool valid = counts(label[r], CLASSES, ignore_index);
             outside += !valid && label[r] != ignore_index;
-            if (valid) {
-                hits[int(label[r]) * BLOCK] += to_float(x[r * CLASSES + int(label[r])]);
-                pixels[int(label[r]) * BLOCK] += 1.0f;
-            }
+            if (!valid) continue;
+            hits[int(label[r]) * BLOCK] += to_float(tile[element((at + r) * CLASSES + int(label[r]))]);
+            atomicAdd(pixels + int(label[r]), 1u);
 #pragma unroll
-            for (int k = 0; k < CLASSES; ++k) mass[k] += valid ? run.at(r, k) : 0.0f;
+            for (int k = 0; k < CLASSES; ++k) mass[k] += run.at(r, k);
         }
     });
 
     // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto totals = [&](int of) {  // 3K + 1 of a warp, in the place of its tile
-        return reinterpret_cast<double*>(reinterpret_cast<T*>(memory + 2 * CLASSES * BLOCK / 4) + of * (STAGES * TILE * CLASSES));
-    };
-    const auto sum_columns = [&](int columns, auto place) {
+    double* totals = reinterpret_cast<double*>(of_warp(memory + IN_FRONT));  // hits, masses, outside
+    const auto sum_columns = [&](int columns, int place) {
         __syncwarp();
         for (int k = lane; k < columns; k += 32) {
             double sum = 0.0;
@@ -76,28 +77,33 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
                 const float4 v = reinterpret_cast<const float4*>(memory)[(k * BLOCK + warp * 32) / 4 + (i + lane) % 8];
                 sum += double((v.x + v.y) + (v.z + v.w));
             }
-            totals(warp)[place(k)] = sum;
+            totals[place + k] = sum;
         }
         __syncwarp();
     };
-    sum_columns(2 * CLASSES, [](int k) { return k < CLASSES ? k : k + CLASSES; });
+    sum_columns(CLASSES, 0);
 #pragma unroll
     for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = mass[k];
-    pixels[0] = outside;
-    sum_columns(CLASSES + 1, [](int k) { return k < CLASSES ? CLASSES + k : 3 * CLASSES; });
+    sum_columns(CLASSES, CLASSES);
+    outside = warp_sum(outside);
+    if (lane == 0) totals[2 * CLASSES] = outside;
     __syncthreads();
     for (int k = threadIdx.x; k < 3 * CLASSES + 1; k += BLOCK) {
-        double sum = 0.0;
+        const bool counted = k / CLASSES == 2;
+        double sum = counted ? double(pixels[k - 2 * CLASSES]) : 0.0;
 #pragma unroll
-        for (int w = 0; w < BLOCK / 32; ++w) sum += totals(w)[k];
+        for (int w = 0; w < BLOCK / 32; ++w)
+            if (!counted) sum += reinterpret_cast<const double*>(of_warp(memory + IN_FRONT, w))[k < 2 * CLASSES ? k : 2 * CLASSES];
         partial[i64(blockIdx.x) * (3 * CLASSES + 1) + k] = sum;
     }
 }
 
 #elif defined(CONFUSION)
 
+DEVICE bool is_number(T x) { return to_float(x) == to_float(x); }
+
 // Shared memory: the block's counts, up to a multiple of 16 bytes, then the tiles.
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 6 : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ found, i64 rows, int passes,
           i64 ignore_index) {
     constexpr int SIZE = CLASSES * CLASSES + 1;
@@ -106,8 +112,8 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
     for (int i = threadIdx.x; i < SIZE; i += BLOCK) local[i] = 0;
     __syncthreads();
     for_labelled_rows(memory + ceil_div(SIZE, 4), p, labels, rows, passes, ignore_index,
-                      [&](i64, const T* x, const i64(&label)[RUN]) {
-        const Run run(x);
+                      [&](i64, const T* tile, int at, const i64(&label)[RUN]) {
+        const Run run(tile, at);
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             if (label[r] == ignore_index) continue;
@@ -115,7 +121,7 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
             const u32 wanted = in_every_lane(from_float<T>(peak));
             int where = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).first();
             if (peak != peak)  // the first NaN
-                for (where = 0; to_float(x[r * CLASSES + where]) == to_float(x[r * CLASSES + where]);) ++where;
+                for (where = 0; is_number(tile[element((at + r) * CLASSES + where)]);) ++where;
             atomicAdd(local + (u64(label[r]) < CLASSES ? int(label[r]) * CLASSES + where : SIZE - 1), 1u);
         }
     });
@@ -131,32 +137,37 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
     extern __shared__ uint4 memory[];
     __shared__ float slopes[CLASSES], less[CLASSES];  // dL/dp of a class, and by how much less it is on its own pixels
     const Rewrite at(memory, p, rows);
+    i64 given[RUNS][RUN];
+    at.fetch(labels, ignore_index, given);
     const float factor = (scale ? scale[0] : 1.0f) / CLASSES;
     for (int k = threadIdx.x; k < CLASSES; k += BLOCK) {
         const float inverse = 1.0f / (float(sums[CLASSES + k] + sums[2 * CLASSES + k]) + smooth);
         slopes[k] = (2.0f * float(sums[k]) + smooth) * inverse * inverse * factor;
         less[k] = 2.0f * inverse * factor;
     }
-    i64 given[RUN];
-    at.fetch(labels, ignore_index, given);
     __syncthreads();
     await_copies<0>();
-    const Run run(at.tile + at.row * CLASSES);
-    int label[RUN];  // -1 where nothing counts
-    float own[RUN], total[RUN];
 #pragma unroll
-    for (int r = 0; r < RUN; ++r) {
-        label[r] = counts(given[r], CLASSES, ignore_index) ? int(given[r]) : -1;
-        own[r] = label[r] >= 0 ? less[label[r]] : 0.0f;
-        total[r] = 0.0f;
+    for (int part = 0; part < RUNS; ++part) {
+        if (at.row(part) >= at.count) break;
+        const Run run(at.tile, at.row(part));
+        int label[RUN];  // -1 where nothing counts
+        float own[RUN], total[RUN];
 #pragma unroll
-        for (int k = 0; k < CLASSES; ++k)
-            total[r] = fmaf(slopes[k] - (k == label[r] ? own[r] : 0.0f), run.at(r, k), total[r]);
+        for (int r = 0; r < RUN; ++r) {
+            label[r] = counts(given[part][r], CLASSES, ignore_index) ? int(given[part][r]) : -1;
+            own[r] = label[r] >= 0 ? less[label[r]] : 0.0f;
+            total[r] = 0.0f;
+#pragma unroll
+            for (int k = 0; k < CLASSES; ++k)
+                total[r] = fmaf(slopes[k] - (k == label[r] ? own[r] : 0.0f), run.at(r, k), total[r]);
+        }
+        at.change(part, [&](int r, int k) {
+            const float slope = slopes[k] - (k == label[r] ? own[r] : 0.0f);
+            return label[r] < 0 ? 0.0f : run.at(r, k) * (slope - total[r]);
+        });
     }
-    at.finish(dlogits, [&](int r, int k) {
-        const float slope = slopes[k] - (k == label[r] ? own[r] : 0.0f);
-        return label[r] < 0 ? 0.0f : run.at(r, k) * (slope - total[r]);
-    });
+    at.finish(dlogits);
 }
 
 #endif
