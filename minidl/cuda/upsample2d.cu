@@ -153,8 +153,10 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 
 #else
 
-// READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used.
+// READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used, of
+// AHEAD rows: what a thread needs of a row is few bytes, and its neighbours need half of them too.
 constexpr int HELD = READERS <= 8 ? READERS : 1;
+constexpr int VECTOR = VEC * int(sizeof(T)), AHEAD = VECTOR < 16 && HELD * VECTOR <= 40 ? 3 : 2;
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
@@ -166,20 +168,23 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
     const i64 line = across.out * pitch;
     const T* image = dy + at.n * down.out * line + first * pitch + at.c;
     T* out = dx + ((i64(at.n) * down.size + at.begin) * across.size + at.column) * channels + at.c;
-    // Behind the last reader: the same once more, with no weight. That every load is made keeps them from being copied.
+    // Behind the last reader and the last row: the same once more, with no weight or not used. That every load is made
+    // keeps them from being copied.
     float weight[HELD];
-    const T* from[HELD];
+    const T* from = image + reader(down, at.begin - BILINEAR) * line;  // of the next row to be asked for
+    int offset[HELD];
     int p = reader(down, at.begin - BILINEAR), h = at.begin - BILINEAR;
     const int last = readers > 0 ? reader(down, at.end) : p;
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
         weight[k] = k < readers ? share(across, first + k, at.column) : 0.0f;
-        from[k] = image + p * line + min(k, readers - 1) * pitch;
+        offset[k] = min(k, readers - 1) * int(pitch);
     }
     float here[VEC] = {}, below[VEC] = {};  // sums of rows h and h + 1
-    const auto fetch = [&](Raw<T, VEC>(&row)[HELD]) {
+    const auto fetch = [&](Raw<T, VEC>(&row)[HELD], int after) {
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) row[k] = load_raw<VEC>(from[k]);
+        for (int k = 0; k < HELD; ++k) row[k] = load_raw<VEC>(from + offset[k]);
+        from += after < last ? line : 0;
     };
     const auto finish_row = [&] {
         if (h >= at.begin) {
@@ -199,15 +204,12 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
 #pragma unroll
         for (int e = 0; e < VEC; ++e) sum[e] = fmaf(g[e], factor, sum[e]);
     };
-    // Adds row p, while `next` arrives.
-    const auto add_row = [&](const Raw<T, VEC>(&row)[HELD], Raw<T, VEC>(&next)[HELD]) {
-        const i64 step = p + 1 < last ? line : 0;
-#pragma unroll
-        for (int k = 0; k < HELD; ++k) from[k] += step;
-        fetch(next);
+    // Adds row p, and asks for the row that takes its place.
+    const auto add_row = [&](Raw<T, VEC>(&row)[HELD]) {
         float sum[VEC] = {};
 #pragma unroll
         for (int k = 0; k < HELD; ++k) gather(row[k], weight[k], sum);
+        fetch(row, p + AHEAD + 1);
         if (READERS > HELD)
             for (int k = HELD; k < readers; ++k)
                 gather(load_raw<VEC>(image + p * line + k * pitch), share(across, first + k, at.column), sum);
@@ -221,14 +223,15 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
             if (BILINEAR) below[e] = fmaf(sum[e], lower, below[e]);
         }
     };
-    Raw<T, VEC> even[HELD], odd[HELD];
-    if (p < last) fetch(even);
+    Raw<T, VEC> held[AHEAD][HELD];
+    if (p < last)
+#pragma unroll
+        for (int r = 0; r < AHEAD; ++r) fetch(held[r], p + r + 1);
 #pragma unroll 1
-    while (p < last) {
-        add_row(even, odd);
-        if (p >= last) break;
-        add_row(odd, even);
-    }
+    while (p < last)
+#pragma unroll
+        for (int r = 0; r < AHEAD; ++r)
+            if (p < last) add_row(held[r]);
     while (h < at.end) finish_row();
 }
 

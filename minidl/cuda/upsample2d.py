@@ -42,11 +42,11 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
     return min(out, ceil_div((1 + bilinear) * d, a)) if a else out
 
 
-def _gathering(readers: int, bilinear: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of a thread's vector and blocks of a multiprocessor, backward: what two rows of readers leave room for."""
-    if itemsize + 1 < readers <= 8:
+def _gathering(readers: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of a thread's vector and blocks of a multiprocessor, backward: what rows on their way leave room for."""
+    if (2 if itemsize == 2 else 5) < readers <= 8:
         return ACCESS // 2, 3 if readers <= 5 else 2
-    return ACCESS, 4 if readers + bilinear <= 2 else 3 if readers <= 4 else 2
+    return ACCESS, 4 if readers == 1 else 3 if readers == 2 else 2
 
 
 def _resize(
@@ -58,6 +58,7 @@ def _resize(
     items = width * (channels // vec)
     strip = strip_length(n * height * items, height, longest)
     strips = ceil_div(height, strip)
+    strip = ceil_div(height, strips)  # alike, as far as they can be
     grid, block = row_grid(n * strips, items)
     sizes = *ints(n * strips, strips, strip, channels), np.int64(rows(x)[2])
     defines |= {"DTYPE": dtype_code(x, name), "VEC": vec, **_fixed(*axes)}
@@ -88,7 +89,7 @@ def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, al
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
         bilinear = int(mode == "bilinear")
         readers = _readers(axes[1], bilinear)
-        access, blocks = _gathering(readers, bilinear, dy.itemsize)
+        access, blocks = _gathering(readers, dy.itemsize)
         defines = {"BILINEAR": bilinear, "READERS": readers, "BLOCKS": blocks}
         _resize("upsample2d_backward", dy, dx, axes, LONGEST, access, **defines)
     return dx
