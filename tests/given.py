@@ -6,7 +6,6 @@ The smallest that is what the page says: a network, its loss and optimizer, load
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np

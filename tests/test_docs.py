@@ -1,8 +1,8 @@
 """The pages: their code runs as it is written, the site is built without a warning, links lead somewhere.
 
-A page is one run in one empty folder, its blocks in their order and, of Python, in one namespace, which begins with what
-the text takes as given (given.py). Words behind the language of a block say what it takes: ``gpu``, or ``ranks=N`` of a job
-of its own, ``elastic`` where those may go on without one.
+A page is one run in one empty folder, its blocks in their order and, of Python, in one namespace, which begins with
+what the text takes as given (given.py). Words behind the language of a block say what it takes: ``gpu``, or ``ranks=N``
+of a job of its own, ``elastic`` where those may go on without one.
 """
 
 from __future__ import annotations

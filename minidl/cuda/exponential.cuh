@@ -24,8 +24,8 @@ struct Around {
     // e^(x - centre) * 2^slip
     __device__ __forceinline__ float exponential(float x) const { return two_to_the(power(x)); }
     // The sum of w (centre - x), from the sum of w power(x) and that of w.
-    __device__ __forceinline__ double below(float powers, double weights) const {
-        return 0.6931471805599453 * (weights * slip - powers);
+    __device__ __forceinline__ float below(float powers, float weights) const {
+        return 0.6931471805599453f * fmaf(weights, slip, -powers);
     }
     // The logarithm of a sum of e^(x - centre), from the sum of those.
     __device__ __forceinline__ float log_sum(float sum) const { return fmaf(slip, -0.6931471805599453f, logf(sum)); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from minidl.shapes import ceil_div
 __all__ = ["normalise"]
 
 BLOCK, VEC, STEPS = 256, 8, 4  # threads, at most; elements of a thread at a time, and how often
+WARP = 32
 _SOURCES = {np.dtype(np.uint8): "u8", float32: "float"}
 
 
@@ -29,7 +31,8 @@ def normalise(images: Any, scale: Any, shift: Any, dtype: Any) -> Any:
     out = empty(images.shape, dtype)
     vec = VEC if address(images) % ACCESS == 0 else 1
     channels = images.shape[-1]
-    block = BLOCK // max(channels, 1) * channels or BLOCK  # a multiple of the channels, where there is one
+    period = math.lcm(WARP, max(channels, 1) // math.gcd(channels or 1, vec))  # of the channels that warps begin with
+    block = BLOCK // period * period or BLOCK
     defines = {"DTYPE": dtype_code(out, "normalise"), "SOURCE": _SOURCES[images.dtype], "VEC": vec}
     sizes = np.int64(images.size), np.int32(channels)
     grid = ceil_div(images.size, block * vec * STEPS)

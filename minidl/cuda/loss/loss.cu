@@ -53,17 +53,16 @@ struct Totals {
         write_totals<BLOCK>(sums, partial);
     }
 
-    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k.
-    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, double spread,
-                                        double all, float smoothing, int classes) {
-        double term = double(log_sum) + double(below);
+    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k. No term is negative.
+    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread, float all,
+                                        float smoothing, int classes) {
+        float term = log_sum + below;
         if (SMOOTHED) {
             term *= weight;
-            if (smoothing > 0.0f)
-                term = (1.0 - smoothing) * term + double(smoothing) / classes * (all * log_sum + spread);
+            if (smoothing > 0.0f) term = fmaf(1.0f - smoothing, term, smoothing / classes * fmaf(all, log_sum, spread));
             mass += counted ? weight : 0.0f;
         }
-        loss += counted ? term : 0.0;
+        loss += counted ? term : 0.0f;
         valid += counted;
     }
 };
@@ -83,10 +82,9 @@ DEVICE const float* share_weights(const float* __restrict__ weights) {
 DEVICE float weight_at(const float* shared, int k) { return WEIGHTED ? shared[k] : 1.0f; }
 
 // The sum of all weights, in the order of the classes.
-template <class X>
-DEVICE X all_weights(const float* shared) {
-    if (!WEIGHTED) return X(CLASSES);
-    X all = 0;
+DEVICE float all_weights(const float* shared) {
+    if (!WEIGHTED) return CLASSES;
+    float all = 0.0f;
     for (int k = 0; k < CLASSES; ++k) all += shared[k];
     return all;
 }
@@ -98,10 +96,10 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
                       float smoothing, int top) {
     extern __shared__ uint4 memory[];
     const float* shared = share_weights(weights);
-    const double all = SMOOTHED ? all_weights<double>(shared) : 0.0;
+    const float all = SMOOTHED ? all_weights(shared) : 0.0f;
     Totals mine;
     for_labelled_rows(memory, logits, labels, rows, passes, ignore_index,
-                      [&](i64 row, const T* tile, int at, const i64(&label)[RUN]) {
+                      [&](i64 row, int count, const T* tile, int at, const i64(&label)[RUN]) {
         const Run run(tile, at);
         float log_sums[RUN];
 #pragma unroll
@@ -120,20 +118,23 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
             const bool inside = u64(label[r]) < CLASSES, ignored = label[r] == ignore_index;
             const int target = inside ? int(label[r]) : 0;
             const T own = tile[element((at + r) * CLASSES + target)];
-            const u32 wanted = in_every_lane(own);
-            int ahead = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target);
-            if (SMOOTHED && top > 1) ahead += run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all();
-            const bool counted = inside && !ignored, first = to_float(own) == peak && ahead == 0;
+            const bool counted = inside && !ignored, known = !SMOOTHED || log_sum == log_sum;
+            const bool first = run.first_equal(r, in_every_lane(from_float<T>(peak))) == target;
             mine.outside += !inside && !ignored;
             mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), around.below(spread, all), all,
                      smoothing, CLASSES);
-            const bool known = !SMOOTHED || log_sum == log_sum;
             mine.correct += counted && known && first;
-            mine.among_top += counted && known && (top > 1 ? ahead < top : first);
+            bool among = first;
+            if (SMOOTHED && top > 1) {
+                const u32 wanted = in_every_lane(own);
+                among = run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all() +
+                        run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target) < top;
+            }
+            mine.among_top += counted && known && among;
         }
-        if (row + RUN <= rows) {
+        if (RUN <= count) {
             store(lse + row, log_sums);
-        } else {
+        } else if (count > 0) {
             lse[row] = log_sums[0];
         }
     });
@@ -154,9 +155,10 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
     at.fetch(labels, ignore_index, label);
     at.fetch(lse, 0.0f, norm);
     const float share = SMOOTHED ? smoothing / CLASSES : 0.0f;
-    const float spread_out = SMOOTHED ? share * all_weights<float>(shared) : 0.0f;
+    const float spread_out = SMOOTHED ? share * all_weights(shared) : 0.0f;
     const float whole = gradient_factor(totals, scale);
     await_copies<0>();
+    __syncwarp();
 #pragma unroll
     for (int part = 0; part < RUNS; ++part) {
         if (at.row(part) >= at.count) break;

@@ -40,29 +40,34 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, int passes,
           i64 ignore_index) {
-    constexpr int IN_FRONT = CLASSES * BLOCK / 4 + (CLASSES + 3) / 4;
+    constexpr int IN_FRONT = CLASSES * BLOCK / 4 + (CLASSES + 4) / 4;
     extern __shared__ uint4 memory[];
     float* hits = reinterpret_cast<float*>(memory) + threadIdx.x;  // of class k at k * BLOCK
-    u32* pixels = reinterpret_cast<u32*>(memory) + CLASSES * BLOCK;
+    u32* pixels = reinterpret_cast<u32*>(memory) + CLASSES * BLOCK;  // and in the last those that do not count
     float mass[CLASSES] = {};
     int outside = 0;
 #pragma unroll
     for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = 0.0f;
-    if (threadIdx.x < CLASSES) pixels[threadIdx.x] = 0;
+    if (threadIdx.x <= CLASSES) pixels[threadIdx.x] = 0;
     __syncthreads();
     for_labelled_rows(memory + IN_FRONT, p, labels, rows, passes, ignore_index,
-                      [&](i64, const T* tile, int at, const i64(&label)[RUN]) {
-        const Run run(tile, at);
+                      [&](i64, int, const T* tile, int at, const i64(&label)[RUN]) {
+        Run run(tile, at);
+        u32 keep[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             const bool valid = counts(label[r], CLASSES, ignore_index);
+            const int own = valid ? int(label[r]) : 0;
+            keep[r] = valid ? ~0u : 0u;
             outside += !valid && label[r] != ignore_index;
-            if (!valid) continue;
-            hits[int(label[r]) * BLOCK] += to_float(tile[element((at + r) * CLASSES + int(label[r]))]);
-            atomicAdd(pixels + int(label[r]), 1u);
+            hits[own * BLOCK] += valid ? to_float(tile[element((at + r) * CLASSES + own)]) : 0.0f;
+            atomicAdd(pixels + (valid ? own : CLASSES), 1u);
+        }
+        run.clear(keep);
+#pragma unroll
+        for (int r = 0; r < RUN; ++r)
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) mass[k] += run.at(r, k);
-        }
     });
 
     // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
@@ -109,20 +114,29 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
     constexpr int SIZE = CLASSES * CLASSES + 1;
     extern __shared__ uint4 memory[];
     u32* local = reinterpret_cast<u32*>(memory);
-    for (int i = threadIdx.x; i < SIZE; i += BLOCK) local[i] = 0;
+    for (int i = threadIdx.x; i <= SIZE; i += BLOCK) local[i] = 0;  // the last: of rows that do not count
     __syncthreads();
-    for_labelled_rows(memory + ceil_div(SIZE, 4), p, labels, rows, passes, ignore_index,
-                      [&](i64, const T* tile, int at, const i64(&label)[RUN]) {
+    for_labelled_rows(memory + SIZE / 4 + 1, p, labels, rows, passes, ignore_index,
+                      [&](i64, int, const T* tile, int at, const i64(&label)[RUN]) {
         const Run run(tile, at);
+        int where[RUN];
+        bool known = true;
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
-            if (label[r] == ignore_index) continue;
             const float peak = run.peak(r);
-            const u32 wanted = in_every_lane(from_float<T>(peak));
-            int where = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).first();
-            if (peak != peak)  // the first NaN
-                for (where = 0; is_number(tile[element((at + r) * CLASSES + where)]);) ++where;
-            atomicAdd(local + (u64(label[r]) < CLASSES ? int(label[r]) * CLASSES + where : SIZE - 1), 1u);
+            where[r] = run.first_equal(r, in_every_lane(from_float<T>(peak)));
+            known &= peak == peak;
+        }
+        if (!known)  // the first NaN
+#pragma unroll
+            for (int r = 0; r < RUN; ++r)
+#pragma unroll 1
+                for (int k = CLASSES - 1; k >= 0; --k)
+                    if (!is_number(tile[element((at + r) * CLASSES + k)])) where[r] = k;
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) {
+            const int cell = u64(label[r]) < CLASSES ? int(label[r]) * CLASSES + where[r] : SIZE - 1;
+            atomicAdd(local + (label[r] == ignore_index ? SIZE : cell), 1u);
         }
     });
     __syncthreads();
@@ -145,8 +159,8 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
         slopes[k] = (2.0f * float(sums[k]) + smooth) * inverse * inverse * factor;
         less[k] = 2.0f * inverse * factor;
     }
-    __syncthreads();
     await_copies<0>();
+    __syncthreads();
 #pragma unroll
     for (int part = 0; part < RUNS; ++part) {
         if (at.row(part) >= at.count) break;

@@ -51,7 +51,7 @@ def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
     if count == 0:
         return zeros((3 * classes + 1,), np.float64)
     defines = {"SUMS": 1, "DTYPE": dtype_code(p, "dice_sums", "p"), "LABEL": LABELS[labels.dtype]}
-    beside = 4 * short_rows.BLOCK * classes + round_up(4 * classes, ACCESS)
+    beside = 4 * short_rows.BLOCK * classes + round_up(4 * (classes + 1), ACCESS)
     short = short_rows.labelled_rows(p, labels, _resident(classes, 8, 5, 2), beside, vectors=True)
     if short is not None:
         partial = empty((short.blocks, 3 * classes + 1), np.float64)
@@ -114,7 +114,7 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
         return zeros((size,), np.float64)
     defines = {"CONFUSION": 1, "LABEL": LABELS[labels.dtype]}
     shared = int(size <= SHARED_COUNTS)
-    beside = round_up(4 * size * shared, ACCESS)
+    beside = round_up(4 * (size + 1) * shared, ACCESS)
     short = short_rows.labelled_rows(logits, labels, _resident(classes, 8, 6, 3), beside, vectors=True)
     if short is not None:
         defines |= {"DTYPE": dtype_code(logits, "confusion_counts"), **short.defines}

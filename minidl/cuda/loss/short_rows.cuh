@@ -6,6 +6,7 @@
 // thread waits for a label that it has only just asked for.
 #pragma once
 #include "lanes.cuh"
+#include "mma.cuh"
 
 #define BLOCK 128
 
@@ -26,40 +27,28 @@ DEVICE int place_of(int vector) { return vector ^ (vector / APART & (SWAPPED - 1
 // Where element i of a tile lies; those of a vector, and of READ, stay together.
 DEVICE int element(int i) { return SWAPPED == 1 ? i : place_of(i / WIDTH) * WIDTH + i % WIDTH; }
 
-DEVICE void copy_vector(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
 // Starts the copy of `count` of the MOST elements from one 16-byte aligned place to another, by the whole warp: a part of
 // the group that is committed and awaited next. `place` is where a vector goes.
 template <int MOST, class S, class Place>
 DEVICE void start_copy(S* to, const S* __restrict__ from, int count, Place place) {
     constexpr int WIDE = 16 / int(sizeof(S)), ALL = MOST / WIDE;
     const int lane = threadIdx.x % 32;
-    const u32 target = u32(__cvta_generic_to_shared(to));
+    const u32 target = shared_address(to);
     const uint4* source = reinterpret_cast<const uint4*>(from);
     if (count == MOST) {  // nearly always: no comparison for each vector
 #pragma unroll
         for (int u = 0; u < ceil_div(ALL, 32); ++u)
-            if (u < ALL / 32 || lane < ALL % 32) copy_vector(target + place(u * 32 + lane) * 16, source + u * 32 + lane);
+            if (u < ALL / 32 || lane < ALL % 32)
+                copy_async<16>(target + place(u * 32 + lane) * 16, source + u * 32 + lane, true);
         return;
     }
     const int vectors = count / WIDE, i = vectors * WIDE + lane;
-    for (int v = lane; v < vectors; v += 32) copy_vector(target + place(v) * 16, source + v);
+    for (int v = lane; v < vectors; v += 32) copy_async<16>(target + place(v) * 16, source + v, true);
     if (i < count) to[place(vectors) * WIDE + lane] = from[i];
 }
 
 DEVICE void start_rows(T* to, const T* __restrict__ from, int rows) {
     start_copy<TILE * CLASSES>(to, from, rows * CLASSES, [](int vector) { return place_of(vector); });
-}
-
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits for all but the last GROUPS groups of the whole warp.
-template <int GROUPS>
-DEVICE void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
-    __syncwarp();
 }
 
 // Copies `count` elements of a warp's tile back to memory, when the whole warp has written them.
@@ -78,9 +67,9 @@ DEVICE u8* of_warp(uint4* memory, int warp = threadIdx.x / 32) {
     return reinterpret_cast<u8*>(memory) + warp * (STAGES * STAGE_BYTES);
 }
 
-// work(row, tile, at, label) for the runs of this thread in each of the block's `passes` groups of rows: the first of RUN
-// rows, the warp's tile, where in it they begin, and their labels, `ignore_index` behind the last row. Labels lie on a
-// 16-byte boundary. `memory`: STAGES tiles a warp.
+// work(row, count, tile, at, label) for the runs of this thread in each of the block's `passes` groups of rows: the first of
+// RUN rows, how many of them there are, the warp's tile, where in it they begin, and their labels. Behind the last row those
+// are `ignore_index`, and the row is whatever was there. Labels lie on a 16-byte boundary. `memory`: STAGES tiles a warp.
 template <class F>
 DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const LABEL* __restrict__ labels, i64 rows,
                               int passes, i64 ignore_index, F work) {
@@ -103,17 +92,17 @@ DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const L
         if (pass > 0) __syncwarp();
         start_tile(pass + STAGES - 1);
         await_copies<STAGES - 1>();
+        __syncwarp();
         const u8* stage = stages + pass % STAGES * STAGE_BYTES;
         const LABEL* given = reinterpret_cast<const LABEL*>(stage + TILE_BYTES);
+        const int count = int(min(i64(TILE), rows - first));
 #pragma unroll
         for (int part = 0; part < RUNS; ++part) {
             const int at = part * PART + threadIdx.x % 32 * RUN;
-            const i64 row = first + at;
-            if (row >= rows) break;
             i64 label[RUN];
 #pragma unroll
-            for (int r = 0; r < RUN; ++r) label[r] = row + r < rows ? i64(given[at + r]) : ignore_index;
-            work(row, reinterpret_cast<const T*>(stage), at, label);
+            for (int r = 0; r < RUN; ++r) label[r] = at + r < count ? i64(given[at + r]) : ignore_index;
+            work(first + at, count - at, reinterpret_cast<const T*>(stage), at, label);
         }
     }
 }
@@ -171,18 +160,6 @@ struct Marks {
         for (int j = 0; j < COUNT; ++j) count += __popc(bits[j]);
         return count;
     }
-    // The first of them; some large number where there is none.
-    __device__ __forceinline__ int first() const {
-        u32 place = 0x7fffffffu;
-#pragma unroll
-        for (int j = COUNT - 1; j >= 0; --j)
-#pragma unroll
-            for (int lane = 0; lane < PER_WORD; ++lane) {
-                const u32 of_lane = PER_WORD == 1 ? bits[j] : bits[j] >> lane * EACH & ((1u << EACH) - 1);
-                if (of_lane) place = min(place, u32((__ffs(of_lane) - 1 + j * EACH) * PER_WORD + lane));
-            }
-        return int(place) - shift;
-    }
     // Of the elements before `end`.
     __device__ __forceinline__ int before(int end) const {
         int count = 0;
@@ -237,6 +214,33 @@ struct Run {
         if (first % PER_WORD) y = clamp_below(y, at(row, 0));
         if (end % PER_WORD) y = clamp_below(y, at(row, CLASSES - 1));
         return y;
+    }
+    // The first element of a row that equals what is `wanted` in every lane; some large number where none does.
+    __device__ __forceinline__ int first_equal(int row, u32 wanted) const {
+        const int first = row * CLASSES, end = first + CLASSES;
+        u32 where = 0x7fff7fffu;  // for each lane
+#pragma unroll
+        for (int w = WORDS - 1; w >= 0; --w) {
+            const int k = w * PER_WORD - first;  // of the first lane
+            if (k + PER_WORD <= 0 || k >= CLASSES) continue;
+            if (PER_WORD == 1) {
+                where = __uint_as_float(words[w]) == __uint_as_float(wanted) ? k : where;
+                continue;
+            }
+            u32 mask = lane_equal(words[w], wanted);
+            if (k < 0) mask &= 0xffff0000u;
+            if (w * PER_WORD + PER_WORD > end) mask &= 0x0000ffffu;
+            where = (where & ~mask) | (((u32(k) & 0xffffu) | u32(k + 1) << 16) & mask);
+        }
+        return PER_WORD == 1 ? int(where) : min(int(where & 0xffffu), int(where >> 16));
+    }
+    // Makes the rows of which keep[r] is 0 zeros; of those it is ~0u of nothing changes.
+    __device__ __forceinline__ void clear(const u32 (&keep)[RUN]) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+            const u32 low = keep[w * PER_WORD / CLASSES], high = keep[(w * PER_WORD + PER_WORD - 1) / CLASSES];
+            words[w] &= PER_WORD == 1 || RUN == 1 ? low : (low & 0x0000ffffu) | (high & 0xffff0000u);
+        }
     }
     // compare(word) gives all bits of the lanes that it holds for.
     template <class Compare>
