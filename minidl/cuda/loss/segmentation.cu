@@ -243,6 +243,27 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
 #else
 #include "row.cuh"
 
+// work(row, first, part, label) for this thread's part of each row of the block's `passes` groups, which begins at element
+// `first`; all threads of a row take part, also of those behind the last.
+template <class F>
+DEVICE void for_labelled_parts(const T* __restrict__ p, const LABEL* __restrict__ labels, i64 rows, int channels, i64 pitch,
+                               int passes, i64 ignore_index, F work) {
+    const HeldRows at;
+    for (int pass = 0; pass < passes; ++pass) {
+        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
+        RowPart<> part[PER];
+        i64 label[PER];
+#pragma unroll
+        for (int j = 0; j < PER; ++j) {
+            const i64 row = begin + at.row(j);
+            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
+            label[j] = row < rows ? i64(labels[row]) : ignore_index;
+        }
+#pragma unroll
+        for (int j = 0; j < PER; ++j) work(begin + at.row(j), at.first, part[j], label[j]);
+    }
+}
+
 #if defined(CONFUSION)
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
@@ -256,38 +277,26 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
     }
     u32* own = SHARED ? local : found;
     const float least = __uint_as_float(0xff800000u);
-    const HeldRows at;
-    for (int pass = 0; pass < passes; ++pass) {
-        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
-        RowPart<> part[PER];
-        i64 label[PER];
+    for_labelled_parts(p, labels, rows, channels, pitch, passes, ignore_index,
+                       [&](i64, int first, const RowPart<>& part, i64 label) {
+        float v[RUN], peak = least, where = 1e9f;
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, least, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            const i64 row = begin + at.row(j);
-            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
-            label[j] = row < rows && at.first == 0 ? i64(labels[row]) : ignore_index;
-        }
+            for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
+        });
+        peak = over_row<true>(peak);
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, least, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            float v[RUN], peak = least, where = 1e9f;
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, least, v);
-#pragma unroll
-                for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
-            });
-            peak = over_row<true>(peak);
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, least, v);
-#pragma unroll
-                for (int e = RUN - 1; e >= 0; --e)
-                    if (within(i + e, channels) && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
-            });
-            where = -over_row<true>(-where);
-            if (label[j] == ignore_index) continue;
-            const bool valid = counts(label[j], channels, ignore_index) && where < float(channels);
-            atomicAdd(own + (valid ? int(label[j]) * channels + int(where) : size - 1), 1u);
-        }
-    }
+            for (int e = RUN - 1; e >= 0; --e)
+                if (within(i + e, channels) && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
+        });
+        where = -over_row<true>(-where);
+        if (first > 0 || label == ignore_index) return;
+        const bool valid = counts(label, channels, ignore_index) && where < float(channels);
+        atomicAdd(own + (valid ? int(label) * channels + int(where) : size - 1), 1u);
+    });
     if (!SHARED) return;
     __syncthreads();
     for (int i = threadIdx.x; i < size; i += BLOCK) found[i64(blockIdx.x) * size + i] = local[i];
@@ -309,42 +318,30 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
         for (int k = threadIdx.x; k < channels; k += BLOCK) slopes[k] = slope(k);
         __syncthreads();
     }
-    const HeldRows at;
-    for (int pass = 0; pass < passes; ++pass) {
-        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
-        RowPart<> part[PER];
-        i64 label[PER];
+    for_labelled_parts(p, labels, rows, channels, pitch, passes, ignore_index,
+                       [&](i64 row, int first, const RowPart<>& part, i64 label) {
+        const bool valid = counts(label, channels, ignore_index);
+        const auto of = [&](int k) {
+            const float2 both = SHARED ? slopes[k] : slope(k);
+            return both.x - (k == int(label) ? both.y : 0.0f);
+        };
+        float v[RUN], total = 0.0f;
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, 0.0f, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            const i64 row = begin + at.row(j);
-            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
-            label[j] = row < rows ? i64(labels[row]) : ignore_index;
-        }
+            for (int e = 0; e < RUN; ++e)
+                if (within(i + e, channels)) total = fmaf(of(i + e), v[e], total);
+        });
+        total = over_row(total);
+        if (row >= rows) return;
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, 0.0f, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            const bool valid = counts(label[j], channels, ignore_index);
-            const auto of = [&](int k) {
-                const float2 both = SHARED ? slopes[k] : slope(k);
-                return both.x - (k == int(label[j]) ? both.y : 0.0f);
-            };
-            float v[RUN], total = 0.0f;
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, 0.0f, v);
-#pragma unroll
-                for (int e = 0; e < RUN; ++e)
-                    if (within(i + e, channels)) total = fmaf(of(i + e), v[e], total);
-            });
-            total = over_row(total);
-            if (begin + at.row(j) >= rows) continue;
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, 0.0f, v);
-#pragma unroll
-                for (int e = 0; e < RUN; ++e)
-                    if (within(i + e, channels)) v[e] = valid ? v[e] * (of(i + e) - total) : 0.0f;
-                store_run(dlogits + (begin + at.row(j)) * channels, i, channels, v);
-            });
-        }
-    }
+            for (int e = 0; e < RUN; ++e)
+                if (within(i + e, channels)) v[e] = valid ? v[e] * (of(i + e) - total) : 0.0f;
+            store_run(dlogits + row * channels, i, channels, v);
+        });
+    });
 }
 
 #endif
