@@ -91,11 +91,7 @@ def _resident(classes: int, smoothed: bool) -> int:
 
 
 def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
-    """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
-
-    Args:
-        labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
-    """
+    """As `minidl.cpu.loss.count_labels`."""
     labels = contiguous(labels)
     count = labels.size
     if count == 0:
@@ -108,36 +104,14 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
 
 
 def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tuple[Any, Any]:
-    """Totals of the loss over this rank's rows, to be added over ranks before anything is divided.
-
-    Args:
-        logits: (..., K), any storage dtype, dense or pitched.
-        labels: (...) int32, int64 or uint8; ``ignore_index`` marks rows that do not count. Labels outside ``0 .. K-1``
-            are reported in ``totals[3]`` and do not count either.
-
-    Returns:
-        totals (4,) float64: sum of ``-log p[label]``, valid labels, labels that are the first largest logit of their
-        row, labels out of range; lse (...) float32: the logarithm of each row's sum of exponentials.
-    """
+    """As `minidl.cpu.loss.softmax_cross_entropy`."""
     return _forward(logits, labels, None, False, ignore_index)
 
 
 def smoothed_cross_entropy(
     logits: Any, labels: Any, weights: Any | None = None, *, smoothing: float, ignore_index: int, top: int = 1
 ) -> tuple[Any, Any]:
-    """Totals over this rank's rows, to be added over ranks before anything is divided.
-
-    Args:
-        logits: (..., K), any storage dtype; labels: (...) int32, int64 or uint8.
-        weights: (K,) float32, of the classes; None for ones.
-        smoothing: share of every label that is spread over all classes.
-        top: how many of the largest logits the last total looks at; equal ones in the order of their classes.
-
-    Returns:
-        totals (6,) float64: summed loss, sum of the labels' weights, labels that are the first largest logit, labels
-        out of range, valid labels, valid labels among the ``top`` largest, neither where a logit is NaN; lse (...)
-        float32.
-    """
+    """As `minidl.cpu.loss.smoothed_cross_entropy`."""
     return _forward(logits, labels, weights, True, ignore_index, smoothing, top)
 
 
@@ -169,12 +143,7 @@ def _forward(
 def softmax_cross_entropy_backward(
     logits: Any, labels: Any, lse: Any, totals: Any, scale: Any | None = None, *, ignore_index: int
 ) -> Any:
-    """``(softmax - onehot) * scale / totals[1]`` in the dtype of ``logits``; 0 where the label does not count.
-
-    Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
-    """
+    """As `minidl.cpu.loss.softmax_cross_entropy_backward`."""
     assert totals.shape == (4,), totals.shape
     return _backward(logits, labels, lse, totals, None, scale, False, ignore_index)
 
@@ -190,12 +159,7 @@ def smoothed_cross_entropy_backward(
     smoothing: float,
     ignore_index: int,
 ) -> Any:
-    """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
-
-    Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
-    """
+    """As `minidl.cpu.loss.smoothed_cross_entropy_backward`."""
     assert totals.shape == (6,), totals.shape
     return _backward(logits, labels, lse, totals, weights, scale, True, ignore_index, smoothing)
 

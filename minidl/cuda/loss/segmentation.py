@@ -36,15 +36,7 @@ def _resident(classes: int, few: int, some: int, many: int) -> int:
 
 
 def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
-    """Sums over this rank's pixels, to be added over ranks: (3K + 1,) float64.
-
-    Args:
-        p: (..., K) probabilities; labels: (...) int32, int64 or uint8, ``ignore_index`` and what is no class left out.
-
-    Returns:
-        For each class the probability on its pixels, that on all valid pixels, its pixels; then the labels out of
-        range.
-    """
+    """As `minidl.cpu.segmentation.dice_sums`."""
     p, labels = as_rows(p), contiguous(labels)
     count, classes, pitch = rows(p)
     assert labels.shape == p.shape[:-1], (labels.shape, p.shape)
@@ -75,13 +67,7 @@ def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
 
 
 def dice_backward(p: Any, labels: Any, sums: Any, scale: Any | None = None, *, smooth: float, ignore_index: int) -> Any:
-    """The gradient of ``1 - mean over classes of (2 hit + smooth) / (mass + pixels + smooth)`` by the logits.
-
-    Args:
-        p: (..., K), the softmax of the logits.
-        sums: of `dice_sums`, added over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
-    """
+    """As `minidl.cpu.segmentation.dice_backward`."""
     p, labels = as_rows(p), contiguous(labels)
     dlogits = empty(p.shape, p.dtype)
     if p.size:
@@ -104,7 +90,7 @@ def dice_backward(p: Any, labels: Any, sums: Any, scale: Any | None = None, *, s
 
 
 def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
-    """(K * K + 1,) float64 over this rank's rows: how often [label, first largest logit], then labels out of range."""
+    """As `minidl.cpu.segmentation.confusion_counts`."""
     logits, labels = as_rows(logits), contiguous(labels)
     count, classes, _ = rows(logits)
     assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
