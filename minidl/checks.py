@@ -124,6 +124,44 @@ def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
     return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
 
 
+# What objects of PyTorch and Keras can do and those here cannot, by class, and what is done instead.
+_OVERWRITTEN = "it is not needed: the first gradient of a step overwrites"
+_DONE_HERE = {
+    "Batch": {name: "give the Loader transfer=model.ops.from_host" for name in ("cuda", "to")},
+    "Model": {
+        "compile": "a Trainer captures steps by itself; without one take compile.CompiledStep",
+        "cuda": "write Model(..., device='cuda')",
+        "evaluate": "give the Trainer a test_loader",
+        "fit": "write Trainer(model, optimizer, loss, loader, ...).fit()",
+        "half": "write Model(..., precision='fp16')",
+        "named_parameters": "state_dict() has all arrays by name",
+        "parameters": "optimizers take the model itself; state_dict() has the arrays",
+        "predict": "call forward(x, grad=False)",
+        "save": "call interchange.export_weights(model, path); a Trainer with output= writes checkpoints",
+        "to": "write Model(..., device='cuda', precision='bf16')",
+        "zero_grad": _OVERWRITTEN,
+    },
+    "SGD": {"param_groups": "write SGD(..., groups=...)", "zero_grad": _OVERWRITTEN},
+    "Totals": {"backward": "call model.backward(loss.backward())", "item": "read totals.loss"},
+}
+
+
+class Told:
+    """Objects that tell how it is done here, when asked for what others of their kind can do."""
+
+    def __getattr__(self, name: str) -> Any:
+        tables = [_DONE_HERE.get(base.__name__, {}) for base in type(self).__mro__]
+        remedy = next((table[name] for table in tables if name in table), None)
+        raise AttributeError(_sentence("", f"{type(self).__name__} has no {name}", remedy), name=name, obj=self)
+
+
+def images_first(shape: Sequence[int], channels: int) -> str | None:
+    """The remedy for images of ``shape`` that seem to be NCHW."""
+    if len(shape) != 4 or shape[1] != channels:
+        return None
+    return "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
+
+
 def unexpected(who: str, arguments: Iterable[str]) -> TypeError:
     """``ReLU: takes no argument 'inplace'``."""
     return TypeError(_sentence(who, f"takes no argument {', '.join(map(repr, arguments))}", None))
@@ -153,5 +191,7 @@ def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[
     """``value`` as a (height, width) pair of integers of at least ``least``."""
     items = (value, value) if hasattr(value, "__index__") else tuple(value) if isinstance(value, Sequence) else ()
     if len(items) != 2 or any(isinstance(v, bool) or not hasattr(v, "__index__") or v < least for v in items):
-        raise bad_value(who, argument, f"an integer of at least {least} or a pair of them (height, width)", value)
+        remedy = "kernel // 2 keeps the size of an odd kernel at stride 1" if value == "same" else None
+        expected = f"an integer of at least {least} or a pair of them (height, width)"
+        raise bad_value(who, argument, expected, value, remedy)
     return int(items[0]), int(items[1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
+import numpy as np
 import pytest
 
 import minidl as m
-from minidl.checks import _CALLED_HERE
+from minidl.checks import _CALLED_HERE, _DONE_HERE
+from minidl.data.loader import Batch
 
 
 @pytest.mark.parametrize("name", _CALLED_HERE)
@@ -45,6 +48,68 @@ def test_other_names_tell_what_is_near(name, words):
 def test_an_argument_that_a_layer_lacks_is_named_with_it(make, words):
     with pytest.raises(TypeError, match=f"^{words}$"):
         make()
+
+
+def trained() -> dict[str, object]:
+    """One object of each class that tells."""
+    graph = m.Graph()
+    graph.output(m.Linear(4, 3, name="head")(graph.input((4,))))
+    model, loss = m.Model(graph), m.SoftmaxCrossEntropy()
+    images = np.zeros((2, 4), np.float32)
+    totals = loss(model(images), np.array([0, 2]))
+    batch = Batch(images, np.array([0, 2]), 0, 2)
+    return {"Model": model, "SGD": m.AdamW(model, 0.1), "Totals": totals, "Batch": batch}
+
+
+@pytest.mark.parametrize("name", _DONE_HERE)
+def test_what_other_libraries_can_do_is_told_in_the_words_of_this_one(name):
+    thing = trained()[name]
+    for foreign, remedy in _DONE_HERE[name].items():
+        assert not hasattr(thing, foreign)
+        with pytest.raises(AttributeError, match=re.escape(f"{type(thing).__name__} has no {foreign}; {remedy}")):
+            getattr(thing, foreign)
+    with pytest.raises(AttributeError, match=f"^{type(thing).__name__} has no xyzzy$"):
+        thing.xyzzy  # noqa: B018
+    assert copy.copy(thing) is not thing
+
+
+def test_models_and_losses_are_called_and_batches_unpacked_as_elsewhere():
+    made = trained()
+    images, labels = made["Batch"]
+    model = made["Model"]
+    np.testing.assert_array_equal(model(images), model.forward(images))
+    assert m.SoftmaxCrossEntropy()(model(images), labels).loss == made["Totals"].loss
+
+
+def test_nodes_say_which_layers_join_them():
+    graph = m.Graph()
+    x = graph.input((8, 8, 3))
+    for join in (lambda: x + x, lambda: x * x):
+        with pytest.raises(TypeError, match=r"joined by layers: Add\(name=...\)\(a, b\)"):
+            join()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model: model(np.zeros((3, 8, 8), np.float32)), r"got \(3, 8, 8\); one sample is x\[None\]"),
+        (lambda model: model(np.zeros((2, 3, 8, 8), np.float32)), "NCHW"),
+        (lambda model: m.Conv2d(3, 4, 3, padding="same"), "kernel // 2 keeps the size"),
+        (lambda model: model.load_state_dict({}), "import_weights.*strict=False"),
+        (lambda model: m.AdamW(model, 0.1).load_state_dict({}), "not that of AdamW with these options"),
+        (lambda model: loss_of(np.eye(3)[[0, 1]].astype(int)), r"labels.argmax\(-1\)"),
+        (lambda model: loss_of(np.zeros((2, 8, 8), int)), "such as unet"),
+    ],
+)
+def test_the_remedy_is_told(call, words):
+    graph = m.Graph()
+    graph.output(m.Conv2d(3, 3, 3, name="conv")(graph.input((8, 8, 3))))
+    with pytest.raises(ValueError, match=words):
+        call(m.Model(graph))
+
+
+def loss_of(labels: np.ndarray) -> object:
+    return m.SoftmaxCrossEntropy()(np.zeros((2, 3), np.float32), labels)
 
 
 def test_layer_norm_takes_its_channels_as_torch_does():
