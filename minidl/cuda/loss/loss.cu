@@ -14,7 +14,7 @@
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
 // -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh; the forward pass
-//              with STAGES tiles for a warp. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
+//              in RESIDENT blocks of a multiprocessor. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
 //              thirds of the time of the bytes. -DWEIGHTED=1 where there are weights.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one

@@ -4,7 +4,8 @@
 //   for each class the probability on its pixels, the probability on all valid pixels, its pixels; then the labels out of
 //   range. partial (chunks, 3K + 1) double. found (blocks or 1, K*K + 1) u32: [label, prediction], then the labels out of range.
 //
-// dice_sums       -DCLASSES=K: short_rows.cuh; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
+// dice_sums       -DCLASSES=K: short_rows.cuh, also where rows are aligned: a thread that has a whole row needs a third of the
+//                 instructions of four that share it; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
 //                 chunks of rows, which follow from the sizes).
 // dice_backward   -DCLASSES=K: short_rows.cuh, else row.cuh. With D = sums[1] + sums[2] + smooth and p the softmax of the logits:
 //                 dL/dp_k = (-2 [k = label] + (2 sums[0] + smooth) / D) / (K D);  dlogits = p (dL/dp - sum of dL/dp p)
