@@ -44,6 +44,13 @@ def _training(device: str) -> dict[str, Any]:
     return names | {"schedule": Constant(0.05)} | _images(device)
 
 
+def _memory(device: str) -> dict[str, Any]:
+    """A network of some depth: of two layers none can wait elsewhere."""
+    model, images = m.Model(models.resnet20(), device=device), data.synthetic(128)
+    loader = data.Loader(images, 64, transfer=backend.get_ops(device).from_host)
+    return {"model": model, "optimizer": m.SGD(model, 0.1, 0.9), "loss": m.SoftmaxCrossEntropy(), "loader": loader}
+
+
 def _breadth(device: str) -> dict[str, Any]:
     names = _training(device)
     batch = next(iter(names["loader"]))
@@ -72,6 +79,6 @@ def _sparse(device: str) -> dict[str, Any]:
 GIVEN: dict[str, Callable[[str], dict[str, Any]]] = {
     "breadth.md": _breadth,
     "fusion.md": _training,
-    "memory.md": _training,
+    "memory.md": _memory,
     "sparse.md": _sparse,
 }

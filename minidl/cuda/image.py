@@ -15,7 +15,7 @@ from minidl.shapes import ceil_div
 
 __all__ = ["normalise"]
 
-BLOCK, VEC, STEPS = 256, 8, 4  # threads, at most; elements of a thread at a time, and how often
+BLOCK, STEPS = 256, 4  # threads, at most; vectors of a thread
 WARP = 32
 _SOURCES = {np.dtype(np.uint8): "u8", float32: "float"}
 
@@ -29,7 +29,7 @@ def normalise(images: Any, scale: Any, shift: Any, dtype: Any) -> Any:
     """
     images = contiguous(images)
     out = empty(images.shape, dtype)
-    vec = VEC if address(images) % ACCESS == 0 else 1
+    vec = ACCESS // out.itemsize if address(images) % ACCESS == 0 else 1
     channels = images.shape[-1]
     period = math.lcm(WARP, max(channels, 1) // math.gcd(channels or 1, vec))  # of the channels that warps begin with
     block = BLOCK // period * period or BLOCK

@@ -64,7 +64,11 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
             hits[own * BLOCK] += valid ? to_float(tile[element((at + r) * CLASSES + own)]) : 0.0f;
             atomicAdd(pixels + (valid ? own : CLASSES), 1u);
         }
-        run.clear(keep);
+        u32 any = 0u, all = ~0u;
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) any |= keep[r], all &= keep[r];
+        if (!any) return;
+        if (RUN > 1 && !all) run.clear(keep);
 #pragma unroll
         for (int r = 0; r < RUN; ++r)
 #pragma unroll

@@ -30,9 +30,9 @@ def _row_layout(x: Any) -> tuple[Any, Any]:
     return np.int32(channels), np.int64(pitch)
 
 
-def _resident(classes: int, few: int, some: int, many: int) -> int:
+def _resident(classes: int, some: int, many: int) -> int:
     """Blocks of a multiprocessor, where each thread holds a row of ``classes``."""
-    return few if classes <= 16 else some if classes <= 32 else many
+    return 8 if classes <= 16 else some if classes <= 32 else many
 
 
 def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
@@ -44,7 +44,7 @@ def dice_sums(p: Any, labels: Any, *, ignore_index: int) -> Any:
         return zeros((3 * classes + 1,), np.float64)
     defines = {"SUMS": 1, "DTYPE": dtype_code(p, "dice_sums", "p"), "LABEL": LABELS[labels.dtype]}
     beside = 4 * short_rows.BLOCK * classes + round_up(4 * (classes + 1), ACCESS)
-    short = short_rows.labelled_rows(p, labels, _resident(classes, 8, 5, 2), beside, vectors=True)
+    short = short_rows.labelled_rows(p, labels, _resident(classes, 5, 2), beside, vectors=True)
     if short is not None:
         partial = empty((short.blocks, 3 * classes + 1), np.float64)
         launch(
@@ -101,7 +101,8 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     defines = {"CONFUSION": 1, "LABEL": LABELS[labels.dtype]}
     shared = int(size <= SHARED_COUNTS)
     beside = round_up(4 * (size + 1) * shared, ACCESS)
-    short = short_rows.labelled_rows(logits, labels, _resident(classes, 8, 6, 3), beside, vectors=True)
+    # Each block leaves a table of K * K counts, so few blocks; rows of whole vectors are compared as fast by four threads.
+    short = short_rows.labelled_rows(logits, labels, _resident(classes, 4, 3), beside)
     if short is not None:
         defines |= {"DTYPE": dtype_code(logits, "confusion_counts"), **short.defines}
         labels, block, layout = short_rows.aligned(labels), short_rows.BLOCK, (np.int32(short.passes),)
