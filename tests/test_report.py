@@ -40,9 +40,9 @@ def forget(pages):
 
 @pytest.fixture
 def pages(report):
-    forget(report.layer_pages)
-    yield report.layer_pages
-    forget(report.layer_pages)
+    forget(report.layers)
+    yield report.layers
+    forget(report.layers)
 
 
 @pytest.fixture(scope="module")
@@ -211,16 +211,16 @@ def test_every_option_of_every_verb_is_documented(report):
 
 def test_every_table_of_speed_has_its_command(report):
     page = (ROOT / "docs" / "speed.md").read_text()
-    listed = report.speed_tables.commands().splitlines()[2:]
+    listed = report.speed.commands().splitlines()[2:]
     for line in listed:
         _, file, head, _, command, _ = (cell.strip() for cell in line.split("|"))
         assert f"| {head} |" in page, head
         assert (ROOT / "benchmarks" / "results" / file.strip("`")).is_file() and len(command) > 10
-    assert len(listed) >= len(report.speed_tables.TABLES)
+    assert len(listed) >= len(report.speed.TABLES)
 
 
 def test_the_table_of_the_readme_is_sorted_and_has_each_step_once(report):
-    lines = [line.split("|")[1:-1] for line in report.speed_tables.headline().splitlines()[2:]]
+    lines = [line.split("|")[1:-1] for line in report.speed.headline().splitlines()[2:]]
     speeds = [float(line[3]) for line in lines]
     assert speeds == sorted(speeds) and speeds[0] < 1
     names = [(line[0], line[1], line[2].split(":")[0]) for line in lines]
@@ -231,3 +231,14 @@ def test_the_table_of_the_readme_is_sorted_and_has_each_step_once(report):
             assert theirs / ours == pytest.approx(speed, rel=0.02)
         else:
             assert float(line[4].partition(":")[0]) <= speed, "the worst is worse than the mean"
+
+
+def test_without_files_each_part_says_so(report, monkeypatch, tmp_path):
+    monkeypatch.setattr("pages.files.RESULTS", tmp_path)
+    monkeypatch.setattr("pages.speed.RESULTS", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    nothing = {"Nothing was recorded yet."}
+    for page, parts in report.PARTS.items():
+        for name, make in parts.items():
+            if name != "options":
+                assert set(make().split("\n\n")) == nothing, (page, name)

@@ -1,25 +1,21 @@
 """docs/layers.md and docs/layers/<network>.md: where the time of each network goes, layer by layer, over batch sizes
-and ranks; made from the files of `minidl bench model` and `minidl bench layers` in benchmarks/results/.
+and ranks; of the files of `minidl bench model` and `minidl bench layers`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from minidl.profile import plots  # noqa: E402
-from minidl.profile.blocks import Block, blocks, order, singles  # noqa: E402
-from minidl.profile.plots.scaling import KINDS, curves  # noqa: E402
-from minidl.profile.results import load  # noqa: E402
-from minidl.profile.runs import Run, runs  # noqa: E402
-from minidl.profile.tables import markdown  # noqa: E402
-from minidl.profile.views import networks  # noqa: E402
+from minidl.profile import plots
+from minidl.profile.blocks import Block, blocks, order, singles
+from minidl.profile.plots.scaling import KINDS, curves
+from minidl.profile.runs import Run, runs
+from minidl.profile.tables import markdown
+from minidl.profile.views import networks
+from pages.files import NOTHING, results_of
 
 __all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures"]
 
@@ -66,7 +62,7 @@ def _every(results: Path) -> tuple[Run, ...]:
     """The newest last."""
     files = []
     for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
-        content = load(path)
+        content = results_of(path)
         files.append((content["date"], path.relative_to(results).as_posix(), content))
     files.sort(key=lambda file: file[:2])
     found = (run for _, name, content in files for run in runs(content, name))
@@ -111,7 +107,7 @@ def of_networks(results: Path) -> dict[str, tuple[list[Run], list[list[Run]]]]:
 def overview(results: Path) -> str:
     """The generated part of docs/layers.md: a line per network, batch, dtype and number of ranks."""
     if not measured(results):
-        return "Nothing was recorded yet."
+        return NOTHING
     parts = []
     for machine in dict.fromkeys(run.machine for run in measured(results)):
         parts.append(f"### {machine}")
