@@ -28,8 +28,10 @@ LEVELS = [
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
     {"compile", "callbacks"},
     {"train"},
-    {"bench", "pruning"},
-    {"launch", "cli"},
+    {"bench"},
+    {"training"},
+    {"launch", "pruning"},
+    {"cli"},
     {"__main__", "__init__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
