@@ -17,6 +17,7 @@ LEVELS = [
     {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
     {"profile"},
     {"segments"},
+    {"ring"},
     {"params"},
     {"layer"},
     {"graph", "laws"},
