@@ -124,12 +124,11 @@ def begin(model: Model, path: str) -> None:
 
 def accuracy(model: Model, loader: Loader) -> float:
     """The fraction of a loader's labels that the model, in evaluation mode, gets right; over all ranks."""
-    loss, sums = SoftmaxCrossEntropy(comm=model.comm), Sums(0.0, 0.0, 0, 0)
+    loss, sums = SoftmaxCrossEntropy(comm=model.comm), Sums()
     model.eval()
     for batch in loader:
-        read = loss.forward(model.forward(batch.images, grad=False), batch.labels, grad=False).read()
-        sums = Sums(*map(sum, zip(sums, read, strict=True)))
-    return sums.correct / max(sums.labels, 1)
+        sums = sums.plus(loss.forward(model.forward(batch.images, grad=False), batch.labels, grad=False).read())
+    return sums.accuracy
 
 
 def scan(trainer: Trainer, a: argparse.Namespace) -> None:

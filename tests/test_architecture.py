@@ -27,7 +27,7 @@ LEVELS = [
     {"fusion"},
     {"loss", "nonfinite", "optim", "stopping"},
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
-    {"compile", "callbacks"},
+    {"compile", "callbacks", "resuming"},
     {"train"},
     {"bench"},
     {"training"},

@@ -17,7 +17,6 @@ from minidl.layer import Layer
 __all__ = ["PRECISIONS", "Setup", "add_images", "device_of", "join", "layer_case", "parse_layer", "parse_shape"]
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-_SMALL = ("lenet", "mlp", "resnet20")  # networks for images of 32 x 32 and ten classes
 
 
 def add_images(p: argparse.ArgumentParser) -> None:
@@ -48,13 +47,11 @@ class Setup:
 
     @property
     def image(self) -> int:
-        usual = 32 if self.model in _SMALL else 256 if self.model == "unet" else 224
-        return usual if self.image_size is None else self.image_size
+        return models.usual_task(self.model)[0] if self.image_size is None else self.image_size
 
     @property
     def num_classes(self) -> int:
-        usual = 10 if self.model in _SMALL else 2 if self.model == "unet" else 1000
-        return usual if self.classes is None else self.classes
+        return models.usual_task(self.model)[1] if self.classes is None else self.classes
 
     @property
     def title(self) -> str:

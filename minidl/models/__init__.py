@@ -26,7 +26,14 @@ MODELS: dict[str, Callable[..., Graph]] = {
     )
 }  # fmt: skip
 
-__all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", *MODELS]
+__all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", "usual_task", *MODELS]
+
+_TASKS = {"lenet": (32, 10), "mlp": (32, 10), "resnet20": (32, 10), "unet": (256, 2)}
+
+
+def usual_task(name: str) -> tuple[int, int]:
+    """(side of the images, classes) that the network called ``name`` is usually measured on: ImageNet's, or its own."""
+    return _TASKS.get(name, (224, 1000))
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:
