@@ -59,7 +59,7 @@ def between(page: str, name: str, text: str) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"speed": speed.headline},
+    "README.md": {"sample": lambda: layers.sample(RESULTS), "speed": speed.headline},
     "docs/benchmarks.md": {"options": options},
     "docs/speed.md": {"results": speed.results, "commands": speed.commands},
     "docs/distributed.md": {

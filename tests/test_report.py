@@ -242,3 +242,20 @@ def test_without_files_each_part_says_so(report, monkeypatch, tmp_path):
         for name, make in parts.items():
             if name != "options":
                 assert set(make().split("\n\n")) == nothing, (page, name)
+
+
+def test_the_sample_has_one_layer_of_each_type_and_closes(pages, content, tmp_path):
+    assert pages.sample(tmp_path, "lenet", "fp32") == "Nothing was recorded yet."
+    forget(pages)
+    whole = json.loads(json.dumps(on_two_ranks(content)))
+    setup = whole.pop("points")[1]
+    rows = [row for row in whole["rows"] if row["case"] == setup["case"]]
+    write(tmp_path / "cpu-x2" / "bench_layers.json", whole | setup | {"rows": rows})
+    lines = [
+        [c.strip() for c in row.split("|")[1:-1]] for row in pages.sample(tmp_path, "lenet", "fp32").splitlines()[4:]
+    ]
+    types = [line[1] for line in lines if line[1]]
+    assert len(types) == len(set(types)) and {"Conv2d", "Linear", "ReLU"} <= set(types)
+    assert [line[0] for line in lines if not line[1]] == ["optimizer update", "unaccounted", "step"]
+    step = next(row["ms"] for row in rows if row["pass"] == "step")
+    assert float(lines[-1][6]) == pytest.approx(step, rel=1e-3)

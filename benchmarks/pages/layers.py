@@ -14,10 +14,10 @@ from minidl.profile.blocks import Block, blocks, order, singles
 from minidl.profile.plots.scaling import KINDS, curves
 from minidl.profile.runs import Run, runs
 from minidl.profile.tables import markdown
-from minidl.profile.views import networks
+from minidl.profile.views import networks, view
 from pages.files import NOTHING, results_of
 
-__all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures"]
+__all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures", "sample"]
 
 NETWORKS = {"resnet50": "ResNet-50", "vgg16": "VGG-16", "unet": "U-Net", "densenet121": "DenseNet-121"}
 PAGE = "docs/layers/{}.md"
@@ -119,6 +119,28 @@ def overview(results: Path) -> str:
                 parts += [f"{words}, {_when(found)}: {title}.", markdown(columns, cells)]
     links = [f"[{NETWORKS.get(name, name)}](layers/{name}.md)" for name in of_networks(results)]
     return "\n\n".join([*parts, f"Each layer of {', '.join(links)}."])
+
+
+def sample(results: Path, network: str = "resnet50", dtype: str = "bf16", ranks: int = 2) -> str:
+    """What the table of a network looks like: the longest layer of each type, the optimizer, the rest and the step. Of
+    its largest batch, without fusion.
+    """
+    found = [run for run in _single(results, network) if (run.dtype, run.ranks, run.fusion) == (dtype, ranks, "none")]
+    if not found:
+        return NOTHING
+    run = max(found, key=lambda run: run.rank_batch)
+    known = {block.name: block for block in singles(run)}
+    longest = {block.type: block.name for block in sorted(known.values(), key=lambda block: block.ms) if block.ms}
+    _, columns, rows = view(run, "time")
+    lines = []
+    for name, kind, *cells in rows:
+        if name != longest.get(kind) if kind else name.startswith("loss"):
+            continue
+        told = [_intensity(known[name], run), _roof(known[name], run)] if kind else ["", ""]
+        lines.append([name, kind, *("" if cell == "-" else cell for cell in cells), *told])
+    title = f"{NETWORKS.get(network, network)}, batch {run.rank_batch} on each of {ranks} {run.machine}, {dtype}"
+    text = "the longest layer of each type; milliseconds."
+    return f"{title}: {text}\n\n{markdown([*columns, 'FLOP/B', 'roof'], lines, words=(0, 1))}"
 
 
 def _when(found: Sequence[Run]) -> str:
