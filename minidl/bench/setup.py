@@ -47,11 +47,11 @@ class Setup:
 
     @property
     def image(self) -> int:
-        return models.usual_task(self.model)[0] if self.image_size is None else self.image_size
+        return models.usual_task(self.model, self.image_size)[0]
 
     @property
     def num_classes(self) -> int:
-        return models.usual_task(self.model)[1] if self.classes is None else self.classes
+        return models.usual_task(self.model, None, self.classes)[1]
 
     @property
     def title(self) -> str:

@@ -32,8 +32,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl fuse``."""
     p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", type=int, default=32, help="samples of each rank")
-    p.add_argument("--image-size", type=int, default=224)
-    p.add_argument("--classes", type=int, default=1000)
+    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
+    p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
     p.add_argument("--plan", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or the path of a plan")
     p.add_argument("--tune", action="store_true", help="measure on this machine, and keep the plan for --plan adaptive")
@@ -50,7 +50,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(a: argparse.Namespace) -> int:
     """Find the plan, print a row for each batch norm, or one for each of its ways; the exit status."""
     batch = checks.at_least("fuse", "--batch", a.batch, 1)
-    graph = models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
+    side, classes = models.usual_task(a.model, a.image_size, a.classes)
+    graph = models.build(a.model, (side, side, 3), classes)
     ops, there = _table(a.device)
     if not there:
         if a.tune or a.map or a.plan == "adaptive":

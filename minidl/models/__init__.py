@@ -31,9 +31,10 @@ __all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitat
 _TASKS = {"lenet": (32, 10), "mlp": (32, 10), "resnet20": (32, 10), "unet": (256, 2)}
 
 
-def usual_task(name: str) -> tuple[int, int]:
-    """(side of the images, classes) that the network called ``name`` is usually measured on: ImageNet's, or its own."""
-    return _TASKS.get(name, (224, 1000))
+def usual_task(name: str, side: int | None = None, classes: int | None = None) -> tuple[int, int]:
+    """(side of the images, classes): for None what the network called ``name`` is usually measured on."""
+    usual = _TASKS.get(name, (224, 1000))
+    return usual[0] if side is None else side, usual[1] if classes is None else classes
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:
