@@ -23,18 +23,25 @@ from minidl.profile.tables import markdown
 
 
 def options() -> str:
-    """Every option of ``minidl bench``, verb by verb, from its own parser."""
-    return "\n\n".join(f"### minidl bench {verb}\n\n{_options(command.parser_of(verb))}" for verb in command.VERBS)
+    """Every option of ``minidl bench``, verb by verb, from its own parser; those of two verbs that both have, once."""
+    rows = {verb: _options(command.parser_of(verb)) for verb in command.VERBS}
+    both = [row for row in rows["layers"] if row in rows["model"]]
+    parts = {"minidl bench layers, minidl bench model": both}
+    for verb, own in rows.items():
+        parts[f"minidl bench {verb}"] = [row for row in own if verb not in ("layers", "model") or row not in both]
+    return "\n\n".join(
+        f"### {name}\n\n{markdown(['option', '', 'default'], own, range(3))}" for name, own in parts.items()
+    )
 
 
-def _options(parser: argparse.ArgumentParser) -> str:
-    lines = []
+def _options(parser: argparse.ArgumentParser) -> list[list[str]]:
+    rows = []
     for action in parser._actions:  # argparse has no public list of options
         if action.dest != "help":
             shown = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or [])) or "VALUE")
             name = " ".join([*action.option_strings[-1:], shown + " ..." * (action.nargs == "+")]).strip()
-            lines.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
-    return markdown(["option", "", "default"], lines, words=range(3))
+            rows.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
+    return rows
 
 
 def _default(action: argparse.Action) -> str:

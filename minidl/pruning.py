@@ -61,11 +61,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
     """What the options ask for, with an epoch of so many samples."""
-    steps_per_epoch = ceil_div(samples, checks.at_least("minidl prune", "--batch", a.batch, 1))
+    steps_per_epoch = ceil_div(samples, checks.at_least("", "--batch", a.batch, 1))
     end = a.epochs / 2 if a.prune_end is None else a.prune_end
     if not 0 <= a.prune_begin <= end <= a.epochs:
         expected = f"from --prune-begin ({a.prune_begin:g}) to --epochs ({a.epochs})"
-        raise checks.bad_value("minidl prune", "--prune-end", expected, end)
+        raise checks.bad_value("", "--prune-end", expected, end)
     first, last = (max(round(epoch * steps_per_epoch), 1) for epoch in (a.prune_begin, end))
     schedule = CubicSchedule(a.sparsity, first, last, frequency=a.prune_every)
     scope = a.scope or ("global" if a.granularity == "layer" else "layer")
@@ -93,7 +93,7 @@ class _Pruning(training.Training):
         if a.compress:
             share_weights({}, a.clusters)  # refuses the number at the door, and not after the training
             require_libraries()
-        checks.at_least("minidl prune", "--share-epochs", a.share_epochs, 0)
+        checks.at_least("", "--share-epochs", a.share_epochs, 0)
         return pruned(kind)(model, a.lr, pruning=plan_of(a, samples), **options)
 
     def settings(self, optimizer: SGD) -> dict[str, Any]:

@@ -242,9 +242,9 @@ def trained(a: argparse.Namespace, verb: Training = _PLAIN) -> tuple[dict[str, f
 
 
 def _trained_once(a: argparse.Namespace, verb: Training) -> tuple[dict[str, float], Trainer]:
-    checks.at_least("--epochs", "number", a.epochs, 1)
+    checks.at_least("", "--epochs", a.epochs, 1)
     if not a.output:
-        raise checks.bad_value("--output", "path", "a folder", a.output, "'.' is this one")
+        raise checks.bad_value("", "--output", "a folder", a.output, "'.' is this one")
     comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     train_set, test_set = _data_sets(a)

@@ -49,13 +49,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Find the plan, print a row for each batch norm, or one for each of its ways; the exit status."""
-    batch = checks.at_least("fuse", "--batch", a.batch, 1)
+    batch = checks.at_least("", "--batch", a.batch, 1)
     side, classes = models.usual_task(a.model, a.image_size, a.classes)
     graph = models.build(a.model, (side, side, 3), classes)
     ops, there = _table(a.device)
     if not there:
         if a.tune or a.map or a.plan == "adaptive":
-            raise checks.impossible("fuse", "there is no GPU to measure on", "use --device cpu, or --plan auto")
+            raise checks.impossible("", "there is no GPU to measure on", "use --device cpu, or --plan auto")
         with dry_run(BUILT_IN[a.device if a.device in BUILT_IN else "H200"]):
             return _told(a, graph, batch, ops, there)
     return _told(a, graph, batch, ops, there)
