@@ -1,8 +1,9 @@
 """How every picture looks: one palette, one page, one way of saving.
 
 A colour means one thing in all pictures. Passes have colours of Okabe and Ito ("Color Universal Design", 2008); types
-of layer have shapes in scatter plots and, where they are areas, muted and light colours of Tol ("Colour Schemes", 2021). Both
-sets were chosen so that all of their members stay apart for readers with any of the usual colour deficiencies.
+of layer have shapes in scatter plots and, where they are areas, muted and light colours of Tol ("Colour Schemes",
+2021). Both sets were chosen so that all of their members stay apart for readers with any of the usual colour
+deficiencies.
 
 Nothing touches pyplot or its state.
 """
