@@ -459,9 +459,8 @@ class Arena:
         left = [message for message in self.messages if not message.updated]
         for message in left:
             if message.work is None or self._abandoned:
-                raise checks.order(
-                    f"message of {', '.join(message.layers)}", "update before backward", "call model.backward() first"
-                )
+                layers = checks.some(message.layers, 2)
+                raise checks.order(f"message of {layers}", "update before backward", "call model.backward() first")
         self._written.clear()  # once used, gradients are not added to
         for message in left:
             self._arrive(message)

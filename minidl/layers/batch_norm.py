@@ -119,8 +119,8 @@ class BatchNorm2d(AffineNorm):
     def _batch_moments(self, x: Any, stats: Any) -> tuple[Any, Any]:
         """Moments and count of the batch, from its statistics where they came with ``x``."""
         if prod(x.shape[:-1]) <= 1 and self._joined is None and not (self._bound and x.shape[0] == 0):
-            expected = "more than one value per channel in training"
-            raise checks.bad_shape(self.name, "x", expected, x.shape, "use a larger batch or evaluation mode")
+            text = f"training needs more than one value per channel, got x of shape {x.shape}"
+            raise checks.impossible(self.name, text, "use a larger batch or evaluation mode")
         if stats is None:
             stats = self.ops.batch_norm_stats(x)
         if self._joined is not None:

@@ -123,6 +123,10 @@ class Loss:
         """What the whole batch's loss is divided by, over all ranks, where `divisible`: for `forward` of its parts."""
         raise NotImplementedError
 
+    def __call__(self, x: Any, target: Any, **options: Any) -> Totals:
+        """`forward`."""
+        return self.forward(x, target, **options)
+
     def forward(self, x: Any, target: Any, grad: bool = True, count: Any = None) -> Totals:
         """Evaluate the loss; keeps what `backward` needs unless ``grad`` is False.
 

@@ -37,6 +37,10 @@ def usual_task(name: str, side: int | None = None, classes: int | None = None) -
     return usual[0] if side is None else side, usual[1] if classes is None else classes
 
 
+def __getattr__(name: str) -> None:
+    raise AttributeError(str(checks.unknown("model", name, MODELS)), name=name)
+
+
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:
     """The network called ``name`` for images of (H, W, C) and ``num_classes`` classes.
 
