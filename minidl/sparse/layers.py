@@ -261,9 +261,9 @@ class CSBConv2d(_CSBLayer):
         return super().at_pattern(_flat(np.asarray(dense), self.pattern.shape[1] // prod(self.kernel_size)))
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, _ = self._image(shape, self.in_channels)
+        n, h, w, _ = self.require_image(shape, self.in_channels)
         sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        p, q = self._fitting(shape, tuple(conv_output_size(*axis) for axis in sizes))
+        p, q = self.require_output(shape, tuple(conv_output_size(*axis) for axis in sizes))
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
