@@ -96,8 +96,8 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.18, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
-_WINDOW, _IN_PLACE = 1.12, 0.56
+_IN_REGISTERS = {(128, 256): 1.09, (256, 128): 1.31, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.5}
+_WINDOW, _IN_PLACE = 1.09, 0.53
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
