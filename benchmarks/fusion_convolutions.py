@@ -26,7 +26,7 @@ from unittest import mock
 
 import bench_conv
 import numpy as np
-from kernel_tables import share_of_bytes
+from pages.fusion import share_of_bytes
 
 from minidl import cuda as ops
 from minidl.cuda.convolution import conv2d_hopper

@@ -449,10 +449,7 @@ class Layer:
         if len(shape) != 4:
             raise checks.bad_shape(self.name, "x", wanted, shape, "minidl's images are NHWC")
         if channels is not None and shape[3] != channels:
-            remedy = None
-            if shape[1] == channels:
-                remedy = "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
-            raise checks.bad_shape(self.name, "x", wanted, shape, remedy)
+            raise checks.bad_shape(self.name, "x", wanted, shape, checks.nchw(shape, channels))
         return shape
 
     def _fitting(self, shape: tuple[int, ...], out: Pair) -> Pair:
