@@ -137,12 +137,17 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
-TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 3, 8), (4, 2, 16), (8, 1, 4), (16, 3, 16)]  # units, vec, run
+TILES = [  # warps, groups, vec, run
+    (16, 1, 4, 4), (16, 1, 4, 8), (16, 2, 4, 16), (16, 4, 4, 8), (4, 4, 4, 4), (4, 1, 2, 16), (8, 2, 2, 4),
+    (8, 1, 1, 8),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
-@pytest.mark.parametrize("part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (301, 332))])
+@pytest.mark.parametrize(
+    "part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (1301, 332)), (256, 0.03, (332, 1301))]
+)
 def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, transposed, features_last):
     """Whichever tile sizes choose, also where each thread block takes several."""
     from minidl.cuda.device import current_device
@@ -156,9 +161,9 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for units, vec, run in TILES:
-            vec = 2 if vec == 3 and not features_last else vec
-            tile = csb_rows.RowsTile(units, vec, part, run, part * density >= 4, 3072, 2)
+        for warps, groups, vec, run in TILES:
+            tile = csb_rows.RowsTile(warps, groups, vec, part, run, part * density >= 4, 0, 0)
+            tile = csb_rows.sized(tile, density, device)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
@@ -390,21 +395,19 @@ def test_tiles_fit_the_device():
         (1, 64, 100, 2048), (1, 33, 100, 4096, 10**6), (0.0, 0.02, 0.2, 1.0), (False, True)
     ):
         tile = csb_rows.choose_tile(features, 2048, samples, density, last, H200)
-        used = tile.stages * tile.stage_bytes(last) + 32
-        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.unit_slots
-        assert last or tile.vec != 3
+        used = tile.stages * tile.stage_bytes + 32 + 4 * tile.samples
+        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.lane_slots
     for samples in (1, 16, 17, 64):
         tile = csb_skinny.choose_tile(samples, 8192, 8192)
         assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block
 
 
 def test_tiles_fill_the_device_in_few_rounds():
-    """256 output features of 12544 samples: one round of 131 thread blocks instead of two of smaller ones."""
-    tile = csb_rows.choose_tile(256, 2304, 12544, 0.02, True, H200)
-    assert (tile.units, tile.vec) == (16, 3)
-    assert csb_rows.choose_tile(256, 2304, 12544, 0.02, False, H200)[:2] == (16, 4)
-    assert csb_rows.choose_tile(2048, 2048, 4096, 0.05, True, H200)[:2] == (16, 4)
-    assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
+    """Where matrices are very sparse x is read for as many output features as there are, up to 1024."""
+    for features, groups in ((4096, 4), (2048, 4), (1024, 4), (512, 2), (256, 1)):
+        tile = csb_rows.choose_tile(features, 2048, 16384, 0.02, True, H200)
+        assert (tile.warps, tile.groups) == (16, groups)
+    assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:3] == (4, 1, 1)
 
 
 def test_features_are_dealt_where_that_pays():

@@ -5,9 +5,9 @@
 // filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp. As
 // warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
 // time, those with most elements first, each to the unit that has least so far.
-// A unit's list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is the summed feature
-// within the part times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16
-// bytes.
+// A unit's list is the number of items of each feature in 32 bytes, then the items (x, value): `x` is where the summed
+// feature's row of x begins in shared memory, its number within the part times `scale`, plus `turn` times the number's
+// last three bits. Items of a feature lie in the order of the summed one and begin at a multiple of 16 bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
@@ -21,12 +21,12 @@
 // (SIDE / 64)^2 times from L2, 8 (nnz + pads) written.
 // After R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17 (1969), for the dealing.
 //
-// Macros: SIDE, TRANSPOSED, OUT (64, 128, 256), RUN (4, 8, 16), PART (64, 128).
+// Macros: SIDE, TRANSPOSED, OUT (64, 128, 256), RUN (4, 8, 16), PART (64, 128, 256).
 #include "csb.cuh"
 
 constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads that share a band of output features
 constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
-constexpr int HEADER = 2;  // slots of a list before its items
+constexpr int HEADER = 4;  // slots of a list before its items
 constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
 constexpr u32 NONE = 0xffffffffu;
 
@@ -36,7 +36,7 @@ struct Problem {
     int parts;  // of a tap
     int taps;
     int room;  // columns of a tap
-    int scale;
+    int scale, turn;
 };
 
 // Elements of a feature, capped: the sum of sixteen and the number of a unit fit a word.
@@ -172,7 +172,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         int start = 0;
         for (int u = 0; u < unit; ++u) start += s.unit[u];
         s.begin[thread] = start + HEADER + sum - ((count + 1) & ~1);
-        if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
+        if (size) reinterpret_cast<u16*>(slots + s.first + start)[thread % UNIT] = static_cast<u16>(count);
         if (thread % UNIT == 0)
             units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
     }
@@ -182,6 +182,6 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
 #pragma unroll
         for (int w = 0; w < WORDS - 1; ++w)
             if (w < summed / 32) rank += __popc(s.mask[place][w]);
-        slots[s.first + s.begin[place] + rank] = make_uint2(summed * p.scale, __float_as_uint(values[e]));
+        slots[s.first + s.begin[place] + rank] = make_uint2(summed * p.scale + summed % 8 * p.turn, __float_as_uint(values[e]));
     });
 }

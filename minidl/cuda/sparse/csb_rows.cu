@@ -1,13 +1,18 @@
 // The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output
 // is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
-// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
-// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages.
-// Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps multiplies its
-// unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
-// With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
-// lanes a row apart meet no bank twice; so nothing is ever transposed. Lists that do not fit into a stage come in
-// several, x with each.
+// A block owns WARPS * GROUPS units of 16 output features times SAMPLES = 32 / GROUPS * VEC samples. Four warps fetch,
+// PART summed features at a time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies)
+// into a ring of stages. Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through
+// registers, too. Each of WARPS warps multiplies GROUPS units, one by each group of its lanes: a lane holds 16 x VEC sums
+// in registers, reads the items of its unit by broadcast and VEC values of x for each. What a group reads at a time is
+// 128 bytes of a row or more, so groups at different rows cost no more than one at one. The more groups, the more output
+// features x is read for and the deeper the stages: where matrices are very sparse, lists are long enough to be worth
+// their loops, and even enough that warps seldom wait for each other.
+// In shared memory a row of x is a summed feature's samples. With FEATURES_LAST rows arrive column by column in copies
+// of four bytes, eight summed features of four samples by each warp: 16 bytes of row r stand in place of those r % 8
+// further (exclusive or), where such copies meet no bank twice. Lists that do not fit into a stage come in several, x
+// with each.
 //
 //   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
@@ -22,10 +27,10 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN
+// Macros: WARPS (4, 8, 16), GROUPS, VEC (1, 2, 4; GROUPS <= VEC), PART (64, 128, 256: summed features at a time), RUN
 // (csb_lists.cu), FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
-// (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
-// multiplies nothing, 2 copies no x).
+// (floats per copy of x, with FEATURES_LAST 1), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to
+// take times apart 1 multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -43,11 +48,12 @@ struct Problem {
 };
 
 constexpr int UNIT = 16;
-constexpr int HEADER = 2;  // slots
-constexpr int SAMPLES = 32 * VEC;
-constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
-constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
-constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
+constexpr int HEADER = 4;  // slots
+constexpr int UNITS = WARPS * GROUPS, EACH = UNITS > 32 ? UNITS / 32 : 1;  // units, and those whose lists a lane fetches
+constexpr int LANES = 32 / GROUPS, SAMPLES = LANES * VEC;
+constexpr int FETCHERS = 128, THREADS = 32 * WARPS + FETCHERS;
+constexpr int ROW = 4 * SAMPLES;  // bytes of a row of x in shared memory
+constexpr int X_BYTES = PART * ROW;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
@@ -56,38 +62,68 @@ constexpr u32 NONE = 0xffffffffu;
 
 // `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
 DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
-    constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
-    constexpr int STEP = FETCHERS / ACROSS;
-    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    to += 4 * (row * PITCH + column);
+    const int thread = threadIdx.x - 32 * WARPS;
+#if FEATURES_LAST
+    const int low = thread % 8, third = thread / 8 % 4;  // of the summed features, of four samples
+    to += low * ROW + 4 * third;
+    feature += low;
+#pragma unroll 1
+    for (int four = thread / 32; four < SAMPLES / 4; four += FETCHERS / 32) {
+        const int i = 4 * four + third;
 #if CONV
-    const bool inside = feature + column < p.depth;
-#pragma unroll 8
-    for (int i = 0; i < DOWN / STEP; ++i) {
-        const int pixel = pixels[row + i * STEP];
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, x + pixel * p.x_pitch + feature + column,
-                              inside && pixel >= 0);
+        const int pixel = pixels[i];
+        const bool inside = pixel >= 0;
+        const float* const from = x + pixel * p.x_pitch + feature;
+#else
+        const bool inside = sample + i < p.samples;
+        const float* const from = x + (sample + i) * p.x_pitch + feature;
+#endif
+        const int there = inside ? p.depth - feature : 0;
+        const u32 column = to + (four ^ low) * 16;
+#pragma unroll
+        for (int k = 0; k < PART; k += 8) copy_async<4>(column + k * ROW, from + k, k < there);
     }
 #else
+    constexpr int ACROSS = SAMPLES / VEC_X, STEP = ACROSS < FETCHERS ? FETCHERS / ACROSS : 1;
     constexpr int GROUP = 8;  // copies whose bounds are known from one number
-    const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
-                                      : x + (feature + row) * p.x_pitch + sample + column;
-    const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
-    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature, step = STEP * p.x_pitch;
-    int there = (inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0) - row;
-    static_assert(DOWN / STEP % GROUP == 0, "whole groups");
+    static_assert(PART / STEP % GROUP == 0 || PART / STEP < GROUP, "whole groups");
+    const i64 step = STEP * p.x_pitch;
+    const int row = thread / ACROSS, left = p.depth - feature;
 #pragma unroll 1
-    for (int i = 0; i < DOWN / STEP; i += GROUP) {
+    for (int column = thread % ACROSS * VEC_X; column < SAMPLES; column += FETCHERS / STEP * VEC_X) {
+        const float* from = x + (feature + row) * p.x_pitch + sample + column;
+        u32 place = to + row * ROW + 4 * column;
+        int there = (sample + column < p.samples ? (left < PART ? left : PART) : 0) - row;
+#pragma unroll 1
+        for (int i = 0; i < PART / STEP; i += GROUP) {
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * g, from, g * STEP < there);
-            from += step;
+            for (int g = 0; g < GROUP && g < PART / STEP; ++g) {
+                copy_async<4 * VEC_X>(place + ROW * STEP * g, from, g * STEP < there);
+                from += step;
+            }
+            place += ROW * STEP * GROUP;
+            there -= GROUP * STEP;
         }
-        to += 4 * PITCH * STEP * GROUP;
-        there -= GROUP * STEP;
     }
 #endif
 }
+
+// The lists of a lane's units, one after the other.
+struct Lists {
+    uint2 of[EACH];
+
+    __device__ __forceinline__ void load(const uint2* __restrict__ from, int steps, bool there) {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) of[e] = there ? from[e * steps] : make_uint2(0, 0);
+    }
+
+    __device__ __forceinline__ u32 size() const {
+        u32 sum = 0;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) sum += of[e].y;
+        return sum;
+    }
+};
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -97,17 +133,18 @@ struct Fetch {
 #if CONV
     // Finds the pixels of another tap or tile; the barrier keeps fetching warps from reading them too early or late.
     __device__ __forceinline__ void find_pixels(const Problem& p, i64 sample, int tap) {
-        warpgroup_sync(1);
-        const int thread = threadIdx.x - 32 * UNITS;
-        if (thread < SAMPLES)
-            pixels[thread] = sample + thread < p.samples
-                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + thread), tap)) : -1;
-        warpgroup_sync(1);
+        sync();
+        for (int i = threadIdx.x - 32 * WARPS; i < SAMPLES; i += FETCHERS)
+            pixels[i] = sample + i < p.samples
+                            ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + i), tap)) : -1;
+        sync();
     }
+
+    static __device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(FETCHERS) : "memory"); }
 #endif
 
-    // One part of one tile; `list`: this lane's unit. All fetching warps take the same decisions.
-    __device__ __forceinline__ void part(const uint2* __restrict__ slots, uint2 list, const float* __restrict__ x,
+    // One part of one tile; `lists`: this lane's units. All fetching warps take the same decisions.
+    __device__ __forceinline__ void part(const uint2* __restrict__ slots, const Lists& lists, const float* __restrict__ x,
                                          const Problem& p, i64 sample, int step) {
 #if CONV
         const int tap = step / p.parts, feature = (step - tap * p.parts) * PART;
@@ -116,10 +153,10 @@ struct Fetch {
         const int feature = step * PART;
 #endif
         const int lane = threadIdx.x % 32;
-        const bool leads = threadIdx.x / 32 == UNITS;
-        u32 todo = __ballot_sync(0xffffffffu, list.y > 0);
+        const bool leads = threadIdx.x / 32 == WARPS;
+        u32 todo = __ballot_sync(0xffffffffu, lists.size() > 0);
         do {
-            const u32 size = todo >> lane & 1 ? list.y : 0;
+            const u32 size = todo >> lane & 1 ? lists.size() : 0;
             u32 sum = size;
 #pragma unroll
             for (int step = 1; step < 32; step *= 2) {
@@ -134,12 +171,17 @@ struct Fetch {
                 const bool mine = taken >> lane & 1;
                 const u32 total = 8 * __reduce_max_sync(0xffffffffu, mine ? sum : 0);
                 const u32 note = notes + ring.index * NOTES;
-                if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
+                u32 at = X_BYTES + 8 * (sum - size);
+#pragma unroll
+                for (int e = 0; e < EACH; ++e) {
+                    if (EACH * lane < UNITS) store_word(note + 4 * (EACH * lane + e), mine && lists.of[e].y ? at : NONE);
+                    at += 8 * lists.of[e].y;
+                }
                 if (lane == 0) store_word(note + 4 * UNITS, step + 1 == p.steps && todo == 0);
                 __syncwarp();
                 if (lane == 0) barrier_expect(barrier, total);
                 __syncwarp();
-                if (mine) copy_bulk(stage + X_BYTES + 8 * (sum - size), slots + list.x, 8 * size, barrier);
+                if (mine) copy_bulk(stage + X_BYTES + 8 * (sum - size), slots + lists.of[0].x, 8 * size, barrier);
             }
 #if PHASE == 2
             barrier_arrive(barrier);
@@ -158,68 +200,68 @@ struct Fetch {
 
 // ---- what the multiplying warps do
 
-// VEC values of x of this lane's samples, `offset` bytes from the first summed feature's.
-DEVICE void load_x(float (&v)[VEC], const unsigned char* x, u32 offset) {
-    if constexpr (FEATURES_LAST) {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) v[j] = *reinterpret_cast<const float*>(x + offset + j * 128 * PITCH);
-    } else {
-        load<float, VEC>(reinterpret_cast<const float*>(x + offset), v);
-    }
+// Loads in the order in which they are written: the compiler would wait for one before it starts the next.
+DEVICE void load_pair(uint4& pair, u32 from) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w) : "r"(from));
+}
+
+// VEC values of x of a lane's samples, which lie `lane` bytes into the row at `offset`.
+DEVICE void load_x(float (&v)[VEC], u32 x, u32 offset, u32 lane) {
+    const u32 from = x + (FEATURES_LAST ? offset ^ lane : offset + lane);
+    if constexpr (VEC == 4)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[VEC - 1]) : "r"(from));
+    else if constexpr (VEC == 2)
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[VEC - 1]) : "r"(from));
+    else
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(from));
 }
 
 // The next COUNT items of one output feature.
 template <int COUNT>
-DEVICE void take(float (&sum)[VEC], const unsigned char* items, const unsigned char* x) {
-    u32 offset[COUNT];
-    float weight[COUNT], values[COUNT][VEC];
-    if constexpr (COUNT == 1) {
-        const uint2 item = *reinterpret_cast<const uint2*>(items);
-        offset[0] = item.x, weight[0] = __uint_as_float(item.y);
-    } else {
+DEVICE void take(float (&sum)[VEC], u32 items, u32 x, u32 lane) {
+    uint4 pairs[(COUNT + 1) / 2];
+    float values[COUNT][VEC];
 #pragma unroll
-        for (int k = 0; k < COUNT; k += 2) {
-            const uint4 pair = *reinterpret_cast<const uint4*>(items + 8 * k);
-            offset[k] = pair.x, weight[k] = __uint_as_float(pair.y);
-            offset[k + 1] = pair.z, weight[k + 1] = __uint_as_float(pair.w);
-        }
-    }
+    for (int k = 0; k < COUNT; k += 2) load_pair(pairs[k / 2], items + 8 * k);
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, offset[k]);
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, k % 2 ? pairs[k / 2].z : pairs[k / 2].x, lane);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weight[k], values[k][v], sum[v]);
+        for (int v = 0; v < VEC; ++v)
+            sum[v] = fmaf(__uint_as_float(k % 2 ? pairs[k / 2].w : pairs[k / 2].y), values[k][v], sum[v]);
 }
 
 // Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
 // fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
-DEVICE void multiply(float (&sum)[UNIT][VEC], const unsigned char* list, const unsigned char* x) {
-    const unsigned char* items = list + 8 * HEADER;
-    u32 counts = 0;  // of four output features
+DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x, u32 lane) {
+    u32 items = list + 8 * HEADER;
+    u32 counts = 0;  // of two output features
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (i % 4 == 0) counts = *reinterpret_cast<const u32*>(list + i);
-        u32 count = counts >> 8 * (i % 4) & 255;
+        if (i % 2 == 0) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(counts) : "r"(list + 2 * i));
+        u32 count = i % 2 ? counts >> 16 : counts & 0xffff;
 #if FOURS
 #pragma unroll 1
-        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
-        if (count & 2) take<2>(sum[i], items, x), items += 16;
+        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x, lane);
+        if (count & 2) take<2>(sum[i], items, x, lane), items += 16;
 #else
 #pragma unroll 1
-        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
+        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x, lane);
 #endif
-        if (count & 1) take<1>(sum[i], items, x), items += 16;
+        if (count & 1) take<1>(sum[i], items, x, lane), items += 16;
     }
 }
 
-// The output features of a unit.
+// The output features of a unit; of one that is not there, features that are not there.
 struct Features {
-    const int* __restrict__ runs;  // the first of each RUN
-    int first;                     // with RUN 16
+    const int* __restrict__ runs;  // the first of each RUN, or null
+    int first;                     // with RUN 16, or without a unit
 
     __device__ __forceinline__ int operator[](int i) const {
-        return RUN == UNIT ? first + i : __ldg(runs + i / RUN) + i % RUN;
+        return RUN == UNIT || runs == nullptr ? first + i : __ldg(runs + i / RUN) + i % RUN;
     }
 };
 
@@ -258,7 +300,7 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
 
 DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
                   const Features& features) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % LANES;
 #if FEATURES_LAST
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
@@ -270,13 +312,13 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
             const int first = features[lane % 4 * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
+                const i64 sample = tile + (lane / 4 * 4 + i) * VEC + j;
                 if (sample < p.samples && first < p.features)
                     *reinterpret_cast<float4*>(y + sample * p.features + first) =
                         make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
             }
         } else {
-            const i64 sample = tile + 32 * j + lane;
+            const i64 sample = tile + lane * VEC + j;
 #pragma unroll
             for (int i = 0; i < UNIT; ++i) {
                 const int feature = features[i];
@@ -290,7 +332,8 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
     for (int i = 0; i < UNIT; ++i) {
         const int feature = features[i];
         if (feature >= p.features) continue;
-        float* const to = y + feature * p.samples + sample;
+        float* to = y + feature * p.samples + sample;
+        asm volatile("" : "+l"(to));  // else the compiler keeps all addresses, and spills them
         if constexpr (VEC_Y == VEC) {
             if (sample < p.samples) store<float, VEC>(to, sum[i]);
         } else {
@@ -311,46 +354,48 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, WARPS);
         barrier_init_done();
     }
     __syncthreads();
-    if (warp >= UNITS) {
-        if constexpr (UNITS == 16) give_registers<56>();
+    if (warp >= WARPS) {
+        if constexpr (WARPS == 16) give_registers<64>();
         Fetch fetch = {shared, notes, full, empty, reinterpret_cast<int*>(stages + (empty + 8 * STAGES - shared))};
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-            const int unit = tile % p.tiles_down * UNITS + lane;
+            const int unit = tile % p.tiles_down * UNITS + EACH * lane;
             const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
-            const bool there = lane < UNITS && unit < p.units;
-            const uint2* const lists = units + i64(unit) * p.steps;
-            uint2 next = there ? lists[0] : make_uint2(0, 0);
+            const bool there = EACH * lane < UNITS && unit < p.units;
+            const uint2* const from = units + i64(unit) * p.steps;
+            Lists next;
+            next.load(from, p.steps, there);
             for (int step = 0; step < p.steps; ++step) {
-                const uint2 list = next;
-                if (there && step + 1 < p.steps) next = lists[step + 1];
-                fetch.part(slots, list, x, p, sample, step);
+                const Lists lists = next;
+                next.load(from + step + 1, p.steps, there && step + 1 < p.steps);
+                fetch.part(slots, lists, x, p, sample, step);
             }
         }
         return;
     }
-    if constexpr (UNITS == 16) take_registers<104>();
+    if constexpr (WARPS == 16) take_registers<104>();
     Ring<STAGES> ring;
+    const int mine = warp * GROUPS + lane / LANES;  // unit
+    const u32 lane_bytes = lane % LANES * VEC * 4;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
         bool last;
         do {
             barrier_wait(full + 8 * ring.index, ring.parity);
-            const unsigned char* const stage = stages + ring.index * STAGE;
+            const u32 stage = shared + ring.index * STAGE;
             const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
-            const u32 list = note[warp];
+            const u32 list = note[mine];
             last = note[UNITS];
-            if (PHASE != 1 && list != NONE)
-                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+            if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage, lane_bytes);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        const int unit = tile % p.tiles_down * UNITS + warp;
-        const Features features = {order + unit * (UNIT / RUN), unit * UNIT};
+        const int unit = tile % p.tiles_down * UNITS + mine;
+        const Features features = {unit < p.units ? order + unit * (UNIT / RUN) : nullptr, unit * UNIT};
         if (bias || p.relu) finish(sum, bias, p, features);
         write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features);
     }

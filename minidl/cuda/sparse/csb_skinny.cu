@@ -2,8 +2,8 @@
 // many bytes of the matrix are read as it has, a fraction of the dense one's, and that is what such a product costs.
 //
 // A warp owns a block row of 64 output features (transposed: a block column) and a slice of the blocks along the summed
-// features. It fetches a block's elements into registers while the block before is multiplied, scatters them into a
-// dense 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums),
+// features. It fetches a block's elements and its x into registers while the block before is multiplied, and knows
+// from the start where its blocks lie, so nothing waits for memory twice; it scatters the elements into a dense 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums),
 // and clears it again. No warp waits for another before the end, when WARPS_K slices are added in shared memory, pairs
 // first; more slices than that are left as float32 partials, which csb_skinny_fold_kernel adds in order. Slices depend
 // on the sizes alone, so the bits do not depend on the device.
@@ -41,7 +41,6 @@ constexpr int TILE = SIDE * PITCH;
 constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
 constexpr int COLUMNS = SAMPLES / 8;        // fragments of x
 constexpr bool REMEMBER = SAMPLES == 16;    // whether there are registers to remember where the elements went
-constexpr bool AHEAD = SAMPLES == 64;       // x of the next block is fetched early: few warps hide its way
 constexpr int SUM_PITCH = SAMPLES + 4;      // floats
 
 // Elements of a block on their way: four neighbouring ones a round.
@@ -208,16 +207,24 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     };
     clear();
     float sum[4][COLUMNS][4] = {};
+    int bounds[2] = {};  // of a lane's block among the next 32
+    const auto bounds_of = [&](int step) {  // steps one after the other, up to one that is not there
+        const int i = (step - first_step) % 32;
+        if (i == 0) {
+            const bool there = step + lane < end_step;
+            for (int e = 0; e < 2; ++e) bounds[e] = there ? indptr[block_of(step + lane) + e] : 0;
+        }
+        return make_int2(__shfl_sync(0xffffffffu, bounds[0], i), __shfl_sync(0xffffffffu, bounds[1], i));
+    };
+    int2 range = bounds_of(first_step);
     Elements next;
-    int begin = 0, end = 0;
-    if (first_step < end_step) begin = indptr[block_of(first_step)], end = indptr[block_of(first_step) + 1];
-    next.fetch(indices, values, begin & ~3, end);
-    uint4 words[COLUMNS];  // x of half a block
-    if (AHEAD) fetch_x(words, x, p, first_sample, first_step * SIDE);
+    next.fetch(indices, values, range.x & ~3, range.y);
+    uint4 words[2][COLUMNS];  // x of each half of a block
+    if (first_step < end_step)
+        for (int half = 0; half < 2; ++half) fetch_x(words[half], x, p, first_sample, first_step * SIDE + 32 * half);
     for (int step = first_step; step < end_step; ++step) {
-        int next_begin = 0, next_end = 0;
-        if (step + 1 < end_step) next_begin = indptr[block_of(step + 1)], next_end = indptr[block_of(step + 1) + 1];
-        if (!AHEAD) fetch_x(words, x, p, first_sample, step * SIDE);
+        const int begin = range.x, end = range.y;
+        range = bounds_of(step + 1);
         __syncwarp();  // the tile is clear
         const bool once = REMEMBER && end - (begin & ~3) <= CHUNK;
         int first = begin & ~3;
@@ -227,16 +234,16 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
         }
         next.scatter(tile_address, first, begin, end);
         Places<REMEMBER> places(next);
-        next.fetch(indices, values, next_begin & ~3, next_end);
+        next.fetch(indices, values, range.x & ~3, range.y);
         __syncwarp();
-        if (begin < end) multiply(sum, rows, words, 0);
-        fetch_x(words, x, p, first_sample, step * SIDE + 32);
-        if (begin < end) multiply(sum, rows, words, 1);
-        if (AHEAD) fetch_x(words, x, p, first_sample, (step + 1) * SIDE);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (begin < end) multiply(sum, rows, words[half], half);
+            if (step + 1 < end_step) fetch_x(words[half], x, p, first_sample, (step + 1) * SIDE + 32 * half);
+        }
         __syncwarp();
         if (once) places.clear(tile_address, begin & ~3, end);
         else clear();
-        begin = next_begin, end = next_end;
     }
     join(sum, reinterpret_cast<float*>(shared));
     if (warp % WARPS_K || row >= p.rows) return;

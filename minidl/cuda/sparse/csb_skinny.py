@@ -50,7 +50,7 @@ def applies(side: int, dtype: Any, device: DeviceRecord, samples: int, depth: in
 def choose_tile(samples: int, features: int, depth: int) -> SkinnyTile:
     """A function of the sizes alone: slices cut the sums."""
     width = next(n for n in (16, 32, 64) if samples <= n)
-    warps = MOST_WARPS // 2 if width == 64 else MOST_WARPS
+    warps = MOST_WARPS // 2 if width > 16 else MOST_WARPS
     groups = ceil_div(features, SIDE)
     steps = ceil_div(depth, SIDE)
     return SkinnyTile(width, 1, warps, max(1, min(BLOCKS_WANTED // groups, steps // (2 * warps))))
