@@ -213,7 +213,7 @@ def test_split_products_multiply_rests(cuda_ops, rng, split, transposed, feature
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("shape,side,density,samples", [
     ((304, 136), 64, 0.1, 200), ((64, 64), 64, 1.0, 8), ((256, 520), 256, 0.3, 1000), ((8, 1032), 64, 0.5, 64),
-    ((600, 2048), 128, 0.1, 5000),
+    ((600, 2048), 128, 0.1, 5000), ((264, 64), 64, 0.2, 3000), ((136, 40), 16, 0.5, 520), ((200, 128), 128, 0.1, 1000),
 ])  # fmt: skip
 def test_sampled_products_of_16_bit_types_are_exact_on_whole_numbers(
     cuda_ops, rng, shape, side, density, samples, features_last
