@@ -19,7 +19,7 @@ from minidl.shapes import Pair, ceil_div, round_up
 __all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
 
 _PACKED_FLOATS = 1 << 18  # of the dense operand at a time and for each thread: what a second-level cache holds
-_REUSE = 4  # uses of an element of the dense operand up to which packing it first does not pay
+_REUSE = 16  # uses of an element of the dense operand up to which packing it first does not pay
 _THREADS_FROM = 1 << 17  # multiply-adds below which one thread is as fast
 
 # Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
