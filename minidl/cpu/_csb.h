@@ -312,18 +312,21 @@ static void minidl_csb_product(
             items = scratch->items;
             values = scratch->values;
         }
+        /* Where tiles lie side by side in memory a row of outputs runs through all of them: long reads, few pages. */
+        const ptrdiff_t strip = tile == lanes && !scatter ? 1 : rows;
+        for (ptrdiff_t r = 0; r < rows; r += strip)
         for (ptrdiff_t t = first; t < last; t++) {
             const CsbTile from = {x + t * tile + feature * step, step};
             const int placed = t < ready;
             const ptrdiff_t apart = placed ? p->pitch : lanes;
-            float *y = placed ? p->y + block * side * p->pitch + sample + t * lanes
-                              : scratch->outputs + (t - first) * side * lanes;
+            float *y = placed ? p->y + (block * side + r) * p->pitch + sample + t * lanes
+                              : scratch->outputs + ((t - first) * side + r) * lanes;
 #define CSB_RUN(lanes)                                                                                                 \
     do {                                                                                                               \
         if (scatter)                                                                                                   \
             csb_scatter_##lanes(count, items, values, from, y);                                                        \
         else                                                                                                           \
-            csb_rows_##lanes(scratch->first, rows, items, values, from, y, apart, fresh);                                            \
+            csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh);                         \
     } while (0)
             if (lanes == 64)
                 CSB_RUN(64);
@@ -336,7 +339,7 @@ static void minidl_csb_product(
             else
                 CSB_RUN(1);
 #undef CSB_RUN
-            for (ptrdiff_t r = 0; r < rows && placed; r++) csb_finish(p, y + r * apart, block * side + r);
+            for (ptrdiff_t i = 0; i < strip && placed; i++) csb_finish(p, y + i * apart, block * side + r + i);
         }
         fresh = 0;
     }
