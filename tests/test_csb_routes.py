@@ -137,17 +137,12 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
-TILES = [  # warps, groups, vec, run
-    (16, 1, 4, 4), (16, 1, 4, 8), (16, 2, 4, 16), (16, 4, 4, 8), (4, 4, 4, 4), (4, 1, 2, 16), (8, 2, 2, 4),
-    (8, 1, 1, 8),
-]  # fmt: skip
+TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 2, 16), (8, 1, 4), (16, 2, 8)]  # warps, vec, run
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
-@pytest.mark.parametrize(
-    "part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (1301, 332)), (256, 0.03, (332, 1301))]
-)
+@pytest.mark.parametrize("part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (301, 332)), (128, 0.03, (9, 301))])
 def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, transposed, features_last):
     """Whichever tile sizes choose, also where each thread block takes several."""
     from minidl.cuda.device import current_device
@@ -161,8 +156,8 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for warps, groups, vec, run in TILES:
-            tile = csb_rows.RowsTile(warps, groups, vec, part, run, part * density >= 4, 0, 0)
+        for warps, vec, run in TILES:
+            tile = csb_rows.RowsTile(warps, vec, part, run, part * density >= 4, 0, 0)
             tile = csb_rows.sized(tile, density, device)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
@@ -396,18 +391,17 @@ def test_tiles_fit_the_device():
     ):
         tile = csb_rows.choose_tile(features, 2048, samples, density, last, H200)
         used = tile.stages * tile.stage_bytes + 32 + 4 * tile.samples
-        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.lane_slots
+        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.list_slots
     for samples in (1, 16, 17, 64):
         tile = csb_skinny.choose_tile(samples, 8192, 8192)
         assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block
 
 
 def test_tiles_fill_the_device_in_few_rounds():
-    """Where matrices are very sparse x is read for as many output features as there are, up to 1024."""
-    for features, groups in ((4096, 4), (2048, 4), (1024, 4), (512, 2), (256, 1)):
-        tile = csb_rows.choose_tile(features, 2048, 16384, 0.02, True, H200)
-        assert (tile.warps, tile.groups) == (16, groups)
-    assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:3] == (4, 1, 1)
+    """256 output features of 8448 samples: 66 tiles of 128 would leave half of the multiprocessors idle."""
+    assert csb_rows.choose_tile(256, 2304, 8448, 0.02, True, H200)[:2] == (16, 2)
+    assert csb_rows.choose_tile(2048, 2048, 4096, 0.05, True, H200)[:2] == (16, 4)
+    assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
 
 
 def test_features_are_dealt_where_that_pays():

@@ -59,10 +59,11 @@ def _rows(
     return {"index decode": decode, "loads": phase("loads"), "multiply-adds": phase("multiply-adds")}, uneven
 
 
-def _uneven(units: Any, tile: csb_rows.RowsTile) -> float:
+def _uneven(lists: Any, tile: csb_rows.RowsTile) -> float:
     """Items of the warp with most in each stage over the mean of the thread block's warps."""
-    items = to_host(units)[..., 1].astype(np.int64)
+    items = to_host(lists)[..., 1].astype(np.int64)
     items = np.maximum(items - csb_rows.HEADER, 0)
-    items = np.pad(items, ((0, round_up(len(items), tile.units) - len(items)), (0, 0)))
-    items = items.reshape(-1, tile.warps, tile.groups, items.shape[1]).sum(2)
+    count = tile.features // csb_rows.LIST
+    items = np.pad(items, ((0, round_up(len(items), count) - len(items)), (0, 0)))
+    items = items.reshape(-1, tile.warps, count // tile.warps, items.shape[1]).sum(2)
     return float(items.max(1).sum() / max(items.mean(1).sum(), 1e-30))
