@@ -69,7 +69,7 @@ DEVICE void store_word(u32 address, u32 word) {
 // thread reads the same of every four. BATCH reads are under way together, of two batches.
 struct Columns {
     static constexpr int BATCH = 2, LINES = PART / 32, READS = SAMPLES / 16 * LINES;
-    static_assert(READS % (2 * BATCH) == 0, "whole batches");
+    static_assert(READS % (2 * BATCH) == 0 && LINES % BATCH == 0, "whole batches of a sample");
     const float* __restrict__ x;
     const Problem& p;
     i64 sample;
@@ -105,17 +105,16 @@ struct Columns {
     }
 
     __device__ __forceinline__ void read(float4 (&to)[BATCH], int batch) const {
-        const float* from = nullptr;
+        const float* const from = find(batch * BATCH);
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
             const int read = batch * BATCH + i;
-            if (i % LINES == 0) from = find(read);
-            const float* const at = from + i % LINES * 32;
+            const float* const at = from + read % LINES * 32;
             asm volatile(  // in this place: the compiler would start more reads than there are registers for
                 "{\n .reg .pred there;\n setp.ne.b32 there, %5, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n"
                 " mov.b32 %2, 0;\n mov.b32 %3, 0;\n @there ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
                 : "=&f"(to[i].x), "=&f"(to[i].y), "=&f"(to[i].z), "=&f"(to[i].w)
-                : "l"(at), "r"(int(from && left(i) > 0)));
+                : "l"(at), "r"(int(from && left(read) > 0)));
         }
     }
 
