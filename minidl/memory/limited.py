@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from minidl import checks
 from minidl.fusion import fuse
 from minidl.graph import Graph, Node
@@ -29,7 +31,7 @@ from minidl.model import Model
 from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
-__all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "unbound"]
+__all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "recorded", "unbound"]
 
 FUSIONS = ("auto", "elementwise", "none")
 """Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
@@ -106,13 +108,7 @@ class LimitedMemory:
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def _recorded(self, batch: int) -> Recording:
-        model = self._model
-        frozen = [s.full_name for s in model.arena.segments if not s.trainable]
-        return record_step(
-            unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
-            device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
-            slots=model.arena.slots, in_momentum=model.arena.adds, input_grad=model.input_grad,
-        )  # fmt: skip
+        return recorded(self._model, batch, self._options["momentum"])
 
     def _fastest(self, recording: Recording) -> Script:
         """Of scripts with and without visitors the one that is predicted to be fastest; a plan made before decides."""
@@ -338,6 +334,21 @@ def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
         model.store.settle()
         _attach(model, TensorStore())
+
+
+def recorded(model: Model, batch: int, momentum: float = 0.9) -> Recording:
+    """A step of ``model`` as it is: its modes, ways to hold gradients, number of ranks.
+
+    Args:
+        batch: samples of this rank.
+    """
+    arena = model.arena
+    return record_step(
+        unbound(model.graph), batch, precision=model.precision, momentum=momentum, device=model.ops.current_device(),
+        ranks=model.comm.size, slots=arena.slots, in_momentum=arena.adds, input_grad=model.input_grad,
+        frozen=[s.full_name for s in arena.segments if not s.trainable], group_bytes=arena.group_bytes, factors=False,
+        message_dtype="bf16" if arena.wire.dtype != np.float32 else "fp32",
+    )  # fmt: skip
 
 
 def unbound(graph: Graph) -> Graph:
