@@ -164,6 +164,7 @@ def bits(step: TrainingStep) -> list[bytes]:
 GRADIENTS: dict[str, Callable[[Any], None]] = {
     "ring": lambda optimizer: optimizer.update_in_backward(1),
     "ring of two": lambda optimizer: optimizer.update_in_backward(2),  # double-buffered
+    "ring of four": lambda optimizer: optimizer.update_in_backward(4),
     "momentum": lambda optimizer: optimizer.gradients_in_momentum(),
 }
 
@@ -376,13 +377,13 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     plain = next(iter(found.values()))
     tell(a, f"link {rate / 1e9:.1f} GB/s each way; no limit {plain['timing'].ms:.2f} ms, {plain['peak_bytes']}")
     for fusion in a.free:
-        found[f"without a limit, fusion {fusion}"] = ours(a, None, fusion=fusion)
+        found[f"without a limit, fusion {fusion}"] = ours(a, None, fusion=fusion, group=plain["group"])
     for gradients, (which, group) in itertools.product(a.gradients, groups):
         found[f"gradients {gradients}{which}"] = ours(a, None, gradients=gradients, group=group)
         report(a, found, {}, rate)
     for limit, arm in itertools.product(a.limit, a.arms):
         try:
-            found[f"{arm} {limit}"] = ours(a, limit, arm == "joint")
+            found[f"{arm} {limit}"] = ours(a, limit, arm == "joint", group=plain["group"])
         except Infeasible as error:
             tell(a, f"{arm} {limit}: {error}")
         report(a, found, {}, rate)
@@ -406,8 +407,8 @@ def tell(a: argparse.Namespace, text: str) -> None:
 
 
 def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float) -> list[dict[str, Any]]:
-    plain = found["without a limit"]
-    rows = [row(a, one, plain, peers, rate, arm) for arm, one in found.items()]
+    plains = {one["group"]: one for one in reversed(found.values())}  # the first of each, without a limit
+    rows = [row(a, one, plains[one["group"]], peers, rate, arm) for arm, one in found.items()]
     if a.json and a.comm.rank == 0:
         write(a.json, result("bench_memory_step", rows))
     return rows
