@@ -68,6 +68,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--gradients", nargs="*", default=[], choices=list(GRADIENTS), help="ways to hold them, no limit")
     p.add_argument("--group", nargs="*", type=int, default=[], metavar="MIB", help="of messages; default: as tuned")
     p.add_argument("--limit", nargs="*", default=["25%"], help="of GPU memory, or of what a step needs")
+    p.add_argument("--held", choices=list(GRADIENTS), help="how steps within limits hold gradients; default: all")
     p.add_argument("--arms", nargs="+", default=["joint", "moved"], choices=["joint", "moved"])
     p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that the planner takes a pass to reach")
@@ -175,10 +176,9 @@ _first_weights: list[dict[str, np.ndarray]] = []  # drawn once: for large networ
 def started(a: argparse.Namespace, fusion: str | None = None, group: int | None = None) -> TrainingStep:
     """A step of the network; all begin with the same weights."""
     network = blank(graph(a)) if _first_weights else graph(a)
-    group_bytes = None if group is None else group << 20
-    step = TrainingStep(
-        network, batch=a.batch, device="cuda", precision=a.precision, comm=a.comm, group_bytes=group_bytes
-    )
+    options = {"comm": a.comm, "group_bytes": None if group is None else group << 20}
+    options["factors"] = not a.limit  # which limits do not go with: their sums differ in the last bits
+    step = TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision, **options)
     fuse(step.model, fusion or a.fusion)
     if _first_weights:
         step.model.load_state_dict(_first_weights[0])
@@ -382,8 +382,9 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
         found[f"gradients {gradients}{which}"] = ours(a, None, gradients=gradients, group=group)
         report(a, found, {}, rate)
     for limit, arm in itertools.product(a.limit, a.arms):
+        name = f"{arm} {limit}" + (f", gradients {a.held}" if a.held else "")
         try:
-            found[f"{arm} {limit}"] = ours(a, limit, arm == "joint", group=plain["group"])
+            found[name] = ours(a, limit, arm == "joint", a.held, group=plain["group"])
         except Infeasible as error:
             tell(a, f"{arm} {limit}: {error}")
         report(a, found, {}, rate)
