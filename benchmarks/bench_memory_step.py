@@ -45,9 +45,8 @@ from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, limit_memory, problem
-from minidl.memory.limited import recorded
 from minidl.memory.plan import Plan, human
-from minidl.memory.record import blank
+from minidl.memory.record import blank, record_model
 from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -233,7 +232,7 @@ def ours(
 def gradient_costs(a: argparse.Namespace, step: TrainingStep) -> dict[str, int]:
     """Bytes of gradients, of what weight gradients take beside while they are made, and of copies that are sent; and
     all that lives at the worst moment of the step."""
-    arena, trace = step.model.arena, recorded(step.model, a.batch).trace
+    arena, trace = step.model.arena, record_model(step.model, a.batch).trace
     return {
         "gradient_bytes": 0 if arena.adds else arena.grad.nbytes,
         "weight_workspace_bytes": max(s.workspace for s in trace.steps if s.pass_name == "backward_weight"),

@@ -42,6 +42,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_images(p)
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
     p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
+    p.add_argument("--ranks", type=int, default=1, help="GPUs that train together: a ring then holds what is under way")
     p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
     p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
     p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
@@ -77,11 +78,13 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
-    if a.fusion is None:
-        a.fusion = "auto" if a.times else _fusion(a)
-    case = _case(a, a.batch)
-    limit = parse_limit(a.limit, case.problem.peak)
-    case, plan, run_ = _planned(a, case, limit)
+    if a.fusion is None and not a.times:
+        limit, case, plan, run_ = _fastest(a)
+    else:
+        a.fusion = a.fusion or "auto"
+        case = _case(a, a.batch)
+        limit = parse_limit(a.limit, case.problem.peak)
+        case, plan, run_ = _planned(a, case, limit)
     _report(a, case, limit, plan, run_)
     if a.alternatives:
         _alternatives(a, case, limit)
@@ -96,26 +99,30 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
-def _fusion(a: argparse.Namespace) -> str:
-    """The fusion with which a step within the limit is predicted fastest; a part is one of what the first needs."""
-    limit, found, needed = None, {}, {}
+def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
+    """The limit, and the plan by the fusion with which a step within it is predicted fastest.
+
+    A limit that is a part is one of what the first fusion needs.
+    """
+    limit, errors = None, []
+    found: dict[str, tuple[_Case, Plan, Timeline]] = {}
     for how in FUSIONS:
-        tried = argparse.Namespace(**vars(a) | {"fusion": how})
-        case = _case(tried, a.batch)
+        a.fusion = how
+        case = _case(a, a.batch)
         limit = parse_limit(a.limit, case.problem.peak) if limit is None else limit
-        if found and sum(case.times_ms) >= min(found.values()):
+        if found and sum(case.times_ms) >= min(run_.total_ms for *_, run_ in found.values()):
             continue  # no plan is faster than the step without a limit
         try:
-            found[how] = _planned(tried, case, limit)[2].total_ms
+            found[how] = _planned(a, case, limit)
         except Infeasible as error:
-            needed[how] = error.needed or 0
-    a.limit = limit
+            errors.append(error)
     if not found:
-        return min(needed, key=needed.__getitem__)  # whose error names the smallest limit of all
-    fastest = min(found, key=found.__getitem__)
-    others = [f"{how} {ms:.1f} ms" for how, ms in found.items() if how != fastest]
-    print(f"fusion {fastest}: predicted {', '.join([f'{found[fastest]:.1f} ms', *others])}")
-    return fastest
+        raise min(errors, key=lambda error: error.needed or 0)  # names the smallest limit of all
+    predicted = {how: f"{run_.total_ms:.1f} ms" for how, (*_, run_) in found.items()}
+    a.fusion = min(found, key=lambda how: found[how][2].total_ms)
+    others = [f"{how} {ms}" for how, ms in predicted.items() if how != a.fusion]
+    print(f"fusion {a.fusion}: predicted {', '.join([predicted[a.fusion], *others])}")
+    return limit, *found[a.fusion]
 
 
 def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
@@ -123,8 +130,8 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
     graph = setup.graph()
     fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
     trace = record(
-        graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, device=BUILT_IN[a.device],
-        model=a.model, image_size=setup.image, classes=setup.num_classes,
+        graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, ranks=a.ranks,
+        device=BUILT_IN[a.device], model=a.model, image_size=setup.image, classes=setup.num_classes,
     )  # fmt: skip
     content = load(a.times) if a.times else {}
     ceilings = content.get("ceilings") or _ceilings(a)

@@ -6,7 +6,8 @@ trusting whoever made it. Plans and traces are plain records. Nothing here needs
 
 The files in the order in which a step passes through them:
 
-    record, recording, trace    a step walked on shapes; what it tells an executor, and planners
+    record, watch               a step walked on shapes, and what is seen of it
+    recording, trace            what it tells an executor, and planners
     visits, times               momentum that visits; how long each pass takes
     gaps, pinning               who may be away when; the dynamic programme over keeping and moving
     rebuild, joint, planner     recipes; the programme over rebuilding too; the search for the fastest plan

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from minidl import checks
 from minidl.fusion import fuse
-from minidl.graph import Graph, Node
-from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Infeasible, Plan, human
 from minidl.memory.planner import Planner
-from minidl.memory.record import record_step
+from minidl.memory.record import record_model
 from minidl.memory.recording import Recording
 from minidl.memory.script import Script, fitted, outside, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
@@ -31,7 +26,7 @@ from minidl.model import Model
 from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
-__all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "recorded", "unbound"]
+__all__ = ["FUSIONS", "LimitedMemory", "limit_memory"]
 
 FUSIONS = ("auto", "elementwise", "none")
 """Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
@@ -108,7 +103,7 @@ class LimitedMemory:
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def _recorded(self, batch: int) -> Recording:
-        return recorded(self._model, batch, self._options["momentum"])
+        return record_model(self._model, batch, self._options["momentum"])
 
     def _fastest(self, recording: Recording) -> Script:
         """Of scripts with and without visitors the one that is predicted to be fastest; a plan made before decides."""
@@ -334,39 +329,3 @@ def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
         model.store.settle()
         _attach(model, TensorStore())
-
-
-def recorded(model: Model, batch: int, momentum: float = 0.9) -> Recording:
-    """A step of ``model`` as it is: its modes, ways to hold gradients, number of ranks.
-
-    Args:
-        batch: samples of this rank.
-    """
-    arena = model.arena
-    return record_step(
-        unbound(model.graph), batch, precision=model.precision, momentum=momentum, device=model.ops.current_device(),
-        ranks=model.comm.size, slots=arena.slots, in_momentum=arena.adds, input_grad=model.input_grad,
-        frozen=[s.full_name for s in arena.segments if not s.trainable], group_bytes=arena.group_bytes, factors=False,
-        message_dtype="bf16" if arena.wire.dtype != np.float32 else "fp32",
-    )  # fmt: skip
-
-
-def unbound(graph: Graph) -> Graph:
-    """The network once more, with layers that belong to no model: same modes, no arrays."""
-    bare = Graph()
-    for node in graph.nodes:
-        layer = None if node.layer is None else _unbound_layer(node.layer)
-        bare.nodes.append(Node(bare, node.index, layer, node.inputs, node.shape))
-        bare._names[node.name] = bare.nodes[-1]
-    bare.output(bare.nodes[graph.output_node.index])
-    return bare
-
-
-def _unbound_layer(layer: Layer) -> Layer:
-    bare = copy.copy(layer)
-    fresh: Mapping[str, Any] = vars(Layer(layer.name))
-    keep = ("name", "specs", "buffer_specs", "training", "seed")
-    vars(bare).update({name: value for name, value in fresh.items() if name not in keep})
-    bare.specs = list(layer.specs)
-    bare.training = True
-    return bare
