@@ -14,6 +14,7 @@ The files in the order in which a step passes through them:
     policies                    other planners, to compare
     plan, simulate, program     the record of a plan; its check, its time, its operations on streams and their proof
     placement, script           offsets; a plan down to the byte
+    _loops                      inner loops of pinning and placement, compiled
     limit, limited, execute     what a limit is; a model's steps within one; the store that carries a script out
     arena                       the one block of memory of captured steps without a limit
     nested                      arrays within what layers hand to each other
