@@ -17,7 +17,7 @@ The files in the order in which a step passes through them:
     _loops                      inner loops of pinning and placement, compiled
     limit, limited, execute     what a limit is; a model's steps within one; the store that carries a script out
     arena                       the one block of memory of captured steps without a limit
-    nested                      arrays within what layers hand to each other
+    nested, files               arrays within what layers hand to each other; records as JSON
 """
 
 from minidl.memory.gaps import Gap, Problem, problem
