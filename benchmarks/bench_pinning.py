@@ -121,12 +121,12 @@ class Bench:
     ) -> dict[str, Any]:
         """A row of the result file; without a plan the policy has none that fits."""
         p = self.problem
+        fused = f", {self.precision}, fused by {self.fusion}" if self.fusion != "none" else ""
         row = {
-            "case": f"{self.name}/{self.side}x{self.side}/b{self.batch}", "pass": "plan", "dtype": self.precision,
-            "fusion": self.fusion,
-            "arm": arm, "ms": ms, "spread": spread, "floor_ms": None, "peers": {}, "share": share, "limit_bytes": limit,
-            "feasible": plan is not None, "need_bytes": p.peak, "floor_bytes": p.floor, "candidate_bytes": self.total,
-            "candidates": len(p.gaps),
+            "case": f"{self.name}/{self.side}x{self.side}/b{self.batch}{fused}", "pass": "plan",
+            "dtype": self.precision, "fusion": self.fusion, "arm": arm, "ms": ms, "spread": spread, "floor_ms": None,
+            "peers": {}, "share": share, "limit_bytes": limit, "feasible": plan is not None, "need_bytes": p.peak,
+            "floor_bytes": p.floor, "candidate_bytes": self.total, "candidates": len(p.gaps),
         }  # fmt: skip
         if plan is None:
             return row
