@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,12 @@ from minidl import checks, models
 from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
-from minidl.memory import Infeasible, Plan, Problem, Timeline, best, check, problem, record
+from minidl.memory import Infeasible, Plan, Problem, Timeline, check, problem, record
+from minidl.memory.gaps import NO_WINDOW
 from minidl.memory.limit import parse_limit
 from minidl.memory.limited import FUSIONS
 from minidl.memory.plan import human
+from minidl.memory.planner import StepPlanner
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
 from minidl.memory.trace import Trace
@@ -28,7 +29,6 @@ from minidl.profile.tables import show
 __all__ = ["add_arguments", "run"]
 
 _GROUPED = 24  # layers beyond which the table shows groups of them
-_WINDOWS = ((1, 1), (0, 0))
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def run(a: argparse.Namespace) -> int:
         a.fusion = a.fusion or "auto"
         case = _case(a, a.batch)
         limit = parse_limit(a.limit, case.problem.peak)
-        case, plan, run_ = _planned(a, case, limit)
+        plan, run_ = _planned(a, case, limit)
     _report(a, case, limit, plan, run_)
     if a.alternatives:
         _alternatives(a, case, limit)
@@ -113,7 +113,7 @@ def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
         if found and sum(case.times_ms) >= min(run_.total_ms for *_, run_ in found.values()):
             continue  # no plan is faster than the step without a limit
         try:
-            found[how] = _planned(a, case, limit)
+            found[how] = case, *_planned(a, case, limit)
         except Infeasible as error:
             errors.append(error)
     if not found:
@@ -125,7 +125,7 @@ def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
     return limit, *found[a.fusion]
 
 
-def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
+def _case(a: argparse.Namespace, batch: int) -> _Case:
     setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
     graph = setup.graph()
     fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
@@ -143,7 +143,7 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
     if a.host_momentum:
         trace = _visited(trace, times, link)
-    return _Case(problem(trace, window, state=a.state), times, link, how)
+    return _Case(problem(trace, state=a.state), times, link, how)
 
 
 def _visited(trace: Trace, times: list[float], link: Link) -> Trace:
@@ -163,14 +163,14 @@ def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
     return CEILINGS[a.device]
 
 
-def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Plan, Timeline]:
-    """The fastest plan; with windows for copies while they fit, without where the limit is too small for them."""
-    for window in _WINDOWS:
-        p = problem(case.problem.trace, window, state=a.state)
-        if limit >= p.floor or window == _WINDOWS[-1]:
-            plan, run_ = best(p, limit, case.times_ms, case.link, rebuild=not a.no_rebuild)
-            return dataclasses.replace(case, problem=p), plan, run_
-    raise AssertionError("the last window is always tried")
+def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[Plan, Timeline]:
+    options = {"state": a.state, "rebuild": not a.no_rebuild}
+    return StepPlanner(case.problem.trace, case.times_ms, case.link, **options).best(limit)
+
+
+def _floor(a: argparse.Namespace, case: _Case) -> Problem:
+    """Without windows for copies: its floor is the smallest feasible limit."""
+    return problem(case.problem.trace, NO_WINDOW, state=a.state)
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
     print()
     for name, text in (
         ("memory", f"{human(usage.peak)} at most, {human(state)} of it parameters, gradients and momentum"),
-        ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1], state=a.state))),
+        ("smallest limit", _smallest(_floor(a, case))),
         ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
         ("host memory", human(on_host)),
         ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
@@ -240,7 +240,7 @@ def _rows(p: Problem, plan: Plan, *, by_layer: bool) -> list[list[str]]:
 
 def _alternatives(a: argparse.Namespace, case: _Case, limit: int) -> None:
     """What else the limit allows: a larger batch under a plan; the same batch in pieces without one."""
-    fits = _largest(a, case, limit, lambda c: problem(c.problem.trace, _WINDOWS[-1], state=a.state).floor)
+    fits = _largest(a, case, limit, lambda c: _floor(a, c).floor)
     print(f"{'largest batch':<22}{fits} under a plan" if fits else f"{'largest batch':<22}none")
     small = _largest(a, case, limit, lambda c: c.problem.peak, most=a.batch)
     if not small:

@@ -14,7 +14,7 @@ from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Infeasible, Plan, human
-from minidl.memory.planner import Planner
+from minidl.memory.planner import StepPlanner
 from minidl.memory.record import record_model
 from minidl.memory.recording import Recording
 from minidl.memory.script import Script, fitted, outside, write
@@ -31,7 +31,6 @@ __all__ = ["FUSIONS", "LimitedMemory", "limit_memory"]
 FUSIONS = ("auto", "elementwise", "none")
 """Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
 
-_WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
 
 
@@ -151,15 +150,9 @@ class LimitedMemory:
         if ready is not None and ready.trace == trace.digest:
             return self._ready(recording, dataclasses.replace(ready, capacity=limit))
 
-        options = {"rebuild": self._options["rebuild"], "host_bytes": host_bytes}
-        problems = [problem(trace, window, self._options["least"]) for window in _WINDOWS]
-        planners = [Planner(p, times, self._link, **options) for p in problems]
-
-        def plan(capacity: int) -> Plan:
-            fitting = (planner for planner in planners if capacity >= planner.problem.floor)
-            return next(fitting, planners[-1]).best(capacity)[0]
-
-        script = fitted(recording, limit, plan)
+        options = {name: self._options[name] for name in ("least", "rebuild")}
+        planner = StepPlanner(trace, times, self._link, host_bytes=host_bytes, **options)
+        script = fitted(recording, limit, lambda capacity: planner.best(capacity)[0])
         check(trace, script.plan)
         return script
 
