@@ -24,6 +24,7 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.step import EagerStep
 from minidl.store import TensorStore
 from tests.conftest import CUDA
+from tests.dist.workers.limited import WAYS, network
 from tests.memory_engine import DryEngine
 
 
@@ -119,28 +120,18 @@ def test_a_limit_and_a_ring_of_gradients_go_together(bench):
         _train(other, with_ring, 8, 2)
 
 
-@pytest.mark.parametrize("gradients", ["keep", "ring", "momentum"])
+@pytest.mark.parametrize("gradients", WAYS)
 @pytest.mark.parametrize("options", [{}, {"message_dtype": "bf16"}])
 def test_the_plan_of_one_of_several_ranks_is_that_of_its_step(gradients, options, monkeypatch):
     """With batch norms over all ranks, and a dense layer whose gradient one rank alone would make in tiles."""
     if options and gradients == "momentum":
         pytest.skip("refused: rounded messages would round the momentum")
     monkeypatch.setattr("minidl.layers.linear.TILE_BYTES", 4 * 2048 * 128)
-    graph = m.Graph()
-    x = graph.input((32, 32, 3))
-    for i in range(4):
-        x = m.Conv2d(x.shape[-1], 32, 3, padding=1, bias=False, name=f"conv{i}")(x)
-        x = m.ReLU(name=f"relu{i}")(m.BatchNorm2d(32, sync=True, name=f"norm{i}")(x))
-    x = m.Linear(2048, 300, name="fc1")(m.Flatten(name="flat")(m.MaxPool2d(4, name="pool")(x)))
-    graph.output(m.Linear(300, 10, name="fc2")(m.ReLU(name="relu")(x)))
     comm = ImaginedCommunicator(2)
     with dry_run():
-        model = m.Model(graph, device="cuda", group_bytes=50_000, comm=comm, **options)
+        model = m.Model(network(), device="cuda", group_bytes=50_000, comm=comm, **options)
         optimizer, arena = m.SGD(model, 0.1, 0.9), model.arena
-        if gradients == "ring":
-            optimizer.update_in_backward(2)
-        elif gradients == "momentum":
-            optimizer.gradients_in_momentum()
+        WAYS[gradients](optimizer)
         memory = limit_memory(model, 16, "70%", engine=DryEngine, least=2048)
         assert memory.script.rebuilds or memory.script.host_bytes
         own = {id(a): a.nbytes for a in (arena.master, arena.grad, arena.wire, optimizer.velocity)}
