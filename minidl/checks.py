@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 __all__ = [
+    "Told",
     "at_least",
     "bad_dtype",
     "bad_shape",
@@ -22,9 +23,11 @@ __all__ = [
     "elsewhere",
     "impossible",
     "missing_extra",
+    "nchw",
     "number",
     "order",
     "positive_pair",
+    "some",
     "unexpected",
     "unknown",
     "wording",
@@ -75,10 +78,13 @@ def order(who: str, text: str, remedy: str | None = None) -> RuntimeError:
     return RuntimeError(_sentence(who, text, remedy))
 
 
+_MEANT = {"float": "fp32", "gpu": "cuda", "half": "fp16", "single": "fp32"}  # words of others for choices here
+
+
 def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     """``unknown model 'resnet81'; did you mean 'resnet18'? known: ...``."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
+    near = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
 
@@ -129,11 +135,13 @@ _OVERWRITTEN = "it is not needed: the first gradient of a step overwrites"
 _DONE_HERE = {
     "Batch": {name: "give the Loader transfer=model.ops.from_host" for name in ("cuda", "to")},
     "Model": {
+        "children": "layers has them in order",
         "compile": "a Trainer captures steps by itself; without one take compile.CompiledStep",
         "cuda": "write Model(..., device='cuda')",
         "evaluate": "give the Trainer a test_loader",
         "fit": "write Trainer(model, optimizer, loss, loader, ...).fit()",
         "half": "write Model(..., precision='fp16')",
+        "modules": "layers has them in order",
         "named_parameters": "state_dict() has all arrays by name",
         "parameters": "optimizers take the model itself; state_dict() has the arrays",
         "predict": "call forward(x, grad=False)",
@@ -155,9 +163,16 @@ class Told:
         raise AttributeError(_sentence("", f"{type(self).__name__} has no {name}", remedy), name=name, obj=self)
 
 
-def images_first(shape: Sequence[int], channels: int) -> str | None:
-    """The remedy for images of ``shape`` that seem to be NCHW."""
-    if len(shape) != 4 or shape[1] != channels:
+def some(names: Iterable[str], most: int = 8) -> str:
+    """``a, b and 7 more``."""
+    names = list(names)
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def nchw(shape: Sequence[int], channels: int) -> str | None:
+    """What to do with images whose channels seem to come first; None where they do not."""
+    if len(shape) != 4 or shape[1] != channels or shape[3] == channels:
         return None
     return "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
 

@@ -101,7 +101,7 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     defines = {"CONFUSION": 1, "LABEL": LABELS[labels.dtype]}
     shared = int(size <= SHARED_COUNTS)
     beside = round_up(4 * (size + 1) * shared, ACCESS)
-    # Each block leaves a table of K * K counts, so few blocks; rows of whole vectors are compared as fast by four threads.
+    # Each block leaves K * K counts, so few blocks; and rows of whole vectors are compared as fast by four threads.
     short = short_rows.labelled_rows(logits, labels, _resident(classes, 4, 3), beside)
     if short is not None:
         defines |= {"DTYPE": dtype_code(logits, "confusion_counts"), **short.defines}
