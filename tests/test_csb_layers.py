@@ -63,12 +63,13 @@ def test_equals_the_dense_layer_with_zeros(ops, rng, kind, stride):
     bias = draw(rng, 40, f32)
     if kind == "linear":
         weight, x = masked(rng, (40, 70), 0.1), draw(rng, (30, 70), f32)
-        dense, sparse = m.Linear(70, 40), CSBLinear.from_dense(weight, bias)
+        dense, sparse = m.Linear(70, 40), CSBLinear.from_dense(ops.from_host(weight), ops.from_host(bias))
     else:
         size = 3 if "3x3" in kind else 1
         weight, x = masked(rng, (40, size, size, 70), 0.1), draw(rng, (3, 6, 5, 70), f32)
         geometry = {"stride": stride, "padding": size // 2}
-        dense, sparse = m.Conv2d(70, 40, size, **geometry), CSBConv2d.from_dense(weight, bias, **geometry)
+        dense = m.Conv2d(70, 40, size, **geometry)
+        sparse = CSBConv2d.from_dense(ops.from_host(weight), ops.from_host(bias), **geometry)
     dense.to(ops.name).load_state_dict({"weight": weight, "bias": bias})
     dy = draw(rng, dense.output_shape(x.shape), f32)
     found = []

@@ -14,7 +14,7 @@ from minidl.shapes import Pair
 from minidl.sparse.pattern import CSBPattern, Occupancy
 from minidl.sparse.profile import ProductProfile, profile_product
 
-__all__ = ["CSBMatrix"]
+__all__ = ["CSBMatrix", "on_host"]
 
 _STORAGE = (float32, bfloat16, float16)
 GPU_SIDE = 64
@@ -98,7 +98,7 @@ class CSBMatrix:
         _storage("data", data)
         if len(coordinates) != 2:
             raise checks.bad_value("CSBMatrix", "coordinates", "(rows, columns)", f"{len(coordinates)} arrays")
-        row, column = (_host(part) for part in coordinates)
+        row, column = (on_host(part) for part in coordinates)
         pattern, position = CSBPattern.from_coo(row, column, shape, _blocksize(ops, blocksize))
         host = ops.to_host(data)
         if host.shape != position.shape:
@@ -378,13 +378,14 @@ def _storage(name: str, array: Any) -> None:
         raise checks.bad_dtype("CSBMatrix", name, "float32, bfloat16 or float16", array.dtype, remedy)
 
 
-def _host(array: Any) -> Any:
+def on_host(array: Any) -> Any:
+    """``array`` itself, or a copy of one that lies on a GPU."""
     ops = backend.ops_of(array)
     return array if ops is None or ops.name == "cpu" else ops.to_host(array)
 
 
 def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
-    host = np.asarray(_host(mask))
+    host = np.asarray(on_host(mask))
     if host.dtype != np.bool_:
         raise checks.bad_dtype("CSBMatrix", "mask", "booleans", host.dtype, "pass weight != 0, for instance")
     if host.shape != shape:

@@ -19,7 +19,7 @@ from minidl.precision import float32
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, round_up
-from minidl.sparse.csb import CSBMatrix
+from minidl.sparse.csb import CSBMatrix, on_host
 from minidl.sparse.pattern import CSBPattern, choose_side
 
 __all__ = ["CSBConv2d", "CSBLinear"]
@@ -50,11 +50,11 @@ class _CSBLayer(Layer):
     @staticmethod
     def _parts(dense: Any, bias: Any, blocksize: int | None, mask: Any) -> tuple[CSBPattern, dict[str, Any]]:
         """The pattern of a dense float32 (out, in) weight, and the arguments that start a layer with its values."""
-        matrix = CSBMatrix.from_dense(np.asarray(dense, float32), blocksize, mask=mask)
+        matrix = CSBMatrix.from_dense(np.asarray(on_host(dense), float32), blocksize, mask=mask)
         values = matrix.data
         start = {"weight_init": lambda rng, shape: values, "bias": bias is not None}
         if bias is not None:
-            shift = np.array(bias, float32)
+            shift = np.array(on_host(bias), float32)
             if shift.shape != matrix.shape[:1]:
                 raise checks.bad_shape("from_dense", "bias", str(matrix.shape[:1]), shift.shape)
             start["bias_init"] = lambda rng, shape: shift
@@ -221,7 +221,7 @@ class CSBConv2d(_CSBLayer):
         dilation: int | Pair = 1, mask: Any = None, blocksize: int | None = None, name: str | None = None,
     ) -> CSBConv2d:  # fmt: skip
         """A layer that starts with a dense filter (K, R, S, C); ``mask`` in its shape, as in `CSBLinear.from_dense`."""
-        weight = np.asarray(weight, float32)
+        weight = np.asarray(on_host(weight), float32)
         if weight.ndim != 4 or 0 in weight.shape:
             raise checks.bad_shape("CSBConv2d", "weight", "(K, R, S, C), none of them 0", weight.shape)
         if mask is not None and np.shape(mask) != weight.shape:
