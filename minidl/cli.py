@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         missing = isinstance(error, FileNotFoundError) and error.filename is not None
         words = f"there is no file {error.filename}" if missing else error
+        words = "; ".join([str(words), *getattr(error, "__notes__", [])])
         abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
         sys.exit(2)
     except KeyboardInterrupt:

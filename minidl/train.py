@@ -154,7 +154,13 @@ class Trainer:
         if self.loss.comm is not self.comm:
             remedy = f"make it with {type(self.loss).__name__}(comm=comm)"
             raise checks.bad_value("Trainer", "loss", "on the model's communicator", self.loss.comm.name, remedy)
+        if not callable(self.schedule):
+            given, remedy = checks.describe(self.schedule), "for a fixed rate pass schedule.Constant(rate)"
+            raise checks.bad_dtype("Trainer", "schedule", "a function of the step", given, remedy)
         for argument, loader in self._loaders().items():
+            if loader is not None and not hasattr(loader, "rank"):
+                remedy = "ArrayDataset holds arrays, Loader cuts them into batches"
+                raise checks.bad_dtype("Trainer", argument, "a data.Loader", type(loader).__name__, remedy)
             if loader is not None and (loader.rank, loader.size) != (self.comm.rank, self.comm.size):
                 expected = f"of rank {self.comm.rank} of {self.comm.size}, like the model's communicator"
                 got = f"rank {loader.rank} of {loader.size}"
@@ -162,6 +168,9 @@ class Trainer:
                     "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
                 )
 
+        strange = next((callback for callback in self.callbacks if not hasattr(callback, "key")), None)
+        if strange is not None:
+            raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", type(strange).__name__)
         keys = [callback.key for callback in self.callbacks]
         if len(set(keys)) < len(keys):
             raise checks.bad_value("Trainer", "callbacks", "of different keys", keys)

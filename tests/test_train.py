@@ -245,8 +245,8 @@ def test_logits_and_scales_at_the_door_of_the_loss(cpu_ops):
 def test_parts_that_do_not_belong_together_are_refused():
     run = trainer()
     parts = lambda **other: Trainer(  # noqa: E731
-        **{"model": run.model, "optimizer": run.optimizer, "loss": run.loss, "train_loader": run.train_loader, **other},
-        schedule=run.schedule, epochs=1,
+        **{"model": run.model, "optimizer": run.optimizer, "loss": run.loss, "train_loader": run.train_loader,
+           "schedule": run.schedule, **other}, epochs=1,
     )  # fmt: skip
     parts()
     with pytest.raises(ValueError, match="another model's"):
@@ -255,6 +255,12 @@ def test_parts_that_do_not_belong_together_are_refused():
         parts(loss=m.SoftmaxCrossEntropy(comm=type(run.comm)()))
     with pytest.raises(ValueError, match="train_loader must be .*rank 0 of 1"):
         parts(train_loader=data.Loader(run.train_loader.dataset, 8, rank=1, size=2))
+    with pytest.raises(TypeError, match=r"train_loader must be a data.Loader, got tuple; ArrayDataset"):
+        parts(train_loader=(np.zeros((4, 8, 8, 3)), np.zeros(4)))
+    with pytest.raises(TypeError, match=r"schedule must be a function of the step, got .*schedule.Constant"):
+        parts(schedule=0.1)
+    with pytest.raises(TypeError, match="must be callbacks.Callback objects, got builtin_function"):
+        parts(callbacks=[print])
 
 
 class Others:
