@@ -189,8 +189,9 @@ def test_not_a_number_reaches_its_row_and_nothing_else(thin, case, storage, rng)
         hurt, pain = x.copy(), dy.copy()
         hurt[-1, -1, -1, -1], pain[0, 0, 0, 0] = bad, bad
         with np.errstate(invalid="ignore"):
-            expected = *both_expected(case, hurt, w, pain, storage), reference.conv2d_backward_weight(
-                pain, hurt, case.w, **case.options
+            expected = (
+                *both_expected(case, hurt, w, pain, storage),
+                reference.conv2d_backward_weight(pain, hurt, case.w, **case.options),
             )
         for one, other in zip(_three(thin, case, *put(thin, hurt, w, pain)), expected, strict=True):
             np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))

@@ -59,6 +59,7 @@ CONVOLUTIONS = [
     ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
     ((8, 28, 28, 7), 7, (3, 3), (2, 2), (1, 1), (1, 1), 7),
     ((512, 1, 1, 2048), 1000, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((64, 1, 1, 25088), 4096, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((0, 8, 8, 16), 16, (3, 3), (1, 1), (1, 1), (1, 1), 1),
 ]
 
@@ -264,6 +265,8 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         launches = []
         if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
             launches += conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
+            if kernel == 1 and tile in conv2d_hopper_tiles.TILES:
+                launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=2)
         if not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)

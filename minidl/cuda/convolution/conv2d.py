@@ -24,6 +24,7 @@ from minidl.cuda.convolution import (
     conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
+    conv2d_parts,
     conv2d_stem,
     conv2d_textbook,
     conv2d_thin,
@@ -150,7 +151,7 @@ def _forward(
         stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and able)
         return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
-    known = statistics and conv2d_hopper.takes_statistics(conv, code)
+    known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
     below = conv2d_hopper.Below(x, *norm)
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
 
@@ -164,7 +165,8 @@ def _normalizes(question: Question, statistics: bool) -> bool:
     conv, code = question.conv, question.code
     if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
         return False
-    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics)
+    choice = _choose("conv2d", question)
+    return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice)
 
 
 def conv2d_backward_data(
@@ -211,8 +213,8 @@ def conv2d_backward_data(
 
 def _masks(question: Question, choice: Choice) -> bool:
     """Whether the kernel that is chosen for a data gradient can mask it."""
-    conv = question.conv
-    return choice.family == "hopper" and question.code > 0 and not conv.depthwise and conv2d_hopper.masks(conv)
+    conv, code = question.conv, question.code
+    return choice.family == "hopper" and code > 0 and not conv.depthwise and conv2d_hopper.masks(conv, code, choice)
 
 
 def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
@@ -393,7 +395,9 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         elif which == "backward_weight":
             found += conv2d_weight_hopper.options(wide, tf32)
         else:
-            found += conv2d_hopper_tiles.options(wide, backward, device, code)
+            parts = conv2d_parts.options(wide, backward, code)
+            whole = conv2d_hopper_tiles.options(wide, backward, device, code)
+            found += parts + whole if conv2d_parts.divided(None, wide, backward, code) else whole + parts
     return found
 
 
@@ -426,7 +430,7 @@ def _gather(
         conv2d_thin.gather(conv, code, tf32, backward, source, w, bias, add, output, relu)
     elif choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
-    elif statistics and conv2d_hopper.takes_statistics(conv, code):
+    elif statistics and conv2d_hopper.takes_statistics(conv, code, choice):
         return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
     else:
         conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice, relu)

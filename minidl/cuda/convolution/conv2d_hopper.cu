@@ -33,8 +33,11 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
+// DIVIDED (FLAT): tiles are cut along the depth, too, in parts of `per` channels, so that few rows still keep every
+// multiprocessor fetching filters; sums go to partial (parts, rows, columns), from which conv2d_parts.cu goes on.
+//
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// RELU; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup;
+// RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup;
 // RESIDENT, blocks per multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
@@ -90,7 +93,8 @@ struct Problem {
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
-    int added;  // whether there is an array to be added
+    int added;       // whether there is an array to be added
+    int parts, per;  // of the depth: how many, and channels of each
     Class classes[4];
 };
 
@@ -99,8 +103,13 @@ struct Tile {
     int index;   // of its class
     int number;  // of its rows, among all classes
     int row, column;
+    int begin, end;  // channels that are summed
 
-    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0) {
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
+        if constexpr (DIVIDED) {
+            begin = tile % p.parts * p.per, end = min(begin + p.per, p.depth);
+            tile /= p.parts;
+        }
         int m = number = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
         if constexpr (SPREAD)
@@ -213,7 +222,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
         // A class without taps gets one stage of zeros, from behind the last channel.
         const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
-        for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH)
+        for (int channel = empty ? p.depth : tile.begin; channel < tile.end + empty; channel += DEPTH)
             for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
                 for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
@@ -373,6 +382,25 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     }
 }
 
+// A warpgroup's sums of one part of the depth.
+DEVICE void write_part(const Tile& tile, const Problem& p, const Sum& sum, float* partial, int warpgroup) {
+    const int rows = p.classes[0].rows, lane = threadIdx.x % 32, column = tile.column + lane % 4 * 2;
+    const int first = tile.row + warpgroup * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    partial += i64(tile.begin / p.per) * rows * p.columns;
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first + i * 64 + half * 8;
+            if (row >= rows) continue;
+            float* const to = partial + i64(row) * p.columns;
+#pragma unroll
+            for (int j = 0; j < TILE_N; j += 8)
+                if (column + j < p.columns)
+                    *reinterpret_cast<float2*>(to + column + j) = {sum[i][j / 2 + half * 2], sum[i][j / 2 + half * 2 + 1]};
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
@@ -403,10 +431,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
-        const int chunks = ceil_div(p.depth, DEPTH);
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
+            const int chunks = ceil_div(tile.end - tile.begin, DEPTH);
             Sum sum;
             output.prepare(tile);
 #if NORMALIZED
@@ -415,7 +443,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             else
 #endif
                 accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
-            write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
+            if constexpr (DIVIDED)
+                write_part(tile, p, sum, partial, warpgroup);
+            else
+                write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();
     }

@@ -17,6 +17,7 @@ from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_parts import Division, add_parts, divided
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
@@ -68,7 +69,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added",
+    "added parts per",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -150,6 +151,7 @@ def plan(
     masked: int = 0,
     normalized: int = 0,
     relu: bool = False,
+    parts: int = 1,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -163,6 +165,7 @@ def plan(
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
+        parts: of the depth, whose sums are left apart (of `is_flat` ones; for `conv2d_parts`).
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
@@ -176,10 +179,10 @@ def plan(
         part = walks[i : i + CLASSES]
         views = _views(conv, code, backward, part, pitches, tile)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, added)
+        problem = _problem(conv, backward, part, tile, share, group, added, parts, code)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= tile.defines
+        defines |= {"DIVIDED": int(parts > 1)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches
@@ -204,8 +207,12 @@ def gather(
     With ``relu``, the output of a ReLU over that.
     """
     chosen = taken(choice, conv, backward, current_device(), code)
+    division = divided(choice, conv, backward, code)
     if backward and not code:
         w = _turned(w, conv)
+    if division is not None:
+        _gather_parts(conv, code, backward, source, w, bias, add, output, division, relu)
+        return
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     step = images_at_once(conv)
@@ -215,6 +222,27 @@ def gather(
         arrays = w, source[images], output[images], None if add is None else add[images], bias
         for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
             start(one, *arrays)
+
+
+def _gather_parts(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    division: Division,
+    relu: bool,
+) -> None:
+    """`gather` of a product that is divided along the depth."""
+    source, w = aligned(source), aligned(w)
+    partial, device = empty((division.parts, conv.images, output.shape[-1]), float32), current_device()
+    chosen = division.tile, division.share(conv, backward, device.multiprocessors)
+    (one,) = plan(conv, code, backward, (rows(source)[2], 0), False, device, chosen, parts=division.parts)
+    start(one, w, source, output, partial=partial)
+    add_parts(partial, bias, add, output, relu)
 
 
 def _turned(w: Any, conv: Convolution) -> Any:
@@ -227,19 +255,23 @@ def _turned(w: Any, conv: Convolution) -> Any:
     return out
 
 
-def takes_statistics(conv: Convolution, code: int) -> bool:
+def _whole(conv: Convolution, code: int, backward: bool, choice: Choice | None) -> bool:
+    """Whether one launch does it all: what is fused into it is then done in the order of sums that it has alone."""
+    return conv.images <= images_at_once(conv) and divided(choice, conv, backward, code) is None
+
+
+def takes_statistics(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
     """Whether `forward_fused` takes them of a convolution that the family takes: in bfloat16, whose squares float32
     adds up without loss, and in one launch."""
-    return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
+    return code == DTYPE[bfloat16] and _whole(conv, code, False, choice)
 
 
-def normalizes(conv: Convolution, code: int, statistics: bool = False) -> bool:
+def normalizes(conv: Convolution, code: int, statistics: bool = False, choice: Choice | None = None) -> bool:
     """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
     one launch, and where that should be faster than a pass of its own."""
-    statistics = statistics and takes_statistics(conv, code)
-    return (
-        code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code, statistics)
-    )
+    statistics = statistics and takes_statistics(conv, code, choice)
+    whole = code > 0 and _whole(conv, code, False, choice)
+    return whole and normalizing_pays(conv, current_device(), code, statistics)
 
 
 def forward_fused(
@@ -274,9 +306,9 @@ def forward_fused(
     return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
-def masks(conv: Convolution) -> bool:
+def masks(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
     """Whether `masked_gradient` takes the data gradient of a convolution that the family takes: in one launch."""
-    return conv.images <= images_at_once(conv) and len(walks_of(conv, True)) <= CLASSES
+    return _whole(conv, code, True, choice) and len(walks_of(conv, True)) <= CLASSES
 
 
 def masked_gradient(
@@ -338,6 +370,8 @@ def _problem(
     share: int,
     group: int,
     added: bool,
+    parts: int,
+    code: int,
 ) -> np.ndarray:
     columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -346,15 +380,15 @@ def _problem(
         walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
         table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
     h, w = walks[0]
-    tiles_n = ceil_div(columns, tile.columns)
+    tiles_n, depth, chunk = ceil_div(columns, tile.columns), depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     return argument(
         _PROBLEM,
-        tiles=int(table["tiles"].sum()) * tiles_n,
+        tiles=int(table["tiles"].sum()) * tiles_n * parts,
         share=share,
         group=group,
         tiles_n=tiles_n,
         columns=columns,
-        depth=depth_of(conv, backward),
+        depth=depth,
         source_h=h.source,
         source_w=w.source,
         step_h=h.step,
@@ -364,6 +398,8 @@ def _problem(
         tap_step_h=h.tap_step * row,
         tap_step_w=w.tap_step,
         added=added,
+        parts=parts,
+        per=round_up(ceil_div(depth, parts), chunk),
         classes=table,
     )
 

@@ -15,6 +15,7 @@ from minidl.shapes import ceil_div
 
 __all__ = [
     "IN_PLACE",
+    "ROW",
     "SLAB",
     "TILES",
     "HopperTile",

@@ -1,4 +1,4 @@
-"""1x1 convolutions between many channels and few, all three passes; kernels in conv2d_thin.cu and conv2d_thin_weight.cu.
+"""1x1 convolutions between many channels and few; kernels in conv2d_thin.cu and conv2d_thin_weight.cu.
 
 The last layer of a network that labels pixels, and its gradients: memory bounds them, and tiles of 64 or more columns
 would multiply, or fetch, mostly nothing.
@@ -58,7 +58,7 @@ def _sides(conv: Convolution) -> _Sides:
 
 @functools.lru_cache(maxsize=1024)
 def applies(conv: Convolution, code: int) -> bool:
-    """Whether the kernels can do all passes: 1x1, without stride, padding or groups, at most 16 channels on one side."""
+    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side."""
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
@@ -66,8 +66,8 @@ def applies(conv: Convolution, code: int) -> bool:
 
 
 def pays(conv: Convolution, code: int) -> bool:
-    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and rows
-    for most of the four threads that share one.
+    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
+    rows have something for most of the four threads that share one.
     """
     return conv.pixels >= 2 * 132 * ROWS and 2 * _sides(conv).wide * itemsize_of(code) >= 4 * ACCESS
 
