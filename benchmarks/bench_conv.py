@@ -4,10 +4,10 @@ grouped ones and fully connected layers: every distinct layer in each of its thr
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
     python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
 
-On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark; of fully connected layers also cuBLAS. On the CPU it is oneDNN with as many threads, in
-channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
-output is compared with the peer's. The table lists first what costs the networks most against the best peer: the time
-lost, weighted by how often the layer occurs.
+On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark; of fully connected layers also cuBLAS. On the CPU it
+is oneDNN with as many threads, in channels_last and in contiguous NCHW memory; the sides take turns, so that drift of
+the machine meets all. Every timed output is compared with the peer's. The table lists first what costs the networks
+most against the best peer: the time lost, weighted by how often the layer occurs.
 """
 
 from __future__ import annotations
