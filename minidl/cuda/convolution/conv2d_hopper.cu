@@ -95,7 +95,6 @@ struct Problem {
     int tap_step_h, tap_step_w;
     int added;       // whether there is an array to be added
     int parts, per;  // of the depth: how many, and channels of each
-    int kept;        // whether a stage has the same filters whenever a block fills it: they are fetched once
     Class classes[4];
 };
 
@@ -215,7 +214,6 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
 // One thread: fills stage after stage.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
     Ring<STAGES> ring;
-    int fresh = p.kept ? STAGES : 0x7fffffff;  // stages that are yet to be filled with filters
     for (int i = first; i < last; i += p.group) {
         const Tile tile(p, i);
         const Class& c = p.classes[tile.index];
@@ -229,24 +227,20 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                 for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                    const bool filters = fresh > 0;
-                    barrier_expect(barrier, filters ? STAGE_BYTES : A_BYTES);
+                    barrier_expect(barrier, STAGE_BYTES);
                     if constexpr (FLAT)
                         load_box(to, source, barrier, channel, tile.row);
                     else
                         load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
                                     c.offset_h + a * p.delta_h);
-                    if (filters) {
-                        --fresh;
-                        const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
-                        if constexpr (ACROSS) {
+                    const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
+                    if constexpr (ACROSS) {
 #pragma unroll
-                            for (int j = 0; j < TILE_N; j += 64)
-                                load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j,
-                                         tap, channel);
-                        } else {
-                            load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
-                        }
+                        for (int j = 0; j < TILE_N; j += 64)
+                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
+                                     channel);
+                    } else {
+                        load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
                     }
                     ring.advance();
                 }

@@ -69,7 +69,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added parts per kept",
+    "added parts per",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -179,7 +179,7 @@ def plan(
         part = walks[i : i + CLASSES]
         views = _views(conv, code, backward, part, pitches, tile)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, added, parts, code, masked)
+        problem = _problem(conv, backward, part, tile, share, group, added, parts, code)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
         defines |= {"DIVIDED": int(parts > 1)} | tile.defines
@@ -372,7 +372,6 @@ def _problem(
     added: bool,
     parts: int,
     code: int,
-    masked: int,
 ) -> np.ndarray:
     columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -382,9 +381,6 @@ def _problem(
         table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
     h, w = walks[0]
     tiles_n, depth, chunk = ceil_div(columns, tile.columns), depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
-    steps = h.taps * w.taps * ceil_div(depth, chunk)
-    # A block stays within its columns, and no stage holds anything else: masks come through the stages, too.
-    kept = not (_spread(walks) or masked or parts > 1 or group % tiles_n or tile.stages % max(steps, 1))
     return argument(
         _PROBLEM,
         tiles=int(table["tiles"].sum()) * tiles_n * parts,
@@ -404,7 +400,6 @@ def _problem(
         added=added,
         parts=parts,
         per=round_up(ceil_div(depth, parts), chunk),
-        kept=kept,
         classes=table,
     )
 
