@@ -68,7 +68,7 @@ def _stems(case, dtype, **options):
 def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
     mine = ["conv2d_thin", "conv2d_thin", "conv2d_thin_weight", "channel_sum"]
     for dtype in (bfloat16, float16, float32):
-        for channels, filters in ((64, 2), (2, 64), (64, 7), (3, 33)):
+        for channels, filters in ((64, 2), (2, 64), (64, 7), (3, 33), (64, 8), (66, 15)):
             assert _stems(_case((32, 256, 256), channels, filters), dtype) == mine
         for other in (
             _case((4, 14, 14), 64, 2),
@@ -80,6 +80,7 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
         ):
             assert not set(mine[:3]) & set(_stems(other, dtype)), other.name
     assert _stems(_case((32, 256, 256), 64, 2), float32, tf32=1) == mine
+    assert not set(mine[:3]) & set(_stems(_case((32, 256, 256), 64, 16), bfloat16)), "as fast, and with fusions"
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from minidl import checks
 from minidl.cuda import activation
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution import (
+    conv2d_divided,
     conv2d_generic,
     conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
-    conv2d_parts,
     conv2d_stem,
     conv2d_textbook,
     conv2d_thin,
@@ -373,7 +373,8 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
     thin = conv2d_thin.applies(conv, code)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
-    slower = {"thin": not conv2d_thin.pays(conv, code), "grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    rather = conv2d_thin.pays(conv, code, tf32, which == "backward_weight", hopper and pays)
+    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
     return fits, tuple(name for name, slow in slower.items() if slow)
 
 
@@ -395,9 +396,9 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         elif which == "backward_weight":
             found += conv2d_weight_hopper.options(wide, tf32)
         else:
-            parts = conv2d_parts.options(wide, backward, code)
+            parts = conv2d_divided.options(wide, backward, code)
             whole = conv2d_hopper_tiles.options(wide, backward, device, code)
-            found += parts + whole if conv2d_parts.divided(None, wide, backward, code) else whole + parts
+            found += parts + whole if conv2d_divided.divided(None, wide, backward, code) else whole + parts
     return found
 
 

@@ -33,8 +33,8 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
-// DIVIDED (FLAT): tiles are cut along the depth, too, in parts of `per` channels, so that few rows still keep every
-// multiprocessor fetching filters; sums go to partial (parts, rows, columns), from which conv2d_parts.cu goes on.
+// DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
+// of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
 // RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup;
@@ -93,8 +93,8 @@ struct Problem {
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
-    int added;       // whether there is an array to be added
-    int parts, per;  // of the depth: how many, and channels of each
+    int added;        // whether there is an array to be added
+    int stage_bytes;  // that are fetched for a stage
     Class classes[4];
 };
 
@@ -106,10 +106,11 @@ struct Tile {
     int begin, end;  // channels that are summed
 
     __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
-        if constexpr (DIVIDED) {
-            begin = tile % p.parts * p.per, end = min(begin + p.per, p.depth);
-            tile /= p.parts;
-        }
+#if DIVIDED
+        const int stages = ceil_div(p.depth, DEPTH), part = tile % DIVIDED;
+        begin = stages * part / DIVIDED * DEPTH, end = min(stages * (part + 1) / DIVIDED * DEPTH, p.depth);
+        tile /= DIVIDED;
+#endif
         int m = number = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
         if constexpr (SPREAD)
@@ -227,7 +228,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                 for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                    barrier_expect(barrier, STAGE_BYTES);
+                    barrier_expect(barrier, DIVIDED ? p.stage_bytes : STAGE_BYTES);
                     if constexpr (FLAT)
                         load_box(to, source, barrier, channel, tile.row);
                     else
@@ -382,38 +383,25 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     }
 }
 
-// A warpgroup's sums of one part of the depth.
-DEVICE void write_part(const Tile& tile, const Problem& p, const Sum& sum, float* partial, int warpgroup) {
-    const int rows = p.classes[0].rows, lane = threadIdx.x % 32, column = tile.column + lane % 4 * 2;
-    const int first = tile.row + warpgroup * ROWS + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    partial += i64(tile.begin / p.per) * rows * p.columns;
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first + i * 64 + half * 8;
-            if (row >= rows) continue;
-            float* const to = partial + i64(row) * p.columns;
-#pragma unroll
-            for (int j = 0; j < TILE_N; j += 8)
-                if (column + j < p.columns)
-                    *reinterpret_cast<float2*>(to + column + j) = {sum[i][j / 2 + half * 2], sum[i][j / 2 + half * 2 + 1]};
-        }
+// The first thread, of a block.
+DEVICE void init_barriers(const Layout& at) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+    if constexpr (IN_PLACE)
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+    barrier_init_done();
 }
 
+#if DIVIDED
+#include "conv2d_divided.cuh"
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
-        for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
-        if constexpr (IN_PLACE)
-            for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
-        barrier_init_done();
-    }
+    if (threadIdx.x == 0) init_barriers(at);
     __syncthreads();
 
     const int group = blockIdx.x / p.group, turn = p.group * p.share;
@@ -443,11 +431,9 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             else
 #endif
                 accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
-            if constexpr (DIVIDED)
-                write_part(tile, p, sum, partial, warpgroup);
-            else
-                write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
+            write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();
     }
 }
+#endif

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.array import as_rows, copy_into, empty
+from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
-from minidl.cuda.convolution.conv2d_parts import Division, add_parts, divided
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
@@ -62,6 +62,7 @@ WARPGROUPS = 2  # that share the rows of a tile
 ALONE = 3  # the macro MASKED for a ReLU without a batch norm
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
+GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
 REACH = 2**40  # bytes of an image, as far as the engine counts
 
 # The structures Class and Problem of conv2d_hopper.cu.
@@ -69,7 +70,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added parts per",
+    "added stage_bytes",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -110,7 +111,9 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
         return False
     pitches = depth_of(conv, backward), columns_of(conv, backward)
-    return all(_views(conv, code, backward, walks[i : i + CLASSES], pitches, TILES[0]).legal for i in _firsts(walks))
+    tile = TILES[0]
+    parts = (walks[i : i + CLASSES] for i in _firsts(walks))
+    return all(_views(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
 
 
 def pays(conv: Convolution, code: int, backward: bool) -> bool:
@@ -151,7 +154,7 @@ def plan(
     masked: int = 0,
     normalized: int = 0,
     relu: bool = False,
-    parts: int = 1,
+    parts: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -165,24 +168,25 @@ def plan(
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
-        parts: of the depth, whose sums are left apart (of `is_flat` ones; for `conv2d_parts`).
+        parts: blocks that share the depth of a tile of conv2d_divided_kernel (of `is_flat` ones); 0: the other kernel.
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
-    walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
+    walks, group = walks_of(conv, backward), GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        views = _views(conv, code, backward, part, pitches, tile)
+        fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
+        views = _views(conv, code, backward, part, pitches, tile, fetched)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, added, parts, code)
+        problem = _problem(conv, backward, part, tile, share, group, added, parts, fetched)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= {"DIVIDED": int(parts > 1)} | tile.defines
+        defines |= {"DIVIDED": parts} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches
@@ -210,10 +214,10 @@ def gather(
     division = divided(choice, conv, backward, code)
     if backward and not code:
         w = _turned(w, conv)
-    if division is not None:
-        _gather_parts(conv, code, backward, source, w, bias, add, output, division, relu)
-        return
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+    if division is not None:
+        _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
+        return
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     step = images_at_once(conv)
     for i in range(0, conv.images, step):
@@ -224,7 +228,7 @@ def gather(
             start(one, *arrays)
 
 
-def _gather_parts(
+def _gather_divided(
     conv: Convolution,
     code: int,
     backward: bool,
@@ -236,13 +240,15 @@ def _gather_parts(
     division: Division,
     relu: bool,
 ) -> None:
-    """`gather` of a product that is divided along the depth."""
-    source, w = aligned(source), aligned(w)
-    partial, device = empty((division.parts, conv.images, output.shape[-1]), float32), current_device()
-    chosen = division.tile, division.share(conv, backward, device.multiprocessors)
-    (one,) = plan(conv, code, backward, (rows(source)[2], 0), False, device, chosen, parts=division.parts)
-    start(one, w, source, output, partial=partial)
-    add_parts(partial, bias, add, output, relu)
+    """`gather` of a product whose depth is divided among the blocks of clusters, of `aligned` arrays."""
+    tile, parts = division
+    pitches, pitch = (rows(source)[2], 0), 0 if add is None else rows(add)[2]
+    (one,) = plan(conv, code, backward, pitches, False, current_device(), (tile, 1), relu=relu, parts=parts)
+    maps = TensorMaps(one.views, (w, source, output, None))
+    launch(
+        one.stem, "conv2d_divided_kernel", one.grid, one.block,
+        maps, bias, add, output, np.int32(pitch), one.problem, defines=one.defines, shared=one.shared,
+    )  # fmt: skip
 
 
 def _turned(w: Any, conv: Convolution) -> Any:
@@ -371,7 +377,7 @@ def _problem(
     group: int,
     added: bool,
     parts: int,
-    code: int,
+    fetched: int,
 ) -> np.ndarray:
     columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -380,15 +386,15 @@ def _problem(
         walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
         table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
     h, w = walks[0]
-    tiles_n, depth, chunk = ceil_div(columns, tile.columns), depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
+    tiles_n = ceil_div(columns, tile.columns)
     return argument(
         _PROBLEM,
-        tiles=int(table["tiles"].sum()) * tiles_n * parts,
+        tiles=int(table["tiles"].sum()) * tiles_n * max(parts, 1),
         share=share,
         group=group,
         tiles_n=tiles_n,
         columns=columns,
-        depth=depth,
+        depth=depth_of(conv, backward),
         source_h=h.source,
         source_w=w.source,
         step_h=h.step,
@@ -398,8 +404,7 @@ def _problem(
         tap_step_h=h.tap_step * row,
         tap_step_w=w.tap_step,
         added=added,
-        parts=parts,
-        per=round_up(ceil_div(depth, parts), chunk),
+        stage_bytes=STAGE_ROW * (fetched + tile.columns),
         classes=table,
     )
 
@@ -411,9 +416,10 @@ def _views(
     walks: list[tuple[Walk, Walk]],
     pitches: tuple[int, ...],
     tile: HopperTile,
+    fetched: int,
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
-    places repeat the first."""
+    places repeat the first. ``fetched``: rows of the source in a box."""
     spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns, itemsize = columns_of(conv, backward), itemsize_of(code)
@@ -422,11 +428,11 @@ def _views(
     def source(h: Walk, w: Walk) -> View:
         depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
         if is_flat(conv):
-            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, tile.rows))
+            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, fetched))
         corners = tuple(zip(w.corners, h.corners, strict=True))
         apart = pixel, w.source * pixel, h.source * w.source * pixel
         sizes = depth, w.source, h.source, conv.images
-        return View(code or TF32, sizes, apart, (channels, tile.rows), corners, (w.step, h.step))
+        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step))
 
     def output(h: Walk, w: Walk, pitch: int) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)

@@ -19,7 +19,7 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
-FEW = 16  # channels on one side, at most
+FEW, MOST_ALWAYS = 16, 8  # channels on one side, at most; as many as no other kernel does faster (seen on an H200)
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
@@ -65,11 +65,18 @@ def applies(conv: Convolution, code: int) -> bool:
     return sides.few <= FEW and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
 
 
-def pays(conv: Convolution, code: int) -> bool:
+def pays(conv: Convolution, code: int, tf32: int, weight: bool, units: bool) -> bool:
     """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
     rows have something for most of the four threads that share one.
+
+    Args:
+        weight: of a weight gradient.
+        units: whether Hopper's kernels can do it, which are as fast from nine channels on.
     """
-    return conv.pixels >= 2 * 132 * ROWS and 2 * _sides(conv).wide * itemsize_of(code) >= 4 * ACCESS
+    few, wide = _sides(conv)[:2]
+    if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
+        return False
+    return few <= MOST_ALWAYS or not (units or (weight and tf32 == 1))
 
 
 def gather(

@@ -88,7 +88,7 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, UNITS ? 3 : 2)
 conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide, float* __restrict__ partials,
                           const Problem p) {
     __shared__ float sums[WARPS][SPAN][SLOTS];

@@ -1,4 +1,4 @@
-"""Products of few rows on Hopper, divided along the depth: which are, and that parts add up to the whole.
+"""Products of few rows on Hopper, whose depth blocks share: which are divided so, and that parts add up to the whole.
 
 On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
 """
@@ -6,12 +6,11 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper_tiles, conv2d_parts
+from minidl.cuda.convolution import conv2d_divided
 from minidl.cuda.convolution.conv2d_family import Choice, family, kernel
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
@@ -27,7 +26,7 @@ def _case(images: int, channels: int, filters: int) -> Case:
 
 
 CASES = [
-    _case(64, 4096, 1000), _case(1, 2048, 8), _case(3, 1096, 264), _case(130, 1536, 72), _case(300, 2056, 200),
+    _case(64, 4096, 1000), _case(1, 2048, 520), _case(3, 1096, 776), _case(130, 1536, 520), _case(256, 2056, 584),
 ]  # fmt: skip
 SPLITS = [("128x64x4*2", 3), ("128x256x4", 2), ("256x128x4", 7), ("128x192x4", 5), ("128x128x5", 100)]
 STORAGE = pytest.mark.parametrize(
@@ -67,32 +66,38 @@ def _kernels(case, dtype=bfloat16, device="H200", passes=1, **options):
     return [launch.name for launch in log.launches]
 
 
-def test_few_rows_and_many_filters_are_divided():
-    divided = ["conv2d_hopper_kernel", "conv2d_parts_kernel"]
+def test_few_rows_are_divided():
+    divided = ["conv2d_divided_kernel"]
     assert _kernels(_case(64, 25088, 4096)) == _kernels(_case(64, 4096, 1000)) == divided
     assert _kernels(_case(64, 4096, 1000), device="H100") == divided
     assert _kernels(_case(64, 25088, 4096), float32, tf32=1) == divided
-    for whole in (_case(64, 64, 4096), _case(4000, 25088, 4096), Case("map", (64, 2, 1, 4096), (1000, 1, 1))):
-        assert "conv2d_parts_kernel" not in _kernels(whole), whole.name
-    assert "conv2d_parts_kernel" not in _kernels(_case(64, 25088, 4096), device="A100")
+    assert _kernels(_case(64, 64, 4096), bias=None, relu=True) == divided
+    for whole in (_case(4000, 25088, 4096), Case("map", (64, 2, 1, 4096), (1000, 1, 1))):
+        assert divided[0] not in _kernels(whole), whole.name
+    assert divided[0] not in _kernels(_case(64, 25088, 4096), device="A100")
     masked = _kernels(_case(64, 1000, 4096), passes=2)
-    assert masked[-2:] == ["conv2d_parts_kernel", "activate_backward_kernel"], "masked when complete"
+    assert masked == [*divided, *divided, "activate_backward_kernel"], "masked when complete"
 
 
 @cases(CASES)
-def test_parts_hold_every_stage_once_and_can_be_chosen_by_name(case):
+def test_all_multiprocessors_fetch_where_there_is_enough(case):
+    """Half of them at least, by tiles or by shares of their depth."""
     conv = plan_of(case)
     for backward in (False, True):
-        stages = conv2d_parts._stages(conv, backward, 1)
-        for one in conv2d_parts._candidates(conv, backward, 1):
-            each = -(-stages // one.parts)
-            assert (one.parts - 1) * each < stages <= one.parts * each, one
-            forced = conv2d_parts.divided(Choice("hopper", one.tile.name, (1, one.parts)), conv, backward, 1)
-            assert forced == (one if one.parts > 1 else None)
-        for choice in conv2d_parts.options(conv, backward, 1):
-            assert conv2d_parts.divided(choice, conv, backward, 1).parts == choice.split[1] > 1
-        tile = conv2d_hopper_tiles.TILES[0]
-        assert conv2d_parts.divided(Choice("hopper", tile.name, (1,)), conv, backward, 1) is None
+        tile, parts = conv2d_divided.divided(None, conv, backward, 1)
+        depth, columns = (conv.out_channels, conv.channels)[:: -1 if not backward else 1]
+        if depth * columns >= 2**21:
+            assert parts * -(-columns // tile.columns) * -(-conv.images // tile.rows) >= 66
+
+
+@cases(CASES)
+def test_every_choice_can_be_had_by_name(case):
+    conv = plan_of(case)
+    for backward in (False, True):
+        for one in conv2d_divided._candidates(conv, backward, 1):
+            assert conv2d_divided.divided(conv2d_divided._choice(one), conv, backward, 1) == one
+        assert conv2d_divided.divided(Choice("hopper", "128x256x4", (1,)), conv, backward, 1) is None
+        assert conv2d_divided.divided(Choice("hopper", "128x256x4", (1, 3)), conv, backward, 1) is None
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU
@@ -147,14 +152,10 @@ def test_what_is_fused_has_the_bits_of_passes_of_their_own(hopper, case, rng):
 
 
 @cases(CASES)
-@pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_all_of_the_output_and_nothing_else_is_written(hopper, case, multiprocessors, rng, monkeypatch):
+def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
     hosts, guarded = draws(rng, case, bfloat16), Guarded(hopper)
     placed = put(hopper, *hosts)
-    few = replace(current_device(), multiprocessors=multiprocessors)
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d_hopper"], "current_device", lambda: few)
-    for module in ("conv2d", "conv2d_hopper"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{module}"], "empty", guarded)
-    with kernel(Choice("hopper", "128x64x4*2", (1, 6))):
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
+    with kernel(Choice("hopper", "128x64x4*2", (1, 8))):
         same(both(hopper, case, *placed), both_expected(case, *hosts, bfloat16))
-    guarded.check(2 + sum(conv2d_parts._stages(plan_of(case), backward, 1) > 1 for backward in (False, True)))
+    guarded.check(2)
