@@ -26,7 +26,7 @@
 // of a tile and leaves from there, in one piece and while the next tile is under way.
 //
 // Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU; PATCHES and STAGES (of filters) of the
-// pipeline.
+// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.
@@ -232,7 +232,7 @@ struct Input {
         const u64 b = operand(pixels, 16, p.line * 128);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < DEPTH / 16; ++k)
+        for (int k = 0; k < STEPS; ++k)
             multiply<false, BACKWARD>(sum, a + operand_step(k * (BACKWARD ? 16 * 128 : 32)), b + operand_step(k * 32),
                                       keep + k);
         commit_products();

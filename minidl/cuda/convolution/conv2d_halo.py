@@ -17,6 +17,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     columns_of,
     depth_of,
     filter_view,
+    steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord
@@ -163,7 +164,12 @@ def plan_halo(
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {"PATCHES": PATCHES, "STATISTICS": int(statistics), "MASKED": masked}
+    defines |= {
+        "PATCHES": PATCHES,
+        "STEPS": steps_of(conv, backward, code),
+        "STATISTICS": int(statistics),
+        "MASKED": masked,
+    }
     defines |= {"NORMALIZED": int(normalized), "RELU": int(relu)}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

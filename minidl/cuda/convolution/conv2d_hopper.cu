@@ -37,8 +37,9 @@
 // of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup;
-// RESIDENT, blocks per multiprocessor.
+// RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
+// depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT, blocks per
+// multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
@@ -270,7 +271,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
+        for (int k = 0; k < STEPS; ++k)
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
                 multiply<ACROSS>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),

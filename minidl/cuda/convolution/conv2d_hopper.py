@@ -30,6 +30,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     filter_view,
     is_flat,
     itemsize_of,
+    steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
@@ -186,7 +187,7 @@ def plan(
         problem = _problem(conv, backward, part, tile, share, group, added, parts, fetched)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= {"DIVIDED": parts} | tile.defines
+        defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches

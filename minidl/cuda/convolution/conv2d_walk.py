@@ -10,7 +10,7 @@ import numpy as np
 
 from minidl.cuda.convolution.conv2d_plan import AxisClass, Convolution, parity_classes
 from minidl.cuda.hopper import TF32, View, Views
-from minidl.shapes import Pair
+from minidl.shapes import Pair, ceil_div
 
 __all__ = [
     "DEPTH",
@@ -25,10 +25,12 @@ __all__ = [
     "is_flat",
     "itemsize_of",
     "reads",
+    "steps_of",
     "walks_of",
 ]
 
 STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
+PRODUCT = 32  # bytes: of them, what one product takes
 LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
 ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
@@ -116,6 +118,11 @@ def blocks(tiles: int, share: int, group: int) -> int:
 def depth_of(conv: Convolution, backward: bool) -> int:
     """Channels of the source, which are summed over."""
     return conv.out_channels if backward else conv.channels
+
+
+def steps_of(conv: Convolution, backward: bool, code: int) -> int:
+    """Products along the depth of a stage, of 32 bytes each: all four but where the whole depth is less."""
+    return min(STAGE_ROW // PRODUCT, ceil_div(depth_of(conv, backward) * itemsize_of(code), PRODUCT))
 
 
 def columns_of(conv: Convolution, backward: bool) -> int:
