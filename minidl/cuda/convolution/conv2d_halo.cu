@@ -68,7 +68,8 @@ struct Problem {
     int offset_h, offset_w;
     int delta_h, delta_w;
     int line, patch;
-    int added;  // whether there is an array to be added
+    int added;        // whether there is an array to be added
+    int stage_bytes;  // that are fetched for a stage
 };
 
 struct Window {
@@ -135,7 +136,7 @@ struct Filling {
         for (int tap = 0; tap < p.taps_h * p.taps_w; ++tap) {
             const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
             barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-            barrier_expect(barrier, STAGE_BYTES);
+            barrier_expect(barrier, p.stage_bytes);
             if constexpr (BACKWARD)
                 load_box(to, map, barrier, tile.column, tap, channel);
             else

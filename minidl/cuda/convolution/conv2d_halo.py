@@ -11,11 +11,13 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
     DEPTH,
     ITEMSIZE,
+    STAGE_ROW,
     Planned,
     Walk,
     blocks,
     columns_of,
     depth_of,
+    filter_rows,
     filter_view,
     steps_of,
     walks_of,
@@ -36,7 +38,7 @@ ATOM = 1024  # bytes: alignment of a patch
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n windows down across height width columns depth taps_h taps_w source_h source_w "
-    "first_h first_w offset_h offset_w delta_h delta_w line patch added",
+    "first_h first_w offset_h offset_w delta_h delta_w line patch added stage_bytes",
 )
 
 
@@ -147,6 +149,7 @@ def plan_halo(
         line=line,
         patch=round_up(lines * line * DEPTH * ITEMSIZE, ATOM),
         added=added,
+        stage_bytes=STAGE_ROW * filter_rows(conv, code, backward, tile.columns),
     )
 
     def image(channels: int, height: int, width: int, pitch: int, box: tuple[int, ...]) -> View:

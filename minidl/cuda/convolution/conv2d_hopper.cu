@@ -229,7 +229,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                 for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                    barrier_expect(barrier, DIVIDED ? p.stage_bytes : STAGE_BYTES);
+                    barrier_expect(barrier, p.stage_bytes);
                     if constexpr (FLAT)
                         load_box(to, source, barrier, channel, tile.row);
                     else
@@ -239,7 +239,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     if constexpr (ACROSS) {
 #pragma unroll
                         for (int j = 0; j < TILE_N; j += 64)
-                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
+                            if (j < p.columns)
+                                load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
                                      channel);
                     } else {
                         load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);

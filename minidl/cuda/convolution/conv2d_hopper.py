@@ -27,6 +27,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     blocks,
     columns_of,
     depth_of,
+    filter_rows,
     filter_view,
     is_flat,
     itemsize_of,
@@ -182,9 +183,10 @@ def plan(
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
+        stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
         views = _views(conv, code, backward, part, pitches, tile, fetched)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, added, parts, fetched)
+        problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
         defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
@@ -378,7 +380,7 @@ def _problem(
     group: int,
     added: bool,
     parts: int,
-    fetched: int,
+    stage_bytes: int,
 ) -> np.ndarray:
     columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -405,7 +407,7 @@ def _problem(
         tap_step_h=h.tap_step * row,
         tap_step_w=w.tap_step,
         added=added,
-        stage_bytes=STAGE_ROW * (fetched + tile.columns),
+        stage_bytes=stage_bytes,
         classes=table,
     )
 
