@@ -166,8 +166,7 @@ def test_every_block_has_a_step():
         assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= min(steps, parts * cluster)
         assert planned.shared <= H200.shared_per_block
         tiles = int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0]) * conv.groups
-        works = planned.grid if tile is hopper.HALO else int(planned.problem["works"][0])
-        assert works == chunks * tiles >= planned.grid and (planned.grid == works or planned.defines["TURNS"])
+        assert planned.grid == chunks * tiles
 
 
 def test_large_products_keep_the_multiprocessors_busy():
@@ -203,11 +202,6 @@ def test_every_tile_compiles_and_fits(tile, tf32):
         conv = convolution("test", (4, 16, 16, 64), (64, *kernel, 64), strides, (0, 0), (1, 1), 1)
         forced = tile, hopper.Division(parts, cluster)
         planned = hopper.plan(conv, 0 if tf32 else code, (64, 64), vec_y, False, forced, tf32=tf32)
-        variants.add((planned.stem, tuple(planned.defines.items())))
-    if tile is not hopper.HALO:
-        conv = convolution("test", (64, 1, 1, 8192), (8192, 1, 1, 8192), (1, 1), (0, 0), (1, 1), 1)
-        planned = hopper.plan(conv, int(not tf32), (8192, 8192), 2, False, (tile, hopper.Division(1, 1)), tf32=tf32)
-        assert planned.defines["TURNS"]
         variants.add((planned.stem, tuple(planned.defines.items())))
     assert len(variants) >= 3
     for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch)):
@@ -316,25 +310,6 @@ def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
             with family("hopper"):
                 gradient = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
             np.testing.assert_array_equal(gradient, expected, f"{tile.name} {division}")
-
-
-@EVERY_TILE
-def test_works_taken_in_turn_give_the_bits_of_the_definition(hopper_ops, tile, tf32, rng, taking, monkeypatch):
-    """Short sums of many tiles, on what three multiprocessors run at a time."""
-    if tile is hopper.HALO:
-        pytest.skip("has a block for each")
-    case = Case("turns", (130, 1, 1, 840), (776, 1, 1))
-    x, dy = (draw_integers(rng, shape, float32 if tf32 else bfloat16) for shape in (case.x, case.y))
-    start = draw_integers(rng, case.w, np.float32)
-    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-    placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
-    monkeypatch.setattr(hopper, "WORKERS", 3)
-    taking(tile, 1, 1)
-    with family("hopper"):
-        gradient = weight_gradient(hopper_ops, *placed, case, tf32=tf32)
-        added = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
-    np.testing.assert_array_equal(gradient, expected)
-    np.testing.assert_array_equal(added, expected + start)
 
 
 @cases(CASES)

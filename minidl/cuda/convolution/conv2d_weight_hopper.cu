@@ -23,11 +23,9 @@
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; TURNS; VEC_Y (1, 2), values per access to the output.
+// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
 // Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks
-// which share pixels run together. With TURNS, for sums so short that a block would do little but start and end (FLAT, no
-// clusters, not NORMALIZED, which have use for the stages), as many blocks as run at a time: they take these works in turn
-// and fetch the next while they write. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
+// which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
 // lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
 // TILE_M * TILE_N, and 1024.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
@@ -69,40 +67,29 @@ struct Problem {
     int dilation_h, dilation_w;
     int further_n, further_h, further_w;  // SPAN pixels, as images, rows and pixels
     int tiles_m, tiles_n;
-    int works;  // of all blocks
     int accumulate;
 };
 
-// A tile, and a share of its sum: one of a block's works.
+// The tile of a block, and its share of the sum.
 struct Work {
     int group;
     int row, block;   // the first of it
     int first, last;  // steps
     int part;         // the partial sum that its cluster leaves
 
-    __device__ __forceinline__ Work(const Problem& p, u32 index) {
-        const int rank = index % CLUSTER;
-        index /= CLUSTER;
+    __device__ __forceinline__ explicit Work(const Problem& p) {
+        u32 index = blockIdx.x / CLUSTER;
         block = index % p.tiles_n * COLUMN_BLOCKS;
         index /= p.tiles_n;
         row = index % p.tiles_m * TILE_M;
         index /= p.tiles_m;
         group = index % p.groups;
         part = index / p.groups;
-        const int chunk = part * CLUSTER + rank;
+        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
         first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
         last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
     }
 };
-
-// The works of a block, one after the other.
-template <class F>
-DEVICE void for_works(const Problem& p, F work) {
-    if constexpr (TURNS)
-        for (u32 i = blockIdx.x; i < p.works; i += gridDim.x) work(i);
-    else
-        work(blockIdx.x);
-}
 
 // A block of columns; one behind the last lies behind the last channel, where all is zero.
 struct Columns {
@@ -156,7 +143,7 @@ struct Pixels {
 };
 
 // A warp: fills stage after stage; lane i has the i-th block of each.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, Ring<STAGES>& ring) {
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const Columns columns(p, work.block + lane - ROW_BLOCKS);
@@ -165,6 +152,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
     const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
     Pixels pixels(p, work.first * SPAN);
+    Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
@@ -245,8 +233,9 @@ constexpr int BLOCKS = ROWS / 64;  // products along the rows
 using Sum = float[BLOCKS][COLUMNS / 2];
 
 // A warpgroup: sums up its part of the tile, from row and column on.
-DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
     const bool speaks = threadIdx.x % 32 == 0;
+    Ring<STAGES> ring;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.ready(ring.index), ring.parity);
@@ -266,7 +255,6 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
         ring.advance();
     }
     await_products<0>();
-    if (TURNS && speaks) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
@@ -295,7 +283,7 @@ DEVICE void find_part(int& row, int& column) {
 }
 
 // A warp: sums up its part of the tile. Operands are read a product ahead, across stages too.
-DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
     find_part(row, column);
     const bool speaks = threadIdx.x % 32 == 0;
     const Places places(at.base + row / SPAN * BLOCK_BYTES, at.base + (ROW_BLOCKS + column / SPAN) * BLOCK_BYTES);
@@ -304,8 +292,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
         load_fragments(fragments[k % 2], places, stage * STAGE_BYTES + k * 1024, BLOCK_BYTES);
     };
     clear(sum);
-    barrier_wait(at.filled(ring.index), ring.parity);
-    read(ring.index, 0);
+    Ring<STAGES> ring;
+    barrier_wait(at.filled(0), 0);
+    read(0, 0);
     for (int step = 0; step < steps; ++step) {
         const u32 emptied = at.emptied(ring.index);
 #if TF32 == 3
@@ -368,24 +357,20 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
-        Ring<STAGES> ring;
-        if (warp == 4 * WARPGROUPS)
-            for_works(p, [&](u32 i) { fill(at, maps, p, Work(p, i), ring); });
+        const Work work(p);
+        if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
-            normalize_all(at, p, Work(p, blockIdx.x), {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
+            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
+        const Work work(p);
         const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
-        Ring<STAGES> ring;
-        for_works(p, [&](u32 i) {
-            const Work work(p, i);
-            Sum sum;
-            accumulate(sum, at, ring, work.last - work.first, row, column);
-            float* const to = output + (i64(work.part) * p.groups + work.group) * p.rows * p.columns;
-            p.accumulate ? put_sum<true>(to, sum, at, p, work, row, column)
-                         : put_sum<false>(to, sum, at, p, work, row, column);
-        });
+        Sum sum;
+        accumulate(sum, at, work.last - work.first, row, column);
+        output += (i64(work.part) * p.groups + work.group) * p.rows * p.columns;
+        p.accumulate ? put_sum<true>(output, sum, at, p, work, row, column)
+                     : put_sum<false>(output, sum, at, p, work, row, column);
     }
 }

@@ -22,7 +22,6 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     ITEMSIZE,
     ROW_BYTES,
     TILES,
-    WORKERS,
     Division,
     HaloTile,
     WeightTile,
@@ -66,7 +65,7 @@ ARCH = (9, 0)
 _PROBLEM = struct(
     "",
     "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
-    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n works accumulate",
+    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
 )
 _HALO_PROBLEM = struct(
     "",
@@ -193,13 +192,8 @@ def plan(
         tiles = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans}
         defines |= {"FLAT": int(_flat(conv))} | ({"TF32": int(tf32)} if tf32 else {})
-    works = blocks = prod(tiles) * conv.groups * division.chunks
-    if not grid:
-        short = division.cluster == 1 and not normalized and ceil_div(steps, division.chunks) <= tile.stages
-        turns = _flat(conv) and short and works > WORKERS * tile.resident
-        blocks = WORKERS * tile.resident if turns else works
-        fields["works"], defines["TURNS"] = works, int(turns)
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
+    blocks = prod(tiles) * conv.groups * division.chunks
     return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts)
 
 
