@@ -19,11 +19,14 @@ from minidl.shapes import ceil_div, round_up
 __all__ = ["PARTS", "Division", "divided", "options"]
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
-WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
 MOST_ROWS = 256
-# Microseconds, and bytes in one: a stage on its way from memory; filters that come from there, filters and rows that
-# multiprocessors fetch; a block's start; adding up the sums of a cluster.
-_LATENCY, _READ, _FETCHED, _START, _COMBINED = 1.5, 4.1e6, 6.5e6, 1.5, 1.0
+# Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit
+# lie on one multiprocessor (seen on an H200). Constants, so that sums are cut alike on every device.
+_REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
+# Microseconds, and bytes in one: a stage on its way from memory; filters that come from there for all and for one
+# multiprocessor; filters and rows that one fetches; a block's start. Adding up the sums of so many blocks.
+_LATENCY, _READ, _TAKEN, _FETCHED, _START = 1.5, 4.1e6, 4.8e4, 1.0e5, 3.0
+_COMBINED = {1: 0.0, 2: 1.0, 4: 1.5, 8: 2.3}
 
 
 class Division(NamedTuple):
@@ -72,14 +75,16 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
 def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:
     tile, down = one.tile, ceil_div(conv.images, one.tile.rows)
     tiles = down * ceil_div(columns_of(conv, backward), tile.columns) * one.parts
-    running = min(tiles, WORKERS * tile.resident)
+    most = _REACHED[one.parts]
+    used = min(tiles if one.parts == 1 else ceil_div(tiles, tile.resident), most)
+    rounds = ceil_div(tiles, most * tile.resident)
+    beside = ceil_div(min(tiles, most * tile.resident), used)  # blocks of a multiprocessor
     fetched = min(tile.rows, round_up(conv.images, 8)) + tile.columns
     stage = max(
-        tile.step * ceil_div(running, WORKERS),
+        tile.step * beside,
         _LATENCY / tile.stages,
-        STAGE_ROW * running * tile.columns / down / _READ,
-        STAGE_ROW * running * fetched / _FETCHED,
+        STAGE_ROW * tile.columns * beside * max(1 / _TAKEN, used / down / _READ),
+        STAGE_ROW * fetched * beside / _FETCHED,
     )
-    rounds = ceil_div(tiles, WORKERS * tile.resident)
     time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest)
-    return time + _START + (_COMBINED if one.parts > 1 else 0)
+    return time + _START + _COMBINED[one.parts]

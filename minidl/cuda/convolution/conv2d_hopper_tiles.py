@@ -91,10 +91,12 @@ IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
 # the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
-# starts within a sector (see `reads`); what the copy engine takes besides for a row that it fills up with zeros.
+# starts within a sector (see `reads`).
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
-ROW, CROSSING, ODD, HOLLOW = 1.0e-5, 2.8e-5, 2.0e-5, 1.3e-5
+ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+# What a window's stage is spared of products where the depth is less.
+SHALLOW = 0.8
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
 _IN_REGISTERS = {(128, 256): 1.18, (256, 128): 1.47, (128, 192): 1.15, (256, 64): 2.2, (128, 128): 1.38}
@@ -149,9 +151,11 @@ def microseconds(
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
-    hollow = 1 / ceil_div(depth, channels) if depth % channels else 0.0
-    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd + HOLLOW * hollow)
-    busy = _busy(conv, tile, stages / tiles, normalized) + sums * tile.sums
+    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
+    multiplied = stages / tiles
+    if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
+        multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
+    busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
     arithmetic = max(rounds * busy, fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN

@@ -19,7 +19,8 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
-FEW, MOST_ALWAYS = 16, 8  # channels on one side, at most; as many as no other kernel does faster (seen on an H200)
+FEW = 16  # channels on one side, at most
+MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
@@ -76,7 +77,9 @@ def pays(conv: Convolution, code: int, tf32: int, weight: bool, units: bool) -> 
     few, wide = _sides(conv)[:2]
     if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
-    return few <= MOST_ALWAYS or not (units or (weight and tf32 == 1))
+    if weight and tf32 == 1:  # rounding every operand takes longer than memory
+        return few <= MOST_ROUNDED
+    return few <= MOST_ALWAYS or not units
 
 
 def gather(
