@@ -46,6 +46,8 @@
 // Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
 // tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
+// Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
+// it should tell most: stores set the pace there).
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
