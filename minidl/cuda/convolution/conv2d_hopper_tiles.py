@@ -90,7 +90,7 @@ TILES = (
 )
 # For rows that are normalised where they lie: all slabs of a tile leave at once, and what comes next has longer for it.
 IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
-MADE = tuple(tile._replace(made=True) for tile in TILES if tile.resident == 1)
+MADE = ()
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
