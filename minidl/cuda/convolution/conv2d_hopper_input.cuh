@@ -1,5 +1,6 @@
 // How conv2d_hopper.cu normalises its source, in shared memory or in registers; a part of it, which knows its structures.
 #pragma once
+#include "conv2d_input.cuh"
 
 // A warp: normalises its part of stage after stage. Units do not go up in warps: who has one more takes turns.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
