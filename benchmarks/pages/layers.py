@@ -139,7 +139,7 @@ def sample(results: Path, network: str = "resnet50", dtype: str = "bf16", ranks:
         told = [_intensity(known[name], run), _roof(known[name], run)] if kind else ["", ""]
         lines.append([name, kind, *("" if cell == "-" else cell for cell in cells), *told])
     title = f"{NETWORKS.get(network, network)}, batch {run.rank_batch} on each of {ranks} {run.machine}, {dtype}"
-    text = "the longest layer of each type; milliseconds."
+    text = "the longest layer of each type; milliseconds, without fusion."
     return f"{title}: {text}\n\n{markdown([*columns, 'FLOP/B', 'roof'], lines, words=(0, 1))}"
 
 

@@ -27,7 +27,7 @@ class AffineNorm(Layer):
     def _images_or_vectors(self, shape: tuple[int, ...], channels: int) -> tuple[int, ...]:
         """``shape``, (N, H, W, C) or (N, C) with so many channels."""
         if len(shape) != 2:
-            return self._image(shape, channels)
+            return self.require_image(shape, channels)
         if shape[1] != channels:
             raise checks.bad_shape(self.name, "x", f"(N, {channels})", shape)
         return shape
