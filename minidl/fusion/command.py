@@ -194,4 +194,4 @@ def _saved_bytes(graph: Graph, group: Group, ways: Sequence[Ways], batch: int, m
         return {}
     with dry_run(BUILT_IN["H200"]):
         layers = Piece(piece, backend.get_ops("cuda"), mode, cache_bytes=0)
-        return {way: layers.saved_bytes(group.on(way, "forward")) for way in ways}
+        return {way: layers.saved_bytes(group.on(way, "forward") | group.on(way, "backward")) for way in ways}

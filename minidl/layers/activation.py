@@ -21,14 +21,16 @@ class ReLU(Layer):
     and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm the output is not kept,
     and by the mode ``deferred`` of a fusion plan not made either: who reads it does both.
 
-    Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it.
+    Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it; not even that in the
+    mode ``masks``, where the pooling that alone reads it masks the gradient.
     """
 
     accepts_add = True
     accepts_masked = True
     accepts_unfinished = True
-    modes = ("training", "deferred")
+    modes = ("training", "deferred", "masks")
     deferred = False
+    masks = False
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -45,7 +47,7 @@ class ReLU(Layer):
         if x.array is not None:
             rectified = x.origin is not None and x.origin.relu
             y = x.array if rectified else self.ops.relu(x.array)
-            self.save(y=y, finished=False)
+            self.save(finished=False, **({} if self.masks else {"y": y}))
             return Value(y, origin=Origin((), relu=True, owner=self.name)) if self._grad_enabled else y
         done = Value(origin=replace(x.origin, relu=True, owner=self.name))
         first, *others = x.origin.terms
