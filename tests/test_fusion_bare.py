@@ -12,12 +12,11 @@ from minidl import fusion, models
 from minidl.compile import CompiledStep
 from minidl.fusion import cost
 from minidl.fusion.plans import candidates, fingerprint
-from minidl.fusion.tune import groups
 from minidl.precision import precision as parse
 from minidl.step import EagerStep
 from tests.test_compile import assert_same, batches, take
-from tests.test_fusion import BOUND, fused, preactivation, residual, run
-from tests.test_fusion_tune import BF16, FP32, H200, Piece, cut, distance, outcome
+from tests.test_fusion import fused, preactivation, residual, run
+from tests.test_fusion_tune import BF16, FP32, H200, assert_same_in_every_way
 
 
 def bare(width=12, first=3):
@@ -187,18 +186,7 @@ def test_folding_has_the_bits_of_a_relu_apart(ops, how, precision, rng):
 
 @pytest.mark.parametrize("build", [wide, pooled])
 def test_pieces_compute_the_same_in_every_way(ops, build):
-    graph = build()
-    for group in groups(graph, 2, BF16, H200, everything=True):
-        exact, narrow = (
-            {ways: outcome(Piece(cut(graph, group.sites, 2), ops, mode, 0), group, ways) for ways in group.ways}
-            for mode in (FP32, BF16)
-        )
-        plain = group.ways[0]
-        for ways in group.ways[1:]:
-            for a, b in zip(exact[plain], exact[ways], strict=True):
-                assert np.abs(a - b).max() <= 4 * BOUND * np.abs(a).max(), (group.names, ways)
-            errors = [distance(exact[plain], narrow[which]) for which in (plain, ways)]
-            assert 0 < errors[1] <= 1.25 * errors[0], (group.names, ways)
+    assert_same_in_every_way(ops, build())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "tf32"])

@@ -92,8 +92,11 @@ def piece_groups(graph, precision):
 
 @pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
 def test_a_piece_computes_the_same_in_every_way(ops, build):
+    assert_same_in_every_way(ops, build())
+
+
+def assert_same_in_every_way(ops, graph):
     """In 16 bits against the same piece in float32: what is fused errs no more."""
-    graph = build()
     for group in groups(graph, 2, BF16, H200, everything=True):
         exact, narrow = (
             {ways: outcome(Piece(cut(graph, group.sites, 2), ops, mode, 0), group, ways) for ways in group.ways}
@@ -139,12 +142,18 @@ def test_a_piece_holds_what_the_modes_reach_and_belongs_to_nobody(cpu_ops):
     assert not model.state_dict()["main1.bn.running_mean"].any()
 
 
-def test_layers_that_may_talk_to_other_ranks_are_not_timed():
-    class Watched(m.ReLU):
-        pass
+class Watched(m.ReLU):
+    """A layer of a kind that nobody knows."""
 
+
+def watched():
     graph = stack()
     graph.replace("relu1", Watched(name="other"))
+    return graph
+
+
+def test_layers_that_may_talk_to_other_ranks_are_not_timed():
+    graph = watched()
     sites = fusion.find_sites(graph)
     assert cut(graph, [sites[1]], 2) is None and cut(graph, [sites[2]], 2) is not None
     clock = Fake()
@@ -339,11 +348,7 @@ def test_every_model_of_the_library_runs_as_a_whole(name):
 
 
 def test_layers_that_may_talk_to_other_ranks_are_not_run_as_a_whole(cpu_ops):
-    class Foreign(m.ReLU):
-        pass
-
-    graph = stack()
-    graph.replace("relu1", Foreign(name="other"))
+    graph = watched()
     assert can_run_alone(stack()) and not can_run_alone(graph)
     comm, shared, spread = SimulatedCommunicator(2, AlphaBeta(1e-3, 1e6), clock=VirtualClock()), stack(), stack()
     shared.replace("bn1", m.BatchNorm2d(7, sync=comm, affine=False, name="other"))
