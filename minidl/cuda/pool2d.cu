@@ -43,13 +43,14 @@ constexpr int COVER_W = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;
 constexpr int TAP_ROWS = KERNEL_H * KERNEL_W <= 9 ? KERNEL_H : 1;
 constexpr int TAPS = KERNEL_W <= 5 ? KERNEL_W : 4;
 
-// Loads taps r0 .. r0 + TAP_ROWS, s0 .. s0 + TAPS of the window at (h0, w0); `blank` is what a tap off the image holds.
-template <int DILATE_H, int DILATE_W>
-DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int r0, int s0, int height, int width, i64 pitch,
-                      const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[TAP_ROWS][TAPS]) {
+// Loads taps s0 .. s0 + TAPS of some rows of a window whose first tap is at (h0, w0); `blank` is what a tap off the image
+// holds.
+template <int DILATE_H, int DILATE_W, int ROWS>
+DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int s0, int height, int width, i64 pitch,
+                      const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[ROWS][TAPS]) {
 #pragma unroll
-    for (int r = 0; r < TAP_ROWS; ++r) {
-        const int h = h0 + (r0 + r) * DILATE_H;
+    for (int r = 0; r < ROWS; ++r) {
+        const int h = h0 + r * DILATE_H;
         const T* line = image + i64(h) * width * pitch;
 #pragma unroll
         for (int s = 0; s < TAPS; ++s) {
@@ -195,11 +196,53 @@ DEVICE void place_nans(const T* __restrict__ image, index_t* __restrict__ index,
     }
 }
 
+// The largest of some taps in each lane: its value, where it was and (NORMALIZED) what was read there.
+struct Maximum {
+    u32 best[WORDS], where[WORDS], source[NORMALIZED ? WORDS : 1];
+
+    __device__ __forceinline__ Maximum() {}
+    __device__ __forceinline__ explicit Maximum(int first) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            best[i] = LOWEST;
+            where[i] = first * ONE_PER_LANE;
+            if (NORMALIZED) source[i] = 0;
+        }
+    }
+
+    // Strictly greater: the first of equal maxima keeps its place.
+    __device__ __forceinline__ void take(int i, u32 value, u32 position, u32 raw) {
+        if (NORMALIZED) source[i] = lane_select(value, best[i], raw, source[i]);
+        where[i] = lane_select(value, best[i], position, where[i]);
+        best[i] = lane_max(best[i], value);
+    }
+    __device__ __forceinline__ void take(const Lanes& values, int position, const Lanes& raw) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) take(i, values.pairs[i], position * ONE_PER_LANE, raw.pairs[i]);
+    }
+    __device__ __forceinline__ void take(const Lanes& values, int position) { take(values, position, values); }
+    __device__ __forceinline__ void take(const Maximum& other, int offset) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            take(i, other.best[i], other.where[i] + offset * ONE_PER_LANE, other.source[NORMALIZED ? i : 0]);
+    }
+};
+
 #if NORMALIZED
 #include "batch_norm_pool.cuh"
-#endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK, NORMALIZED ? 2 : 3)
+// Rows that a window has in common with the next: normalised once by a thread that holds the whole window.
+constexpr bool WHOLE = TAP_ROWS == KERNEL_H && TAPS >= KERNEL_W && DILATION_H == 1;
+constexpr int OVERLAP = WHOLE && KERNEL_H > STRIDE_H ? KERNEL_H - STRIDE_H : 0;
+#else
+constexpr int OVERLAP = 0;
+#endif
+constexpr int ROWS = OVERLAP > 0 ? STRIDE_H : TAP_ROWS;
+
+// Without a packed comparison (bfloat16 before Hopper) two blocks would spill.
+constexpr int RESIDENT = !NORMALIZED ? 3 : DTYPE == 1 && __CUDA_ARCH__ < 900 ? 1 : 2;
+
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ index, T* __restrict__ largest,
            const float* __restrict__ moments, const float* __restrict__ gamma, const float* __restrict__ beta, int rows,
            int strips, int strip, int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h,
@@ -219,63 +262,79 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     const Normalizer normalized(moments, gamma, beta, channels, c);
 #endif
 
+#if NORMALIZED
+    // The largest of one row's taps of a window whose first tap is at (h, w0), what is off the image left out.
+    const auto row_maximum = [&](const Lanes (&taps)[TAPS], int h, int s0) {
+        Maximum row(first_s);
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s) {
+            const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w0 + (s0 + s) * DILATION_W) < u32(width);
+            Lanes values = normalized(taps[s]);
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) values.pairs[i] = inside ? values.pairs[i] : LOWEST;
+            row.take(values, s0 + s, taps[s]);
+        }
+        return row;
+    };
+    Maximum carried[OVERLAP > 0 ? OVERLAP : 1];  // of the rows that the window before has, too
+    if (OVERLAP > 0) {
+        Lanes taps[OVERLAP > 0 ? OVERLAP : 1][TAPS];
+        const int h0 = p_begin * STRIDE_H - pad_h;
+        load_taps<1, DILATION_W>(image, h0, w0, 0, height, width, pitch, lowest, taps);
+#pragma unroll
+        for (int r = 0; r < OVERLAP; ++r) carried[r] = row_maximum(taps[r], h0 + r, 0);
+    }
+#endif
     for (int p = p_begin; p < p_end; ++p) {
         const int h0 = p * STRIDE_H - pad_h;
         const int first_r = h0 < 0 ? ceil_div(-h0, DILATION_H) : 0;
-        u32 best[WORDS], where[WORDS], source[NORMALIZED ? WORDS : 1] = {};
+        Maximum found(first_r * KERNEL_W + first_s);
+#if NORMALIZED
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            best[i] = LOWEST;
-            where[i] = (first_r * KERNEL_W + first_s) * ONE_PER_LANE;
+        for (int r = 0; r < OVERLAP; ++r) {
+            found.take(carried[r], r * KERNEL_W);
+            if (r >= STRIDE_H) carried[r - STRIDE_H] = carried[r];
         }
-#pragma unroll UNROLLED(KERNEL_H / TAP_ROWS)
-        for (int r0 = 0; r0 < KERNEL_H; r0 += TAP_ROWS)
+#endif
+#pragma unroll UNROLLED(KERNEL_H / ROWS)
+        for (int r0 = OVERLAP; r0 < KERNEL_H; r0 += ROWS)
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
-                Lanes taps[TAP_ROWS][TAPS];
-                load_taps<DILATION_H, DILATION_W>(image, h0, w0, r0, s0, height, width, pitch, lowest, taps);
-                // Strictly greater: the first of equal maxima keeps its place.
+                Lanes taps[ROWS][TAPS];
+                const int h = h0 + r0 * DILATION_H;
+                load_taps<DILATION_H, DILATION_W>(image, h, w0, s0, height, width, pitch, lowest, taps);
 #pragma unroll
-                for (int r = 0; r < TAP_ROWS; ++r)
-#pragma unroll
-                    for (int s = 0; s < TAPS; ++s) {
-                        Lanes values = taps[r][s];
+                for (int r = 0; r < ROWS; ++r) {
 #if NORMALIZED
-                        const int h = h0 + (r0 + r) * DILATION_H, w = w0 + (s0 + s) * DILATION_W;
-                        const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w) < u32(width);
-                        values = inside ? normalized(values) : lowest;
-#endif
+                    const Maximum row = row_maximum(taps[r], h + r * DILATION_H, s0);
+                    found.take(row, (r0 + r) * KERNEL_W);
+                    if (OVERLAP > 0 && OVERLAP + r >= STRIDE_H) carried[OVERLAP + r - STRIDE_H] = row;
+#else
 #pragma unroll
-                        for (int i = 0; i < WORDS; ++i) {
-                            const u32 tap = values.pairs[i], position = (r0 + r) * KERNEL_W + s0 + s;
-#if NORMALIZED
-                            source[i] = lane_select(tap, best[i], taps[r][s].pairs[i], source[i]);
+                    for (int s = 0; s < TAPS; ++s) found.take(taps[r][s], (r0 + r) * KERNEL_W + s0 + s);
 #endif
-                            where[i] = lane_select(tap, best[i], position * ONE_PER_LANE, where[i]);
-                            best[i] = lane_max(best[i], tap);
-                        }
-                    }
+                }
             }
         const i64 out = ((i64(n) * out_h + p) * out_w + q) * channels + c;
         Raw<T, VEC> maximum;
         Raw<index_t, VEC> position;
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) maximum.pairs[i] = best[i];
+        for (int i = 0; i < WORDS; ++i) maximum.pairs[i] = found.best[i];
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) position.items[i] = index_t(lane(where, i));
+        for (int i = 0; i < VEC; ++i) position.items[i] = index_t(lane(found.where, i));
         store_raw<VEC>(y + out, maximum);
         store_raw<VEC>(index + out, position);
 #if NORMALIZED
         Raw<T, VEC> raw;
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) raw.pairs[i] = source[i];
+        for (int i = 0; i < WORDS; ++i) raw.pairs[i] = found.source[i];
         store_raw<VEC>(largest + out, raw);
 #endif
 #if !NORMALIZED  // where the place of a NaN is of no consequence: the ReLU stops its gradient
         // A NaN is greater than nothing, so its place (of several, the last) is looked up off the common path.
-        u32 all = best[0];
+        u32 all = found.best[0];
 #pragma unroll
-        for (int i = 1; i < WORDS; ++i) all = lane_max(all, best[i]);
+        for (int i = 1; i < WORDS; ++i) all = lane_max(all, found.best[i]);
         if (any_nan(all)) place_nans(image, index + out, h0, w0, height, width, pitch);
 #endif
     }
@@ -379,7 +438,7 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
                 Raw<T, VEC> taps[TAP_ROWS][TAPS];
-                load_taps<1, 1>(image, h0, w0, r0, s0, height, width, pitch, zero, taps);
+                load_taps<1, 1>(image, h0 + r0, w0, s0, height, width, pitch, zero, taps);
 #pragma unroll
                 for (int r = 0; r < TAP_ROWS; ++r)
 #pragma unroll

@@ -19,8 +19,11 @@ struct Normalizer {
         float v[VEC];
         unpack(raw, v);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = clamp_below(fmaf(v[i] - mean[i], scale[i], shift[i]), 0.0f);
-        return pack<T>(v);
+        for (int i = 0; i < VEC; ++i) v[i] = fmaf(v[i] - mean[i], scale[i], shift[i]);
+        Raw<T, VEC> y = pack<T>(v);  // before the ReLU, which takes two lanes at a time then
+#pragma unroll
+        for (int i = 0; i < (VEC * int(sizeof(T)) + 3) / 4; ++i) y.pairs[i] = lane_max(y.pairs[i], 0);
+        return y;
     }
 };
 
