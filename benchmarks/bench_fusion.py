@@ -85,7 +85,7 @@ def setup_of(a: argparse.Namespace, case: str) -> Setup:
 
 
 class Tuned:
-    """A network whose batch norms were measured in all ways.
+    """A network whose batch norms were measured: in all ways with ``everything``, else in those worth it.
 
     Attributes:
         groups: with the ways that the model does not rule out.
@@ -93,16 +93,16 @@ class Tuned:
         seconds: that measuring took.
     """
 
-    def __init__(self, setup: Setup, samples: int):
+    def __init__(self, setup: Setup, samples: int, everything: bool):
         self.setup, self.graph, self.mode = setup, setup.graph(), precision(setup.precision)
         machine = machine_of(ops)
-        everything = groups(self.graph, setup.batch, self.mode, machine, everything=True)
         self.groups = groups(self.graph, setup.batch, self.mode, machine)
-        compile_ahead(self.graph, setup.batch, self.mode, everything)
+        timed = groups(self.graph, setup.batch, self.mode, machine, everything=everything)
+        compile_ahead(self.graph, setup.batch, self.mode, timed)
         self.clock = DeviceClock(ops, self.mode, replace(BUDGET, samples=samples))
         started = time.perf_counter()
-        self.found = measure(self.graph, setup.batch, everything, self.clock)
-        self.plan = fastest_plan(self.graph, setup.batch, self.mode, machine, everything, self.found, self.clock)
+        self.found = measure(self.graph, setup.batch, timed, self.clock)
+        self.plan = fastest_plan(self.graph, setup.batch, self.mode, machine, timed, self.found, self.clock)
         self.clock.release()
         self.seconds = time.perf_counter() - started
         self.sites = fusion.find_sites(self.graph)
@@ -115,7 +115,7 @@ _tuned: dict[str, Tuned] = {}  # of the case that is at work
 def tuned(a: argparse.Namespace, case: str) -> Tuned:
     if case not in _tuned:
         _tuned.clear()
-        _tuned[case] = Tuned(setup_of(a, case), a.samples)
+        _tuned[case] = Tuned(setup_of(a, case), a.samples, everything="sites" in a.parts)
     return _tuned[case]
 
 

@@ -324,10 +324,10 @@ def test_of_plans_that_ran_as_a_whole_the_fastest_is_taken(seed):
         assert how in ran or twins or chain.total(other.sites, terms) > limit
 
 
-def test_a_network_runs_as_a_whole_without_its_model_noticing(cpu_ops):
-    model = m.Model(residual())
+def test_a_network_runs_as_a_whole_without_its_model_noticing(ops):
+    model = m.Model(residual(), device=ops.name)
     before, modes = model.state_dict(), model.modes()
-    clock = DeviceClock(cpu_ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=1e-4))
+    clock = DeviceClock(ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=1e-4))
     sites = fusion.find_sites(model.graph)
     variants = [modes_on(sites, fusion.choose(sites, how)) for how in ("none", "elementwise")]
     timings = clock.whole(model.graph, 2, variants)
