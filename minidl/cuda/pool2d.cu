@@ -19,7 +19,9 @@
 //
 // With NORMALIZED the maximum is over what a ReLU makes of a batch norm's output, which is never written:
 //
-// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums
+// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums.
+//                       Bound by instructions (3x3, stride 2: 550 per output of 8 channels): a row of taps that the next
+//                       window has too is normalised once, and its maximum carried down the strip
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
 //                       bytes: dy + index + x once + dx
@@ -260,9 +262,6 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     for (int i = 0; i < WORDS; ++i) lowest.pairs[i] = LOWEST;
 #if NORMALIZED
     const Normalizer normalized(moments, gamma, beta, channels, c);
-#endif
-
-#if NORMALIZED
     // The largest of one row's taps of a window whose first tap is at (h, w0), what is off the image left out.
     const auto row_maximum = [&](const Lanes (&taps)[TAPS], int h, int s0) {
         Maximum row(first_s);
