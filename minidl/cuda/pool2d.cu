@@ -9,8 +9,9 @@
 //                       bytes: x once + y + index; R*S comparisons per output
 // max_pool2d_backward   thread: `strip` tiles below each other, of TILE_H by STRIDE_W pixels that the same windows
 //                       cover. Each pixel gathers, in window order, the gradients of the windows whose maximum it is.
-//                       bytes: dy + index once + dx. Bound by instructions (3x3, stride 2: 410 per tile of 8 channels),
-//                       hence addresses from one line to the next and one comparison per tap and channel
+//                       bytes: dy + index once + dx (+ a gradient that is added, with ADD). Bound by instructions (3x3,
+//                       stride 2: 410 per tile of 8 channels), hence addresses from one line to the next and one
+//                       comparison per tap and channel
 // avg_pool2d            as max_pool2d; divisor as in PyTorch: the window clipped to the image, or (count_include_pad)
 //                       to the padded image. bytes: x once + y
 // avg_pool2d_backward   as max_pool2d_backward. bytes: dy once + dx
@@ -26,8 +27,8 @@
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
 //                       bytes: dy + index + x once + dx
 //
-// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1; of the batch
-// norm -DBATCH=1, or 0 where its moments are constants.
+// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1, -DADD=0|1; of
+// the batch norm -DBATCH=1, or 0 where its moments are constants.
 #include "common.cuh"
 #include "grid.cuh"
 #include "lanes.cuh"
@@ -81,12 +82,33 @@ struct Column {
 };
 
 // Writes sums as they are. `begin` is told the channels that a thread keeps to; `expect`, before the sums of a tile are
-// taken, each of its pixels.
+// taken, each of its pixels: row and column in the tile, number among all, place in dx.
 struct Plainly {
     __device__ __forceinline__ void begin(int) {}
-    __device__ __forceinline__ void expect(int, int, const T*) {}
+    __device__ __forceinline__ void expect(int, int, i64, const T*) {}
     __device__ __forceinline__ void operator()(int, int, T* place, float (&sum)[VEC]) const { store(place, sum); }
 };
+
+#if ADD
+// Adds another gradient, `pitch` elements from pixel to pixel.
+struct Adding {
+    const T* add;
+    i64 pitch;
+    Raw<T, VEC> more[TILE_H][STRIDE_W];
+
+    __device__ __forceinline__ void begin(int c) { add += c; }
+    __device__ __forceinline__ void expect(int ih, int iw, i64 pixel, const T*) {
+        more[ih][iw] = load_raw<VEC>(add + pixel * pitch);
+    }
+    __device__ __forceinline__ void operator()(int ih, int iw, T* place, float (&sum)[VEC]) const {
+        float other[VEC];
+        unpack(more[ih][iw], other);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) sum[i] += other[i];
+        store(place, sum);
+    }
+};
+#endif
 
 // The gather of the backward kernels. For each window that may cover a tile, `up` above and `left` of window (a, b),
 // fetch(column, a, up, left) gives what it holds (a default Window is one off the image); then comes
@@ -109,7 +131,7 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, 
         const int top = TILE_H == 1 ? line + g.pad_h : line * STRIDE_H;  // of the tile, on the padded image
         const int a = top / STRIDE_H, phase = TILE_H == 1 ? top - a * STRIDE_H : 0;
 
-        // Calls pixel(ih, iw, place) for those on the image.
+        // Calls pixel(ih, iw, number, place) for those on the image.
         const auto for_pixels = [&](auto pixel) {
 #pragma unroll
             for (int ih = 0; ih < TILE_H; ++ih)
@@ -117,10 +139,11 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, 
                 for (int iw = 0; iw < STRIDE_W; ++iw) {
                     const int h = top - g.pad_h + ih, w = w0 + iw;
                     if (u32(h) < u32(g.height) && u32(w) < u32(g.width))
-                        pixel(ih, iw, image + (top - g.pad_h) * dx_line + (ih * dx_line + iw * g.channels));
+                        pixel(ih, iw, (i64(n) * g.height + h) * g.width + w,
+                              image + (top - g.pad_h) * dx_line + (ih * dx_line + iw * g.channels));
                 }
         };
-        for_pixels([&](int ih, int iw, T* at) { write.expect(ih, iw, at); });
+        for_pixels([&](int ih, int iw, i64 number, T* at) { write.expect(ih, iw, number, at); });
         float sum[TILE_H][STRIDE_W][VEC] = {};
         // Window a - j reaches row i of the tile with tap r where r * DILATION_H = phase + i + j * STRIDE_H; columns
         // likewise. j descends, so that windows come in row order.
@@ -153,7 +176,7 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, 
                                     add(windows[j][k], r * KERNEL_W + s, sum[ih][iw]);
                             }
             }
-        for_pixels([&](int ih, int iw, T* at) { write(ih, iw, at, sum[ih][iw]); });
+        for_pixels([&](int ih, int iw, i64, T* at) { write(ih, iw, at, sum[ih][iw]); });
     }
 }
 #endif
@@ -387,9 +410,13 @@ DEVICE void gather_maxima(const T* __restrict__ dy, const index_t* __restrict__ 
 
 #if !NORMALIZED
 extern "C" __global__ void __launch_bounds__(BLOCK, 3)
-max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, Geometry g,
-                    i64 pitch) {
+max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, const T* __restrict__ add,
+                    T* __restrict__ dx, Geometry g, i64 pitch, i64 add_pitch) {
+#if ADD
+    gather_maxima(dy, index, dx, g, pitch, Adding{add, add_pitch});
+#else
     gather_maxima(dy, index, dx, g, pitch, Plainly());
+#endif
 }
 #else
 extern "C" __global__ void __launch_bounds__(BLOCK, 2)

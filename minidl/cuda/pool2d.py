@@ -144,17 +144,21 @@ def _max_pool2d(
 
 
 def max_pool2d_backward(
-    dy: Any, index: Any, x_shape: tuple[int, ...], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Any:
-    """dx (N, H, W, C): each pixel gathers the gradients of the windows whose maximum it was."""
+    dy: Any, index: Any, x_shape: tuple[int, ...], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    add: Any = None,
+) -> Any:  # fmt: skip
+    """dx (N, H, W, C): each pixel gathers the gradients of the windows whose maximum it was (+ ``add``)."""
     dy = as_rows(dy)
     assert index.shape == dy.shape and index.flags.c_contiguous, (index.shape, dy.shape)
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx = empty(x_shape, dy.dtype)
-    plan = _gather(dy, dx, stride, padding, vector_width(index))
+    add = add if add is None else as_rows(add)
+    assert add is None or (add.shape == dx.shape and add.dtype == dx.dtype), (add.shape, add.dtype)
+    plan = _gather(dy, dx, stride, padding, vector_width(index, *(() if add is None else (add,))))
     defines = _defines(dy, "max_pool2d_backward", plan.vec, kernel, stride, dilation)
-    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 0}
-    args = (dy, index, dx, plan.geometry, np.int64(rows(dy)[2]))
+    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 0, "ADD": int(add is not None)}
+    pitches = np.int64(rows(dy)[2]), np.int64(0 if add is None else rows(add)[2])
+    args = (dy, index, add, dx, plan.geometry, *pitches)
     launch("pool2d", "max_pool2d_backward", plan.grid, plan.block, *args, defines=defines)
     return dx
 

@@ -54,7 +54,7 @@ struct NormalizedBackward {
         for (int i = 0; i < VEC; ++i) scale[i] *= weight[i];
     }
 
-    __device__ __forceinline__ void expect(int ih, int iw, const T* place) {
+    __device__ __forceinline__ void expect(int ih, int iw, i64, const T* place) {
 #if BATCH
         raw[ih][iw] = load_raw<VEC>(x + (place - dx));
 #endif
