@@ -31,6 +31,7 @@ class ReLU(Layer):
     modes = ("training", "deferred", "masks")
     deferred = False
     masks = False
+    room = 0  # channels that a concatenation will continue the output with, in one buffer (`join.share_buffers`)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -57,11 +58,20 @@ class ReLU(Layer):
             self.save(raw=first.raw, moments=first.moments, affine=affine, finished=True)
             if self.deferred:
                 return done
-            done = materialize(self.ops, done)
+            done = self._in_buffer(first, done) if self.room and self._grad_enabled else materialize(self.ops, done)
         else:
             done = materialize(self.ops, done)
             self.save(y=done.array, finished=True)
         return done if self._grad_enabled else done.array
+
+    def _in_buffer(self, term: Normalized, done: Value) -> Value:
+        """``done`` finished where there is room beside it."""
+        *image, channels = term.raw.shape
+        buffer = self.ops.empty((*image, channels + self.room), term.raw.dtype)
+        y = self.ops.batch_norm_apply(
+            term.raw, term.moments, term.gamma, term.beta, relu=True, out=buffer[..., :channels]
+        )
+        return replace(done, array=y, buffer=buffer)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()

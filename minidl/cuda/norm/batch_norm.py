@@ -180,10 +180,12 @@ def batch_norm_apply(
     add_gamma: Any = None,
     add_beta: Any = None,
     relu: bool = False,
+    out: Any = None,
 ) -> Any:
     """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``.
 
-    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection.
+    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection. The
+    result lies in ``out``, dense or pitched, if that is given.
     """
     code = dtype_code(x, "batch_norm_apply")
     x, add = as_rows(x), _same(x, add)
@@ -192,7 +194,8 @@ def batch_norm_apply(
     assert add is not None or add_moments is None, "moments of nothing"
     _check_parameters(2 * channels, add_moments=add_moments)
     _check_parameters(channels, gamma=gamma, beta=beta, add_gamma=add_gamma, add_beta=add_beta)
-    y = empty(x.shape, x.dtype)
+    assert out is None or (out.shape == x.shape and out.dtype == x.dtype), checks.describe(out)
+    y = empty(x.shape, x.dtype) if out is None else out
     arrays = (x, y) if add is None else (x, y, add)
     parameters = (moments, gamma, beta, add_moments, add_gamma, add_beta)
     plan = walk_channels(*arrays, unroll=4 if add_moments is None else 2, parameters=parameters)
