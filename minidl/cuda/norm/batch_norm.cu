@@ -5,10 +5,10 @@
 // sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
-// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double. So the same bits come out on every
-// device and for every pitch. Variances are never a difference of raw moments: each thread subtracts a pivot, the first
-// value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and
-// LeVeque (1983).
+// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double. So the
+// same bits come out on every device and for every pitch. Variances are never a difference of raw moments: each thread
+// subtracts a pivot, the first value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2)
+// are merged as by Chan, Golub and LeVeque (1983).
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
 // tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor, and there are
