@@ -9,12 +9,11 @@ import numpy as np
 
 from minidl.cuda.array import empty
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.shapes import ceil_div
 
 __all__ = ["Sums", "added_up", "sums_of"]
 
-COLUMNS, LANES = 32, 8  # threads of a block
+COLUMNS, LANES, MOST_LANES = 32, 8, 32  # threads of a block
 FEW = 1024  # patches that one pass adds up
 BLOCKS, CHUNKS = 1024, 128  # of the first of two passes: wanted; chunks at most
 
@@ -44,21 +43,23 @@ class Sums:
 
     def statistics(self) -> Any:
         """What ``batch_norm_stats`` returns."""
-        stats = empty(1 + 2 * self.parts.shape[2], np.float64)
-        self._merge("conv2d_moments_kernel", stats)
+        chunks, _, channels = self.parts.shape
+        stats = empty(1 + 2 * channels, np.float64)
+        self._launch("conv2d_moments_kernel", stats, np.int32(chunks), np.int32(channels), np.int32(self.count))
         return stats
 
     def finalize(self, eps: float, running_mean: Any, running_var: Any, momentum: float) -> tuple[Any, Any]:
         """What ``batch_norm_finalize`` returns."""
-        moments, count = empty((2, self.parts.shape[2]), np.float32), empty(1, np.float64)
-        args = moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum)
-        self._merge("conv2d_finalize_kernel", *args)
+        chunks, _, channels = self.parts.shape
+        moments, count = empty((2, channels), np.float32), empty(1, np.float64)
+        sizes = np.int32(chunks), np.int32(channels), np.int32(self.count)
+        args = moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum), *sizes
+        self._launch("conv2d_finalize_kernel", *args)
         return moments, count
 
-    def _merge(self, kernel: str, *args: Any) -> None:
-        rows, _, channels = self.parts.shape
-        args = self.parts, *args, np.int32(self.count)
-        merge_lanes("conv2d_statistics", kernel, rows, channels, *args, SUM=_name(self.parts.dtype))
+    def _launch(self, kernel: str, *args: Any) -> None:
+        grid, defines = ceil_div(self.parts.shape[2], COLUMNS), {"SUM": _name(self.parts.dtype)}
+        launch("conv2d_statistics", kernel, grid, (COLUMNS, MOST_LANES), self.parts, *args, defines=defines)
 
 
 def added_up(partial: Any, count: int) -> Sums:
