@@ -198,7 +198,8 @@ def batch_norm_apply(
     y = empty(x.shape, x.dtype) if out is None else out
     arrays = (x, y) if add is None else (x, y, add)
     parameters = (moments, gamma, beta, add_moments, add_gamma, add_beta)
-    plan = walk_channels(*arrays, unroll=4 if add_moments is None else 2, parameters=parameters)
+    two = add_moments is not None
+    plan = walk_channels(*arrays, unroll=2 if two else 4, lasting=two, parameters=parameters)
     kind = 0 if add is None else 1 if add_moments is None else 2
     defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
     bound = np.float32(0.0 if relu else -np.inf)
@@ -332,7 +333,7 @@ def _backward_apply(
     # The kernel knows its arrays by place: dy, dx, x, add; an absent x lends its place to dy.
     arrays = (dy, dx, dy if x is None else x, *(() if add is None else (add,)))
     parameters = (moments, gamma, beta, sums)
-    plan = walk_channels(*arrays, unroll=2, per_sm=24, parameters=parameters)
+    plan = walk_channels(*arrays, unroll=2, lasting=True, parameters=parameters)
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
         "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,
