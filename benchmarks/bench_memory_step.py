@@ -80,12 +80,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-save-on-cpu", "torch-checkpoint"])
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
-    a.image_size = a.image_size or (256 if a.model == "unet" else 224)
+    a.image_size, a.classes = models.usual_task(a.model, a.image_size)
     return a
 
 
 def graph(a: argparse.Namespace) -> Any:
-    return models.build(a.model, (a.image_size, a.image_size, 3), 2 if a.model == "unet" else 1000)
+    return models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
 
 
 # -- what the driver says ---------------------------------------------------------------------------------------------
