@@ -62,7 +62,7 @@ def _finite(who: str, argument: str, value: float) -> None:
     checks.number(who, argument, value, "of at least 0, finite", lambda v: 0 <= v < math.inf)
 
 
-class SGD:
+class SGD(checks.Told):
     """Stochastic gradient descent with momentum, as torch.optim.SGD computes it.
 
         g = grad + weight_decay·w;  v = momentum·v + g;  w -= lr·(g + momentum·v if nesterov else v)
@@ -372,7 +372,8 @@ class SGD:
             ValueError: when the names do not match this optimizer.
         """
         self.arena.restore()
-        checkpoint.match(self.state_dict(), state, "optimizer state")
+        remedy = f"it is not that of {type(self).__name__} with these options"
+        checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)
         for field in (MOMENTUM, GROWTH_INTERVAL):
