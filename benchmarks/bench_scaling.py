@@ -4,13 +4,16 @@
     python benchmarks/bench_scaling.py --ranks 2 --device cpu --cases resnet20/32 --arms shm mpi
 
 A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
-A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
-a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE[/sums]]], of groups of so many MiB (``near``: 4
-beside memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16;
-``sums``: those of large fully connected layers as well, in whose place factors travel else. Engines on GPUs: links
-(sums by our own kernels where they have a route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm,
-mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on
-all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
+A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
+GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then in any order what differs from the
+default. GROUP: so many MiB (``25+1``: what is left at last, up to 1 MiB, apart; ``near``: 4 beside memory-bound layers,
+25 beside products; default: what `Model` takes). fp32 or bf16: how gradients are sent. ``late``: messages start after
+the input gradient of the layer that completes them, not before. ``sums``: gradients of large fully connected layers are
+added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own kernels where they have a
+route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm, mpi.
+
+All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on all
+ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
 second, and that is to count on both sides. Efficiency is the time without over that with messages. What communication
 adds is told twice: the arm less the step without messages, and, for the first arm, what events say the update waited
 in a step that is watched. Sums of batch norms and of the loss stay in the step without messages, and go by links there.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import re
 import statistics
 import sys
 import time
@@ -37,14 +41,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
-from minidl.bench.step import TrainingStep
+from minidl.bench.step import Replay, TrainingStep
 from minidl.bench.warm import compile_ahead, this_gpu
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
+from minidl.params import Arena, Message
 from minidl.precision import precision
-from minidl.profile.neighbourhood import by_neighbourhood
+from minidl.profile.neighbourhood import by_neighbourhood, short_tail
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
@@ -72,12 +77,13 @@ class Pair(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """How messages go; ``group`` in MiB, or ``near``; None: as this machine is tuned."""
+    """How messages go; ``group`` in MiB (and of the last), or ``near``; None: as `Model` takes it."""
 
     engine: str
     group: str | None
     dtype: str
     factors: bool
+    late: bool
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -85,10 +91,12 @@ class Arm(NamedTuple):
         known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
-        sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
-        if not sized or rest[1:2] not in ([], ["fp32"], ["bf16"]) or rest[2:] not in ([], ["sums"]):
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE[/sums]]]", text)
-        return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32", not rest[2:])
+        groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+(\+\d+)?", part)]
+        types, flags = ([part for part in rest if part in some] for some in (("fp32", "bf16"), ("sums", "late")))
+        if len(groups + types + flags) < len(rest) or max(len(groups), len(types)) > 1 or len(set(rest)) < len(rest):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP][/fp32|bf16][/late][/sums]", text)
+        dtype = types[0] if types else "fp32"
+        return cls(engine, groups[0] if groups else None, dtype, "sums" not in flags, "late" in flags)
 
 
 def arguments() -> argparse.Namespace:
@@ -98,8 +106,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
-    p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE[/sums]]]")
+    p.add_argument("--fusion", metavar="PLAN", help="of batch norms, see minidl fuse; default: as minidl train")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP][/fp32|bf16][/late][/sums]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
     p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
@@ -112,15 +120,16 @@ def arguments() -> argparse.Namespace:
 class Ours:
     """Our step in all its arms, on one model."""
 
-    def __init__(self, setup: Setup, comm: Communicator, fusion: str, synchronised: bool):
+    def __init__(self, setup: Setup, comm: Communicator, synchronised: bool):
         self.comm, self.setup, self.synchronised, graph = comm, setup, synchronised, setup.graph()
         for layer in graph.layers:
             if isinstance(layer, BatchNorm2d):
                 layer.sync = synchronised
         self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
-        fuse(self.step.model, fusion)
+        fuse(self.step.model, setup.fusion, batch=setup.batch)
         self.tuned_bytes, self.factored = self.step.model.arena.group_bytes, self.step.model.arena.factored
         self.messages: dict[str, int] = {}
+        self._captured: Replay | None = None
 
     def connect(self, arm: Arm) -> None:
         """Cut and send messages as the arm does; a collective."""
@@ -133,15 +142,19 @@ class Ours:
         elif arm.engine == "mpi":
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
+        release(arena, late=arm.late)
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 
     def group_bytes(self, arm: Arm) -> int | Mapping[str, int]:
         """As `Model` takes it."""
+        if arm.group is None:
+            return self.tuned_bytes
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
             return by_neighbourhood(self.step.model.neighbours(), itemsize)
-        return self.tuned_bytes if arm.group is None else int(arm.group) << 20
+        most, *last = (int(size) << 20 for size in arm.group.split("+"))
+        return short_tail(self.step.model.neighbours(), most, *last) if last else most
 
     def ready(self, arm: Arm | None) -> Ready:
         """A step as the arm takes it; None: without messages. A collective."""
@@ -149,6 +162,7 @@ class Ours:
 
         def prepare() -> None:
             if arm is None:
+                release(arena, late=False)
                 arena.connect(dist.SOLO, self.tuned_bytes)
             else:
                 self.connect(arm)
@@ -157,7 +171,8 @@ class Ours:
         self.messages[str(arm)] = len(arena.messages)
         if self.setup.device == "cpu":
             return self.step, prepare
-        replay, wire = self.step.capture(), arena.wire
+        replay, wire = self.step.capture(beside=self._captured), arena.wire
+        self._captured = replay
 
         def step() -> Any:
             assert wire is not None  # the graph writes to it
@@ -171,7 +186,7 @@ class Ours:
         self.connect(arm)
         profiler = StepProfiler(self.step.ops)
         if self.setup.device == "cuda":
-            step = self.step.capture(profiler)
+            step = self.step.capture(profiler, self._captured)
             around: Any = step.stream
         else:
             self.step.observe(profiler)
@@ -186,6 +201,22 @@ class Ours:
         names = {message.name for message in self.step.model.arena.messages}
         waits = [sum(s.ms for s in one.spans if s.pass_name == "wait" and s.layer in names) for one in found[1:]]
         return max(self.comm.share(statistics.median(waits)))
+
+
+def release(arena: Arena, *, late: bool) -> None:
+    """Whether the arena's messages start between two layers, or before the input gradient of their last layer."""
+    for name in ("_start", "make_room"):
+        vars(arena).pop(name, None)
+    if not late:
+        return
+    held: list[Message] = []
+
+    def make_room() -> None:
+        while held:
+            Arena._start(arena, held.pop(0))
+        Arena.make_room(arena)
+
+    arena._start, arena.make_room = held.append, make_room
 
 
 def nothing() -> None:
@@ -256,9 +287,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The rows of one case; a collective."""
     if setup.device == "cuda" and comm.local_rank == 0:
-        compile_ahead(setup.graph(), setup.batch, setup.precision, a.fusion, this_gpu())
+        compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, this_gpu())
     comm.barrier()
-    ours = Ours(setup, comm, a.fusion, synchronised)
+    ours = Ours(setup, comm, synchronised)
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
     steps = peers_of(a, setup, ours, loss)
@@ -293,6 +324,7 @@ def row(
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
         "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks,
+        "fusion": setup.fusion,
         "images_per_s": images / mine.ms * 1e3,
         "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
         "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
@@ -358,6 +390,7 @@ def main() -> None:
     device = device_of(a.device, comm)
     arms = {text: Arm.parse(text, device) for text in a.arms or ARMS[device]}
     mode = precision(a.precision or ("bf16" if device == "cuda" else "fp32")).name
+    fusion = a.fusion or ("auto" if device == "cuda" else "none")
     if a.peers:
         from benchmarks import ddp
 
@@ -368,7 +401,7 @@ def main() -> None:
         if model not in models.MODELS or not batch.isdecimal():
             raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH or MODEL/BATCH/sync", case)
         clean(device)
-        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), synchronised, arms)
+        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size, fusion=fusion), synchronised, arms)
         if comm.rank == 0:
             latest = [r for r in rows if r["case"] == rows[-1]["case"]]
             print(f"{case}: " + ", ".join(f"{r['arm']} {r['ms']:.2f} ms" for r in latest), flush=True)

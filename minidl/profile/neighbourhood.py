@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "Neighbour", "by_neighbourhood", "cut"]
+__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "Neighbour", "by_neighbourhood", "cut", "short_tail"]
 
 BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
@@ -49,6 +49,22 @@ def by_neighbourhood(
         if layer.nbytes:
             wanted = beside_products if _among_products(layers[i + 1 :], itemsize, beside_memory) else beside_memory
             enough[layer.name] = min(wanted, max(left, beside_memory // _TAIL_SHARE))
+    return enough
+
+
+def short_tail(layers: Sequence[Neighbour], group_bytes: int, tail_bytes: int) -> dict[str, int]:
+    """What is enough for a message that ends at each layer: ``group_bytes``, or that ``tail_bytes`` or less are left.
+
+    Nothing is computed beside the last message but what comes after its layers' weight gradients; so it is to be small.
+
+    Args:
+        layers: in the order of the backward pass.
+    """
+    enough, left = {}, sum(layer.nbytes for layer in layers)
+    for layer in layers:
+        before, left = left, left - layer.nbytes
+        if layer.nbytes:
+            enough[layer.name] = 0 if before > tail_bytes >= left else group_bytes
     return enough
 
 
