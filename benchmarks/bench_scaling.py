@@ -8,9 +8,10 @@ A step is forward, loss, backward, sums of gradients and update of a resident ba
 GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then in any order what differs from the
 default. GROUP: so many MiB (``25+1``: what is left at last, up to 1 MiB, apart; ``near``: 4 beside memory-bound layers,
 25 beside products; default: what `Model` takes). fp32 or bf16: how gradients are sent. ``late``: messages start after
-the input gradient of the layer that completes them, not before. ``sums``: gradients of large fully connected layers are
-added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own kernels where they have a
-route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm, mpi.
+the input gradient of the layer that completes them, not before; ``hold``: one at a time before the backward passes of
+batch norms and pools that move half as much as the largest, or more. ``sums``: gradients of large fully connected
+layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own kernels where
+they have a route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm, mpi.
 
 All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on all
 ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
@@ -46,7 +47,8 @@ from minidl.bench.warm import compile_ahead, this_gpu
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
-from minidl.layers import BatchNorm2d
+from minidl.layers import BatchNorm2d, MaxPool2d
+from minidl.model import Model
 from minidl.params import Arena, Message
 from minidl.precision import precision
 from minidl.profile.neighbourhood import by_neighbourhood, short_tail
@@ -61,6 +63,7 @@ ARMS = {
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
+TYPES, STARTS = ("fp32", "bf16"), ("late", "hold")
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
@@ -83,7 +86,7 @@ class Arm(NamedTuple):
     group: str | None
     dtype: str
     factors: bool
-    late: bool
+    start: str
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -92,11 +95,11 @@ class Arm(NamedTuple):
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+(\+\d+)?", part)]
-        types, flags = ([part for part in rest if part in some] for some in (("fp32", "bf16"), ("sums", "late")))
-        if len(groups + types + flags) < len(rest) or max(len(groups), len(types)) > 1 or len(set(rest)) < len(rest):
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP][/fp32|bf16][/late][/sums]", text)
-        dtype = types[0] if types else "fp32"
-        return cls(engine, groups[0] if groups else None, dtype, "sums" not in flags, "late" in flags)
+        choices = groups, *([part for part in rest if part in some] for some in (TYPES, STARTS, ("sums",)))
+        if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1:
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP][/fp32|bf16][/late|hold][/sums]", text)
+        group, dtype, start, sums = (found[0] if found else "" for found in choices)
+        return cls(engine, group or None, dtype or "fp32", not sums, start)
 
 
 def arguments() -> argparse.Namespace:
@@ -107,7 +110,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
     p.add_argument("--fusion", metavar="PLAN", help="of batch norms, see minidl fuse; default: as minidl train")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP][/fp32|bf16][/late][/sums]")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP][/fp32|bf16][/late|hold][/sums]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
     p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
@@ -142,7 +145,7 @@ class Ours:
         elif arm.engine == "mpi":
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
-        release(arena, late=arm.late)
+        release(self.step.model, arm.start)
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 
@@ -162,7 +165,7 @@ class Ours:
 
         def prepare() -> None:
             if arm is None:
-                release(arena, late=False)
+                release(self.step.model, "")
                 arena.connect(dist.SOLO, self.tuned_bytes)
             else:
                 self.connect(arm)
@@ -203,20 +206,36 @@ class Ours:
         return max(self.comm.share(statistics.median(waits)))
 
 
-def release(arena: Arena, *, late: bool) -> None:
-    """Whether the arena's messages start between two layers, or before the input gradient of their last layer."""
-    for name in ("_start", "make_room"):
+def release(model: Model, start: str) -> None:
+    """When the model's messages start: before the input gradient of their last layer, or as `STARTS` has it."""
+    arena = model.arena
+    for name in ("_start", "make_room", "begin_step"):
         vars(arena).pop(name, None)
-    if not late:
+    if not start:
         return
     held: list[Message] = []
+    layers = list(reversed(model.layers))
+    moved = {n.name: n.bytes for n in model.neighbours()}
+    passes = [moved[layer.name] * isinstance(layer, (BatchNorm2d, MaxPool2d)) for layer in layers]
+    long = {i for i, nbytes in enumerate(passes) if start == "late" or 2 * nbytes >= max(passes) > 0}
+    done = 0
+
+    def begin_step(**options: bool) -> None:
+        nonlocal done
+        done = 0
+        Arena.begin_step(arena, **options)
 
     def make_room() -> None:
-        while held:
+        nonlocal done
+        done += 1
+        last = not any(i >= done for i in long)
+        while held and (done in long or last):
             Arena._start(arena, held.pop(0))
+            if not last:
+                break
         Arena.make_room(arena)
 
-    arena._start, arena.make_room = held.append, make_room
+    arena._start, arena.make_room, arena.begin_step = held.append, make_room, begin_step
 
 
 def nothing() -> None:
