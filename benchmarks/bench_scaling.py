@@ -10,7 +10,8 @@ default. GROUP: so many MiB (``25+1``: what is left at last, up to 1 MiB, apart;
 25 beside products; default: what `Model` takes). fp32 or bf16: how gradients are sent. ``late``: messages start after
 the input gradient of the layer that completes them, not before; ``hold``: one at a time before the backward passes of
 batch norms and pools that move half as much as the largest, or more. ``sums``: gradients of large fully connected
-layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own kernels where
+layers are added up as well, in whose place factors travel else. ``prio``: the graph's kernels have the priorities of
+the streams that they were captured on. Engines on GPUs: links (sums by our own kernels where
 they have a route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm, mpi.
 
 All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on all
@@ -44,6 +45,7 @@ from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
 from minidl.bench.step import Replay, TrainingStep
 from minidl.bench.warm import compile_ahead, this_gpu
+from minidl.cuda import capture
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
@@ -87,6 +89,7 @@ class Arm(NamedTuple):
     dtype: str
     factors: bool
     start: str
+    priority: bool
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -95,11 +98,11 @@ class Arm(NamedTuple):
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+(\+\d+)?", part)]
-        choices = groups, *([part for part in rest if part in some] for some in (TYPES, STARTS, ("sums",)))
+        choices = groups, *([part for part in rest if part in some] for some in (TYPES, STARTS, ("sums",), ("prio",)))
         if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1:
             raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP][/fp32|bf16][/late|hold][/sums]", text)
-        group, dtype, start, sums = (found[0] if found else "" for found in choices)
-        return cls(engine, group or None, dtype or "fp32", not sums, start)
+        group, dtype, start, sums, prio = (found[0] if found else "" for found in choices)
+        return cls(engine, group or None, dtype or "fp32", not sums, start, bool(prio))
 
 
 def arguments() -> argparse.Namespace:
@@ -174,7 +177,19 @@ class Ours:
         self.messages[str(arm)] = len(arena.messages)
         if self.setup.device == "cpu":
             return self.step, prepare
-        replay, wire = self.step.capture(beside=self._captured), arena.wire
+        import cupy
+
+        known = hasattr(cupy.cuda.runtime, "streamEndCapture")
+        capture.BY_PRIORITY = known and arm is not None and arm.priority
+        try:
+            replay, wire = self.step.capture(beside=self._captured), arena.wire
+        except RuntimeError as error:
+            print(f"{arm}: {error}", flush=True)
+            capture.BY_PRIORITY = False
+            replay, wire = self.step.capture(beside=self._captured), arena.wire
+        if arm is not None and comm.rank == 0:
+            print(f"{arm}: {type(replay.graph)}", flush=True)
+        capture.BY_PRIORITY = False
         self._captured = replay
 
         def step() -> Any:
