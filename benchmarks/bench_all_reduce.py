@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
     if dist.launched_size() == 1:
-        sys.exit(launch.main(["-n", str(options.ranks), __file__, *sys.argv[1:]]))
+        sys.exit(launch.main(["-n", str(options.ranks), *sys.argv]))
     if options.device == "cuda":
         on_gpus(options)
         return

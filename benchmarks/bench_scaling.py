@@ -5,20 +5,18 @@
 
 A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
-GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then in any order what differs from the
-default. GROUP: so many MiB (``25+1``: what is left at last, up to 1 MiB, apart; ``near``: 4 beside memory-bound layers,
-25 beside products; default: what `Model` takes). fp32 or bf16: how gradients are sent. ``late``: messages start after
-the input gradient of the layer that completes them, not before; ``hold``: one at a time before the backward passes of
-batch norms and pools that move half as much as the largest, or more. ``sums``: gradients of large fully connected
-layers are added up as well, in whose place factors travel else. ``prio``: the graph's kernels have the priorities of
-the streams that they were captured on. Engines on GPUs: links (sums by our own kernels where
-they have a route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm, mpi.
+GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
+order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
+``whole``: what is left at last is not cut once more. fp32 or bf16: how gradients are sent. ``sums``: those of large
+fully connected layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own
+kernels where they have a route; links8 and links32: of so many blocks at most, not 16), nccl; on CPUs: shm, mpi.
 
-All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on all
-ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
-second, and that is to count on both sides. Efficiency is the time without over that with messages. What communication
-adds is told twice: the arm less the step without messages, and, for the first arm, what events say the update waited
-in a step that is watched. Sums of batch norms and of the loss stay in the step without messages, and go by links there.
+All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
+limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
+do not count, and then takes steps without messages, with, with, and without, on all ranks at once. What communication
+adds is the median of the differences within a turn; a second figure, for the first arm, is what events say the update
+waited in a step that is watched. Efficiency is the step less what is added, over the step. Sums of batch norms and of
+the loss stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -28,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import random
 import re
 import statistics
 import sys
@@ -45,15 +44,12 @@ from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
 from minidl.bench.step import Replay, TrainingStep
 from minidl.bench.warm import compile_ahead, this_gpu
-from minidl.cuda import capture
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
-from minidl.layers import BatchNorm2d, MaxPool2d
-from minidl.model import Model
-from minidl.params import Arena, Message
+from minidl.layers import BatchNorm2d
 from minidl.precision import precision
-from minidl.profile.neighbourhood import by_neighbourhood, short_tail
+from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
@@ -65,7 +61,6 @@ ARMS = {
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
-TYPES, STARTS = ("fp32", "bf16"), ("late", "hold")
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
@@ -75,21 +70,32 @@ Ready = tuple[Step, Callable[[], None]]  # a step, started by the call; what to 
 
 
 class Pair(NamedTuple):
-    """How long a step took with messages, and without."""
+    """How long a step took with messages, and without, turn by turn."""
 
     messages: Timing
     alone: Timing
 
+    @property
+    def added(self) -> tuple[float, float, float]:
+        """Milliseconds by which messages lengthen it: the quartiles of the turns."""
+        pairs = zip(self.messages.samples_ms, self.alone.samples_ms, strict=True)
+        low, median, high = statistics.quantiles((a - b for a, b in pairs), n=4, method="inclusive")
+        return low, median, high
+
+    @property
+    def efficiency(self) -> float:
+        """The step without messages over that with them."""
+        return 1 - self.added[1] / self.messages.ms
+
 
 class Arm(NamedTuple):
-    """How messages go; ``group`` in MiB (and of the last), or ``near``; None: as `Model` takes it."""
+    """How messages go; ``group`` in MiB, or ``near``; None: as `Model` takes it."""
 
     engine: str
     group: str | None
     dtype: str
     factors: bool
-    start: str
-    priority: bool
+    whole: bool
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -97,12 +103,12 @@ class Arm(NamedTuple):
         known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
-        groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+(\+\d+)?", part)]
-        choices = groups, *([part for part in rest if part in some] for some in (TYPES, STARTS, ("sums",), ("prio",)))
-        if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1:
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP][/fp32|bf16][/late|hold][/sums]", text)
-        group, dtype, start, sums, prio = (found[0] if found else "" for found in choices)
-        return cls(engine, group or None, dtype or "fp32", not sums, start, bool(prio))
+        groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+", part)]
+        choices = groups, *([part for part in rest if part in some] for some in (("fp32", "bf16"), ["whole"], ["sums"]))
+        if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1 or ("whole" in rest and not groups):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/whole]][/fp32|bf16][/sums]", text)
+        group, dtype, whole, sums = (found[0] if found else "" for found in choices)
+        return cls(engine, group or None, dtype or "fp32", not sums, bool(whole))
 
 
 def arguments() -> argparse.Namespace:
@@ -113,7 +119,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
     p.add_argument("--fusion", metavar="PLAN", help="of batch norms, see minidl fuse; default: as minidl train")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP][/fp32|bf16][/late|hold][/sums]")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/whole]][/fp32|bf16][/sums]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
     p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
@@ -148,7 +154,6 @@ class Ours:
         elif arm.engine == "mpi":
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
-        release(self.step.model, arm.start)
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 
@@ -159,8 +164,8 @@ class Ours:
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
             return by_neighbourhood(self.step.model.neighbours(), itemsize)
-        most, *last = (int(size) << 20 for size in arm.group.split("+"))
-        return short_tail(self.step.model.neighbours(), most, *last) if last else most
+        most = int(arm.group) << 20
+        return dict.fromkeys((layer.name for layer in self.step.model.layers), most) if arm.whole else most
 
     def ready(self, arm: Arm | None) -> Ready:
         """A step as the arm takes it; None: without messages. A collective."""
@@ -168,7 +173,6 @@ class Ours:
 
         def prepare() -> None:
             if arm is None:
-                release(self.step.model, "")
                 arena.connect(dist.SOLO, self.tuned_bytes)
             else:
                 self.connect(arm)
@@ -177,19 +181,7 @@ class Ours:
         self.messages[str(arm)] = len(arena.messages)
         if self.setup.device == "cpu":
             return self.step, prepare
-        import cupy
-
-        known = hasattr(cupy.cuda.runtime, "streamEndCapture")
-        capture.BY_PRIORITY = known and arm is not None and arm.priority
-        try:
-            replay, wire = self.step.capture(beside=self._captured), arena.wire
-        except RuntimeError as error:
-            print(f"{arm}: {error}", flush=True)
-            capture.BY_PRIORITY = False
-            replay, wire = self.step.capture(beside=self._captured), arena.wire
-        if arm is not None and comm.rank == 0:
-            print(f"{arm}: {type(replay.graph)}", flush=True)
-        capture.BY_PRIORITY = False
+        replay, wire = self.step.capture(beside=self._captured), arena.wire
         self._captured = replay
 
         def step() -> Any:
@@ -221,38 +213,6 @@ class Ours:
         return max(self.comm.share(statistics.median(waits)))
 
 
-def release(model: Model, start: str) -> None:
-    """When the model's messages start: before the input gradient of their last layer, or as `STARTS` has it."""
-    arena = model.arena
-    for name in ("_start", "make_room", "begin_step"):
-        vars(arena).pop(name, None)
-    if not start:
-        return
-    held: list[Message] = []
-    layers = list(reversed(model.layers))
-    moved = {n.name: n.bytes for n in model.neighbours()}
-    passes = [moved[layer.name] * isinstance(layer, (BatchNorm2d, MaxPool2d)) for layer in layers]
-    long = {i for i, nbytes in enumerate(passes) if start == "late" or 2 * nbytes >= max(passes) > 0}
-    done = 0
-
-    def begin_step(**options: bool) -> None:
-        nonlocal done
-        done = 0
-        Arena.begin_step(arena, **options)
-
-    def make_room() -> None:
-        nonlocal done
-        done += 1
-        last = not any(i >= done for i in long)
-        while held and (done in long or last):
-            Arena._start(arena, held.pop(0))
-            if not last:
-                break
-        Arena.make_room(arena)
-
-    arena._start, arena.make_room, arena.begin_step = held.append, make_room, begin_step
-
-
 def nothing() -> None:
     """Before a run of steps that need none of it."""
 
@@ -261,10 +221,10 @@ def crossed(comm: Communicator, arm: Ready, silent: Ready, steps: int, settle: C
     """(with messages, without): milliseconds of a step on the slowest rank; a collective.
 
     In the order without, with, with, without: what drifts meanwhile, such as the clock of a GPU at its power limit,
-    lengthens both alike.
+    lengthens both alike. Before them steps that do not count, whatever ran last.
     """
-    times = [row_ms(comm, which, steps, settle) for which in (silent, arm, arm, silent)]
-    return (times[1] + times[2]) / 2, (times[0] + times[3]) / 2
+    times = [row_ms(comm, which, steps, settle) for which in (silent, silent, arm, arm, silent)]
+    return (times[2] + times[3]) / 2, (times[1] + times[4]) / 2
 
 
 def row_ms(comm: Communicator, ready: Ready, steps: int, settle: Callable[[], None]) -> float:
@@ -337,10 +297,8 @@ def measure(
             cupy.cuda.Device().synchronize()
 
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
-    names = list(steps)
     for block in range(a.blocks + 1):
-        first = block % len(names)
-        for name in names[first:] + names[:first]:  # no arm is always the one behind the coolest, or the hottest
+        for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
             ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
             samples[name] += [ms] * bool(block)
     times = {name: Pair(*(Timing(side) for side in zip(*found, strict=True))) for name, found in samples.items()}
@@ -353,29 +311,30 @@ def row(
     setup: Setup, name: str, arm: Arm, ours: Ours, times: Mapping[str, Pair], waited: float | None
 ) -> dict[str, Any]:
     """A row of the result file."""
-    (mine, alone), images = times[name], setup.batch * setup.ranks
+    its, images = times[name], setup.batch * setup.ranks
+    low, added, high = its.added
+    tuned = "tuned" if isinstance(ours.tuned_bytes, Mapping) else f"{ours.tuned_bytes / (1 << 20):g}"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
-        "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks,
-        "fusion": setup.fusion,
-        "images_per_s": images / mine.ms * 1e3,
-        "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
-        "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
-        "group": arm.group or "tuned", "message_dtype": arm.dtype,
+        "arm": name, "ms": its.messages.ms, "spread": its.messages.spread, "floor_ms": None, "ranks": setup.ranks,
+        "fusion": setup.fusion, "images_per_s": images / its.messages.ms * 1e3, "efficiency": its.efficiency,
+        "alone_ms": its.messages.ms - added, "alone_spread": its.alone.spread, "exposed_ms": added,
+        "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
+        "group": arm.group or tuned, "whole": arm.whole, "message_dtype": arm.dtype,
         "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: its.messages.ms for peer, its in peers.items()},
         "peer_spreads": {peer: its.messages.spread for peer, its in peers.items()},
         "peer_images_per_s": {peer: images / its.messages.ms * 1e3 for peer, its in peers.items()},
-        "peer_efficiency": {peer: its.alone.ms / its.messages.ms for peer, its in peers.items()},
-        "peer_exposed_ms": {peer: its.messages.ms - its.alone.ms for peer, its in peers.items()},
+        "peer_efficiency": {peer: its.efficiency for peer, its in peers.items()},
+        "peer_exposed_ms": {peer: its.added[1] for peer, its in peers.items()},
     }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
     """Print all rows, those that scale worst first."""
-    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "by events"]
+    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "range", "by events"]
     for peer in peers:
         columns += [f"{peer} ms", "images/s", "efficiency", "adds ms", "its ms / ours"]
     cells = []
@@ -383,7 +342,8 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
         events = r["exposed_by_events_ms"]
         cells.append([
             r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
-            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", "" if events is None else f"{events:.3f}",
+            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", f"{r['exposed_range_ms']:.3f}",
+            "" if events is None else f"{events:.3f}",
         ])  # fmt: skip
         for p in peers:
             cells[-1] += _theirs(r, p) if p in r["peers"] else [""] * 5

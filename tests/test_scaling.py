@@ -16,7 +16,7 @@ from minidl.model import Model
 from minidl.models import resnet50
 from minidl.profile import scaling
 from minidl.profile.cluster import Cluster, sums_of
-from minidl.profile.neighbourhood import by_neighbourhood, cut
+from minidl.profile.neighbourhood import TAIL_BYTES, by_neighbourhood, cut
 from minidl.profile.plots import save, simulated
 from minidl.profile.results import load
 from minidl.profile.runs import NotInFile, runs
@@ -169,6 +169,23 @@ def test_layers_begin_messages_and_have_some_to_themselves():
     assert cut(layers, 100, apart={"a", "d"}) == [("a",), ("b", "c"), ("d",)]
 
 
+def test_what_is_left_at_last_is_a_message_of_at_most_a_megabyte(rng):
+    """Where there are several; none but the last but one is cut by it, and nothing where one holds all."""
+    mib = 1 << 20
+    assert cut([("a", 30 * mib), ("b", 9 * mib), ("c", mib), ("d", 10)], 25 * mib) == [("a",), ("b", "c"), ("d",)]
+    assert cut([("a", 9 * mib), ("b", 10)], 25 * mib) == [("a", "b")] and cut([], 25 * mib) == []
+    for _ in range(50):
+        layers = [(str(i), int(nbytes)) for i, nbytes in enumerate(rng.integers(0, 9 * mib, rng.integers(1, 40)))]
+        group = int(rng.integers(2 * mib, 30 * mib))
+        plain = cut(layers, dict.fromkeys((name for name, _ in layers), group))
+        found, sizes = cut(layers, group), dict(layers)
+        assert [name for names in found for name in names] == [name for name, _ in layers]
+        assert len(found) in (len(plain), len(plain) + 1) and found[: len(plain) - 1] == plain[:-1]
+        if len(found) > len(plain):
+            *_, before, last = found
+            assert sum(map(sizes.get, last)) <= TAIL_BYTES < sum(map(sizes.get, (before[-1], *last)))
+
+
 def test_planted_interference_is_found(rng):
     planted, cluster = Interference(0.3, 0.1, 0.006), line(0.01, 2e5)
     chosen = []
@@ -220,7 +237,7 @@ def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
 def test_all_reduces_of_each_engine_are_those_of_the_way_it_takes():
     content = load(ALL_REDUCES)
     sums = sums_of(content, "all-reduces")
-    assert sums.ranks == 2 and list(sums.engines) == ["links", "links16", "links8", "nccl"]
+    assert sums.ranks == 2 and list(sums.engines) == ["links", "links32", "links8", "nccl"]
     assert sums.points() == sums.points("links")
     took = {(row["bytes"], row["arm"]): row["ms"] for row in content["rows"]}
     for nbytes, ms in sums.points("links8"):  # of two ranks each sends what it holds

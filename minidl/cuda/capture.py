@@ -8,7 +8,6 @@ work from the same block.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -262,39 +261,4 @@ def capture(work: Callable[[], Any], stream: Any = None) -> tuple[Any, Any]:
             with suppress(cupy.cuda.runtime.CUDARuntimeError):  # the capture is lost anyway
                 stream.end_capture()
             raise
-        return (_by_priority(stream) if BY_PRIORITY else stream.end_capture()), result
-
-
-BY_PRIORITY = False
-_USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-
-
-class Graph:
-    """An instantiated graph, each of whose kernels has the priority of the stream that it was captured on."""
-
-    def __init__(self, handle: int):
-        self._handle = handle
-
-    def launch(self, stream: Any = None) -> None:
-        """Run it on ``stream``, the current one unless given."""
-        cupy = import_cupy()
-        cupy.cuda.runtime.graphLaunch(self._handle, (stream or cupy.cuda.get_current_stream()).ptr)
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # the driver may be gone
-            import_cupy().cuda.runtime.graphExecDestroy(self._handle)
-
-
-def _by_priority(stream: Any) -> Graph:
-    """CuPy instantiates graphs so that all their kernels have the priority of the stream they are launched on."""
-    runtime, handle = import_cupy().cuda.runtime, ctypes.c_void_p()
-    call = ctypes.CDLL("libcuda.so.1").cuGraphInstantiateWithFlags
-    call.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_ulonglong]
-    captured = runtime.streamEndCapture(stream.ptr)
-    try:
-        if status := call(ctypes.byref(handle), captured, _USE_NODE_PRIORITY):
-            raise RuntimeError(f"cuGraphInstantiateWithFlags: error {status} of the driver")
-    finally:
-        runtime.graphDestroy(captured)
-    assert handle.value is not None
-    return Graph(handle.value)
+        return stream.end_capture(), result
