@@ -95,7 +95,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
-    p.add_argument("--group-mb", type=float, help="layers share a message up to this size; 0: one each; default: as training")
+    p.add_argument("--group-mb", type=float, help="layers share a message up to it; 0: one each; default: as trained")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
     p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML")
