@@ -210,6 +210,21 @@ def test_sizes_choose_the_way(job):
     assert calls.count("two_shot") == 4 * ranks
 
 
+def test_more_ranks_take_two_trips_sooner_where_arrays_are_placed(job):
+    def program(links, rank):
+        links.routes = ipc.Routes(0, 3000, 40000)
+        arena = links.place(np.zeros(2000, np.float32).view(Array))
+        elsewhere = np.zeros(2000, np.float32).view(Array)
+        return [
+            links.sum("inline", array[:count], STREAM, False) for array in (arena, elsewhere) for count in (250, 750)
+        ]
+
+    for ranks, one, two in ((2, 4, 0), (4, 3, 1)):
+        answers, calls = job(ranks, program)
+        assert answers == [[True] * 4] * ranks
+        assert (calls.count("one_shot"), calls.count("two_shot")) == (one * ranks, two * ranks)
+
+
 def test_small_arrays_are_gathered_and_others_left_to_nccl(job):
     def program(links, rank):
         out = np.zeros((3, 10), np.float32)

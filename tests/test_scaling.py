@@ -241,7 +241,7 @@ def test_all_reduces_of_each_engine_are_those_of_the_way_it_takes():
     assert sums.points() == sums.points("links")
     took = {(row["bytes"], row["arm"]): row["ms"] for row in content["rows"]}
     for nbytes, ms in sums.points("links8"):  # of two ranks each sends what it holds
-        arm = ipc.ROUTES["links8"].way(nbytes)
+        arm = ipc.ROUTES["links8"].way(nbytes, 2)
         assert ms == took[nbytes, "two-shot-8" if arm == "two-shot" else arm]
     assert (
         dict(sums.points("nccl"))[4 << 20] == next(r for r in content["rows"] if r["bytes"] == 4 << 20)["peers"]["nccl"]

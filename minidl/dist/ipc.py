@@ -37,7 +37,7 @@ class Routes:
     """Up to how many bytes a sum goes which way; what is larger goes by NCCL. Equal on all ranks.
 
     Attributes:
-        flagged, one_shot: for any array.
+        flagged, one_shot: for any array; placed ones of three ranks and more take two trips sooner.
         two_shot: for arrays in memory that `Links.place` gave.
         blocks: that its kernel takes at most: 16 fill the links between H200s, and more only keep others waiting.
     """
@@ -47,11 +47,14 @@ class Routes:
     two_shot: float = float("inf")
     blocks: int = 16
 
-    def way(self, nbytes: int) -> str:
-        """``flagged``, ``one-shot``, ``two-shot`` (where the array lies in shared memory, else nccl) or ``nccl``."""
+    def way(self, nbytes: int, ranks: int) -> str:
+        """``flagged``, ``one-shot``, ``two-shot`` or ``nccl``; two-shot only if the array lies in shared memory.
+
+        In one trip each rank reads the arrays of all, in two a share: the more ranks, the sooner two are faster.
+        """
         if nbytes <= min(self.flagged, kernels.SLOT_DATA_BYTES):
             return "flagged"
-        if nbytes <= min(self.one_shot, kernels.MAILBOX_BYTES):
+        if nbytes <= min(self.one_shot, kernels.MAILBOX_BYTES) / (ranks - 1):
             return "one-shot"
         return "two-shot" if nbytes <= self.two_shot else "nccl"
 
@@ -258,16 +261,16 @@ class Links:
         nbytes = array.nbytes
         if not nbytes:
             return None
-        way = self.routes.way(nbytes)
+        way = self.routes.way(nbytes, self.size)
         if way == "flagged":
             return lambda lane: kernels.flagged(array, lane.channel)
-        if way == "one-shot":
-            return lambda lane: kernels.one_shot(array, lane.channel)
         for region in self._regions if way == "two-shot" else ():
             offset = region.offset(array.data.ptr, nbytes)
             if offset >= 0:
                 places, blocks = [address + offset for address in region.addresses], self.routes.blocks
                 return lambda lane: kernels.two_shot(places, nbytes, array.dtype, lane.channel, blocks)
+        if nbytes <= min(self.routes.one_shot, kernels.MAILBOX_BYTES):
+            return lambda lane: kernels.one_shot(array, lane.channel)
         return None
 
     def place(self, array: Any) -> Any:
