@@ -24,7 +24,6 @@ PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import random
 import re
@@ -40,6 +39,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.bench_train import clean
 from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
 from minidl.bench.step import Replay, TrainingStep
@@ -355,17 +355,6 @@ def _theirs(r: dict[str, Any], peer: str) -> list[str]:
         f"{r['peers'][peer]:.3f}", f"{r['peer_images_per_s'][peer]:.0f}", f"{r['peer_efficiency'][peer]:.2%}",
         f"{r['peer_exposed_ms'][peer]:.3f}", f"{r['peers'][peer] / r['ms']:.2f}",
     ]  # fmt: skip
-
-
-def clean(device: str) -> None:
-    """Give back what the case before has left in the pools of both sides."""
-    gc.collect()
-    if device == "cuda":
-        import cupy
-
-        cupy.get_default_memory_pool().free_all_blocks()
-        if "torch" in sys.modules:
-            sys.modules["torch"].cuda.empty_cache()
 
 
 def joined(device: str) -> Communicator:
