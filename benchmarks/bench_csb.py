@@ -5,10 +5,11 @@
 
 Passes are those of a layer: forward (A X), backward_data (A^T dY), backward_weight (dY X^T at the pattern only), each
 with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data the CSR
-of a transpose *stored beside it*, whose upkeep in training is not counted; it has no sampled product, so the dense one
-is its peer. Weights are pruned by magnitude, rows and columns differing in scale as in trained layers. Ways take turns,
-and each row gives the least of its rounds: other work of the machine can only add to it. Results are compared with the
-peers' first. Losing rows are printed first.
+of a transpose *stored beside it*, whose upkeep in training is not counted. Where PyTorch is installed its CSR products,
+MKL's, take part with the same matrices. Neither has a sampled product, so the dense one is the peer. Weights are pruned
+by magnitude, rows and columns differing in scale as in trained layers. Ways take turns, and each row gives the least of
+its rounds: other work of the machine can only add to it. Results are compared with the peers' first. Losing rows are
+printed first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from minidl.cpu import _csb
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 from minidl.sparse import CSBMatrix
@@ -66,9 +69,10 @@ def passes(weight: np.ndarray, samples: int, rng: np.random.Generator) -> Iterat
     x, dy = (rng.standard_normal((n, samples), dtype=np.float32) for n in weight.shape[::-1])
     x_last, dy_last = (np.ascontiguousarray(v.T) for v in (x, dy))
     yield "forward", {"features-first": lambda: a @ x, "features-last": lambda: (x_last @ a.T).T}, {
-        "scipy-csr": lambda: csr @ x, "numpy-dense": lambda: weight @ x}  # fmt: skip
+        "scipy-csr": lambda: csr @ x, **mkl("mkl-csr", csr, x), "numpy-dense": lambda: weight @ x}  # fmt: skip
     yield "backward_data", {"features-first": lambda: a.T @ dy, "features-last": lambda: (dy_last @ a).T}, {
-        "scipy-csr-of-transpose": lambda: transpose @ dy, "numpy-dense": lambda: weight.T @ dy}  # fmt: skip
+        "scipy-csr-of-transpose": lambda: transpose @ dy, **mkl("mkl-csr-of-transpose", transpose, dy),
+        "numpy-dense": lambda: weight.T @ dy}  # fmt: skip
     row, column = a.pattern.coordinates()
     yield (
         "backward_weight",
@@ -79,6 +83,22 @@ def passes(weight: np.ndarray, samples: int, rng: np.random.Generator) -> Iterat
         {"numpy-dense": lambda: (dy @ x.T)[row, column]},
     )
     assert a.nbytes == 6 * a.nnz + a.pattern.indptr.nbytes
+
+
+def mkl(name: str, csr: Any, x: np.ndarray) -> Ways:
+    """PyTorch's product with the same CSR matrix; nothing without PyTorch or its MKL."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    if not torch.backends.mkl.is_available():
+        return {}
+    torch.set_num_threads(_csb.max_threads())
+    with warnings.catch_warnings():  # "in beta state"
+        warnings.simplefilter("ignore")
+        parts = (torch.from_numpy(part) for part in (csr.indptr, csr.indices, csr.data))
+        matrix, operand = torch.sparse_csr_tensor(*parts, size=csr.shape), torch.from_numpy(x)
+    return {name: lambda: torch.mm(matrix, operand).numpy()}
 
 
 def check(way: str, got: np.ndarray, others: list[np.ndarray]) -> None:

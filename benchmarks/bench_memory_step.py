@@ -2,6 +2,8 @@
 
     python benchmarks/bench_memory_step.py --model resnet152 --batch 64 --limit 25% [--precision bf16] [--json PATH]
     python benchmarks/bench_memory_step.py --model unet --batch 32 --limit 55% 60%
+    mpirun -n 2 python benchmarks/bench_memory_step.py --model resnet50 --batch 256 --limit --peers \\
+        --gradients ring "ring of two" --group 4 25
 
 Each arm runs alone: what the others held is given back first, so that the peak that the driver reports is its own. Ours
 are CUDA graphs of the whole step, update included; for each limit the joint plan (keep, move, make again) and moving
@@ -12,6 +14,11 @@ PyTorch (the same layers, bf16 by autocast, channels_last, eager): as it is, wit
 
 The bound of a plan is max(forward, out / rate) + max(backward and making again, in / rate), with the measured times of
 the step without a limit and the rate of the link measured in this run, both directions at once.
+
+Ways to hold gradients (--gradients) run without a limit. Beside what is held of gradients a row has the largest
+workspace of a weight gradient (partial sums of split products), copies that are sent, and ``step_bytes``: what lives at
+the worst moment of the step, with all of these, by the trace. On several ranks each has --batch samples, messages are
+groups of --group MiB, times are those of the slowest rank, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -30,15 +37,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import models
+from minidl import dist, models
 from minidl.bench.step import TrainingStep
 from minidl.cuda import nvrtc
+from minidl.cuda.capture import Room, capture
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
-from minidl.memory import Infeasible, limit_memory
+from minidl.memory import Infeasible, limit_memory, problem
 from minidl.memory.plan import Plan, human
-from minidl.memory.record import blank
+from minidl.memory.record import blank, record_model
 from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -55,8 +63,11 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--batch", type=int, default=64)
     p.add_argument("--precision", default="bf16")
     p.add_argument("--fusion", default="auto", help="of batch norms, in all arms of ours")
+    p.add_argument("--free", nargs="*", default=[], metavar="FUSION", help="steps without a limit by other fusions")
     p.add_argument("--gradients", nargs="*", default=[], choices=list(GRADIENTS), help="ways to hold them, no limit")
-    p.add_argument("--limit", nargs="+", default=["25%"], help="of GPU memory, or of what a step needs")
+    p.add_argument("--group", nargs="*", type=int, default=[], metavar="MIB", help="of messages; default: as tuned")
+    p.add_argument("--limit", nargs="*", default=["25%"], help="of GPU memory, or of what a step needs")
+    p.add_argument("--held", choices=list(GRADIENTS), help="how steps within limits hold gradients; default: all")
     p.add_argument("--arms", nargs="+", default=["joint", "moved"], choices=["joint", "moved"])
     p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that the planner takes a pass to reach")
@@ -124,15 +135,17 @@ def link_rate(count: int = 256 << 20) -> float:
 
 
 def timed(step: Step, a: argparse.Namespace, wait: Callable[[], None]) -> Timing:
+    """Of blocks of steps, on the slowest rank."""
     samples = []
     step()  # allocates, loads kernels
     for _ in range(a.blocks):
         wait()
+        a.comm.barrier()
         begun = time.perf_counter()
         for _ in range(a.steps):
             step()
         wait()
-        samples.append((time.perf_counter() - begun) / a.steps * 1e3)
+        samples.append(max(a.comm.share((time.perf_counter() - begun) / a.steps * 1e3)))
     return Timing(tuple(samples))
 
 
@@ -151,6 +164,7 @@ def bits(step: TrainingStep) -> list[bytes]:
 GRADIENTS: dict[str, Callable[[Any], None]] = {
     "ring": lambda optimizer: optimizer.update_in_backward(1),
     "ring of two": lambda optimizer: optimizer.update_in_backward(2),  # double-buffered
+    "ring of four": lambda optimizer: optimizer.update_in_backward(4),
     "momentum": lambda optimizer: optimizer.gradients_in_momentum(),
 }
 
@@ -158,11 +172,13 @@ GRADIENTS: dict[str, Callable[[Any], None]] = {
 _first_weights: list[dict[str, np.ndarray]] = []  # drawn once: for large networks that takes seconds
 
 
-def started(a: argparse.Namespace) -> TrainingStep:
+def started(a: argparse.Namespace, fusion: str | None = None, group: int | None = None) -> TrainingStep:
     """A step of the network; all begin with the same weights."""
     network = blank(graph(a)) if _first_weights else graph(a)
-    step = TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision)
-    fuse(step.model, a.fusion)
+    options = {"comm": a.comm, "group_bytes": None if group is None else group << 20}
+    options["factors"] = not a.limit  # which limits do not go with: their sums differ in the last bits
+    step = TrainingStep(network, batch=a.batch, device="cuda", precision=a.precision, **options)
+    fuse(step.model, fusion or a.fusion)
     if _first_weights:
         step.model.load_state_dict(_first_weights[0])
     else:
@@ -171,15 +187,20 @@ def started(a: argparse.Namespace) -> TrainingStep:
 
 
 def ours(
-    a: argparse.Namespace, limit: str | None, rebuild: bool = True, gradients: str | None = None
+    a: argparse.Namespace,
+    limit: str | None,
+    rebuild: bool = True,
+    gradients: str | None = None,
+    fusion: str | None = None,
+    group: int | None = None,
 ) -> dict[str, Any]:
     """One arm: bits of the first steps, times of the replayed graph, peak of the driver."""
     empty()
     before = used_bytes()
-    step = started(a)
+    step = started(a, fusion, group)
     if gradients is not None:
         GRADIENTS[gradients](step.optimizer)
-    found: dict[str, Any] = {"limit": limit}
+    found: dict[str, Any] = {"limit": limit, "fusion": fusion or a.fusion, "group": group}
     if limit is not None:
         begun = time.perf_counter()
         plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
@@ -196,8 +217,7 @@ def ours(
         found |= {"script": memory.script, "predicted": memory.predicted}
         found |= {"limit_bytes": memory.limit, "need_bytes": memory.need}
     found["bits"] = bits(step)
-    arena = step.model.arena
-    found["gradient_bytes"] = 0 if arena.adds else arena.grad.nbytes
+    found["costs"] = gradient_costs(a, step)
     eager = used_bytes() - before
     empty()  # the graph is captured on another stream, with a pool of its own
     replay = step.capture()
@@ -209,6 +229,18 @@ def ours(
     return found
 
 
+def gradient_costs(a: argparse.Namespace, step: TrainingStep) -> dict[str, int]:
+    """Bytes of gradients, of what weight gradients take beside while they are made, and of copies that are sent; and
+    all that lives at the worst moment of the step."""
+    arena, trace = step.model.arena, record_model(step.model, a.batch).trace
+    return {
+        "gradient_bytes": 0 if arena.adds else arena.grad.nbytes,
+        "weight_workspace_bytes": max(s.workspace for s in trace.steps if s.pass_name == "backward_weight"),
+        "staging_bytes": arena.wire.nbytes if arena.wire is not arena.grad else 0,
+        "step_bytes": problem(trace).peak,
+    }
+
+
 def _synchronize() -> None:
     import cupy
 
@@ -217,17 +249,16 @@ def _synchronize() -> None:
 
 def forward_ms(a: argparse.Namespace, step: TrainingStep) -> float:
     """The forward half of the step, loss included, as a graph of its own."""
-    import cupy
+    room = Room()
 
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        for capture in (False, True):
-            if capture:
-                stream.begin_capture()
-            step.loss.forward(step.model.forward(step.x), step.labels)
-            if capture:
-                half = stream.end_capture()
-        return timed(lambda: half.launch(stream), a, _synchronize).ms
+    def half() -> Any:
+        return step.loss.forward(step.model.forward(step.x), step.labels)
+
+    with room.entered():
+        half()
+        room.stream.synchronize()
+        forward, _ = capture(half, room.stream)
+        return timed(lambda: forward.launch(room.stream), a, _synchronize).ms
 
 
 # -- PyTorch ----------------------------------------------------------------------------------------------------------
@@ -264,13 +295,27 @@ def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: 
         optimizer.step()
         return loss.detach()
 
-    short = argparse.Namespace(blocks=2, steps=1) if arm == "torch-save-on-cpu" else a
-    if arm != "torch-save-on-cpu":
+    if arm == "torch-save-on-cpu":  # a step takes long, the first one, which pins the memory, longest
+        timing = timed(told(step), argparse.Namespace(blocks=2, steps=1, comm=a.comm), torch.cuda.synchronize)
+    else:
         step()  # another one: the search among kernels goes on in it
-    timing = timed(step, short, torch.cuda.synchronize)
+        timing = timed(step, a, torch.cuda.synchronize)
     allocated = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return {"timing": timing, "peak_bytes": used_bytes() - before, "allocated_bytes": allocated}
+
+
+def told(step: Step) -> Step:
+    """``step``, whose time is printed each time: who is cut off has that much."""
+
+    def run() -> Any:
+        begun = time.perf_counter()
+        result = step()
+        result.item()
+        print(f"  {(time.perf_counter() - begun) * 1e3:.0f} ms", flush=True)
+        return result
+
+    return run
 
 
 class Checkpointed:
@@ -309,33 +354,38 @@ class Checkpointed:
 def compile_ahead(a: argparse.Namespace) -> None:
     """All kernels of the step at once, on all cores."""
     device = current_device()
-    with dry_run(device) as log:
-        for gradients in (None, *a.gradients):
-            step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
-            fuse(step.model, a.fusion)
-            if gradients is not None:
-                GRADIENTS[gradients](step.optimizer)
-            step()
-    nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+    if a.comm.local_rank == 0:
+        with dry_run(device) as log:
+            plain = [(fusion, None) for fusion in (a.fusion, *a.free)]
+            for fusion, gradients in (*plain, *((a.fusion, way) for way in a.gradients)):
+                step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
+                fuse(step.model, fusion)
+                if gradients is not None:
+                    GRADIENTS[gradients](step.optimizer)
+                step()
+        nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+    a.comm.barrier()
 
 
 def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     """All arms of one network; what is known so far is written after each."""
     compile_ahead(a)
     rate = link_rate()
-    plain = ours(a, None)
-    found = {"without a limit": plain}
-    print(
-        f"link {rate / 1e9:.1f} GB/s each way; no limit {plain['timing'].ms:.2f} ms, {plain['peak_bytes']}", flush=True
-    )
-    for gradients in a.gradients:
-        found[f"gradients {gradients}"] = ours(a, None, gradients=gradients)
+    groups = [(f", messages of {g} MiB" if g is not None else "", g) for g in a.group or [None]]
+    found = {f"without a limit{which}": ours(a, None, group=group) for which, group in groups}
+    plain = next(iter(found.values()))
+    tell(a, f"link {rate / 1e9:.1f} GB/s each way; no limit {plain['timing'].ms:.2f} ms, {plain['peak_bytes']}")
+    for fusion in a.free:
+        found[f"without a limit, fusion {fusion}"] = ours(a, None, fusion=fusion, group=plain["group"])
+    for gradients, (which, group) in itertools.product(a.gradients, groups):
+        found[f"gradients {gradients}{which}"] = ours(a, None, gradients=gradients, group=group)
         report(a, found, {}, rate)
     for limit, arm in itertools.product(a.limit, a.arms):
+        name = f"{arm} {limit}" + (f", gradients {a.held}" if a.held else "")
         try:
-            found[f"{arm} {limit}"] = ours(a, limit, arm == "joint")
+            found[name] = ours(a, limit, arm == "joint", a.held, group=plain["group"])
         except Infeasible as error:
-            print(f"{arm} {limit}: {error}", flush=True)
+            tell(a, f"{arm} {limit}: {error}")
         report(a, found, {}, rate)
     peers: dict[str, dict[str, Any]] = {}
     for arm in a.peers:
@@ -351,10 +401,15 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     return rows if peers else report(a, found, peers, rate)
 
 
+def tell(a: argparse.Namespace, text: str) -> None:
+    if a.comm.rank == 0:
+        print(text, flush=True)
+
+
 def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float) -> list[dict[str, Any]]:
-    plain = found["without a limit"]
-    rows = [row(a, one, plain, peers, rate, arm) for arm, one in found.items()]
-    if a.json:
+    plains = {one["group"]: one for one in reversed(found.values())}  # the first of each, without a limit
+    rows = [row(a, one, plains[one["group"]], peers, rate, arm) for arm, one in found.items()]
+    if a.json and a.comm.rank == 0:
         write(a.json, result("bench_memory_step", rows))
     return rows
 
@@ -362,7 +417,9 @@ def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float
 def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> dict[str, Any]:
     timing, whole, forward = found["timing"], plain["timing"].ms, plain["forward_ms"]
     script, more = found.get("script"), {}
-    identical = all(one == other for one, other in zip(found["bits"], plain["bits"], strict=False))
+    identical = None  # another fusion rounds elsewhere
+    if found["fusion"] == plain["fusion"]:
+        identical = all(one == other for one, other in zip(found["bits"], plain["bits"], strict=False))
     floor = whole
     if script is not None:
         run = found["predicted"]
@@ -377,9 +434,9 @@ def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> di
         }  # fmt: skip
     return {
         "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}", "pass": "step", "dtype": a.precision, "arm": arm,
-        "fusion": a.fusion,
+        "fusion": found["fusion"], "ranks": a.comm.size, "group_mib": found["group"],
         "ms": timing.ms, "spread": timing.spread, "floor_ms": floor, "unlimited_ms": whole, "ratio": timing.ms / whole,
-        "ratio_to_bound": timing.ms / floor, "identical": identical, "gradient_bytes": found["gradient_bytes"],
+        "ratio_to_bound": timing.ms / floor, "identical": identical, **found["costs"],
         "peak_bytes": found["peak_bytes"], "unlimited_peak_bytes": plain["peak_bytes"], "link_gb_per_s": rate / 1e9,
         "peers": {name: peer["timing"].ms for name, peer in peers.items()},
         "peer_spreads": {name: peer["timing"].spread for name, peer in peers.items()},
@@ -389,19 +446,28 @@ def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> di
 
 def main() -> None:
     a = arguments()
+    a.comm = dist.init("cuda")
     rows = measure(a)
-    limited = sorted(rows[1:], key=lambda row: -row["ratio"])
-    table = [
-        [r["case"], r["arm"], f"{r['ms']:.1f}", f"{r['spread']:.1%}", f"{r['ratio']:.2f}", f"{r['ratio_to_bound']:.2f}",
-         human(r["peak_bytes"]), str(r["identical"])]
-        for r in [*limited, rows[0]]
-    ]  # fmt: skip
-    show("steps under a limit", ["case", "arm", "ms", "spread", "× free", "× bound", "peak", "same bits"], table)
-    if not all(row["identical"] for row in rows):
-        raise SystemExit("a limited step gave other bits")
+    alike = all(a.comm.share(all(row["identical"] is not False for row in rows)))
+    if a.comm.rank == 0:
+        summarize(rows)
+    a.comm.close()
+    if not alike:
+        raise SystemExit("other bits than without a limit")
     over = [row["arm"] for row in rows if row["peak_bytes"] > row.get("limit_bytes", row["peak_bytes"])]
     if over:
         raise SystemExit(f"over their limits, as the driver counts: {', '.join(over)}")
+
+
+def summarize(rows: list[dict[str, Any]]) -> None:
+    limited = sorted(rows[1:], key=lambda row: -row["ratio"])
+    table = [
+        [r["case"], r["arm"], f"{r['ms']:.1f}", f"{r['spread']:.1%}", f"{r['ratio']:.2f}", f"{r['ratio_to_bound']:.2f}",
+         human(r["gradient_bytes"]), human(r["step_bytes"]), human(r["peak_bytes"]), str(r["identical"])]
+        for r in [*limited, rows[0]]
+    ]  # fmt: skip
+    columns = ["case", "arm", "ms", "spread", "× free", "× bound", "gradients", "in a step", "peak", "same bits"]
+    show("training steps, slowest first", columns, table)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Memory plans without a GPU: bytes kept, optimality against a MILP, predicted step time, time to plan.
 
-    python benchmarks/bench_pinning.py [--models resnet50 unet] [--shares 0.25 0.5] [--seconds 5] [--json PATH]
+    python benchmarks/bench_pinning.py [--models resnet50 unet] [--shares 0.25 0.5] [--fusion auto] [--json PATH]
 
-Every policy sees the same trace of one training step (SGD with momentum) and the same candidates: saved tensors of at
-least 1 MiB. Shares are of what the step needs without a plan, parameters, gradients and momentum included. The oracle
-is scipy.optimize.milp (HiGHS) on rows written from the definition (tests/reference/pinning.py), not from the planner.
+Every policy sees the same trace of one training step (SGD with momentum, batch norms fused by a plan) and the same
+candidates: saved tensors of at least 1 MiB. Shares are of what the step needs without a plan, parameters, gradients and
+momentum included. The oracle is scipy.optimize.milp (HiGHS) on rows written from the definition
+(tests/reference/pinning.py), not from the planner.
 ``gap`` is (bytes moved - least bytes moved) / all candidates where the MILP proved its optimum, else null.
 Step times are predicted, from FLOP and bytes at 80 % of an H200's measured roofline and its measured link.
 """
@@ -23,10 +24,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import models
+from minidl.cuda.device import BUILT_IN
+from minidl.fusion import fuse_graph
 from minidl.memory import Infeasible, Joint, Plan, Problem, best, check, pin, problem, record, timeline, widen
 from minidl.memory.gaps import LEAST
 from minidl.memory.policies import cheap, geeps, static, vdnn
 from minidl.memory.times import CEILINGS, SHARE, link_of, modelled
+from minidl.precision import precision
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 from tests.reference.pinning import milp, model
@@ -45,6 +49,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     p.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     p.add_argument("--precision", default="fp32")
+    p.add_argument("--fusion", default="none", help="plan of batch norms, as training within a limit may choose it")
     p.add_argument("--seconds", type=float, default=5.0, help="time limit of the MILP for each plan")
     p.add_argument("--deep", type=int, default=1000, help="layers of the deep chain that is planned as well; 0: none")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
@@ -65,12 +70,13 @@ def timed(make: Callable[[], Any], repeats: int = REPEATS) -> tuple[Any, float, 
 class Bench:
     """One network at one precision."""
 
-    def __init__(self, name: str, precision: str, seconds: float):
+    def __init__(self, name: str, a: argparse.Namespace):
         self.side, self.batch = CASES[name]
-        self.name, self.precision, self.seconds = name, precision, seconds
+        self.name, self.precision, self.fusion, self.seconds = name, a.precision, a.fusion, a.seconds
         shape = (self.side, self.side, 3)
         graph = models.build(name, shape, 2 if name == "unet" else 1000)
-        trace = record(graph, self.batch, precision=precision, model=name)
+        fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN["H200"])
+        trace = record(graph, self.batch, precision=a.precision, model=name)
         self.problem: Problem = problem(trace)
         self.times = modelled(trace, CEILINGS["H200"])
         self.link = link_of(CEILINGS["H200"])
@@ -115,11 +121,12 @@ class Bench:
     ) -> dict[str, Any]:
         """A row of the result file; without a plan the policy has none that fits."""
         p = self.problem
+        fused = f", {self.precision}, fused by {self.fusion}" if self.fusion != "none" else ""
         row = {
-            "case": f"{self.name}/{self.side}x{self.side}/b{self.batch}", "pass": "plan", "dtype": self.precision,
-            "arm": arm, "ms": ms, "spread": spread, "floor_ms": None, "peers": {}, "share": share, "limit_bytes": limit,
-            "feasible": plan is not None, "need_bytes": p.peak, "floor_bytes": p.floor, "candidate_bytes": self.total,
-            "candidates": len(p.gaps),
+            "case": f"{self.name}/{self.side}x{self.side}/b{self.batch}{fused}", "pass": "plan",
+            "dtype": self.precision, "fusion": self.fusion, "arm": arm, "ms": ms, "spread": spread, "floor_ms": None,
+            "peers": {}, "share": share, "limit_bytes": limit, "feasible": plan is not None, "need_bytes": p.peak,
+            "floor_bytes": p.floor, "candidate_bytes": self.total, "candidates": len(p.gaps),
         }  # fmt: skip
         if plan is None:
             return row
@@ -187,7 +194,7 @@ def main() -> None:
     a = arguments()
     rows = []
     for name in a.models:
-        bench = Bench(name, a.precision, a.seconds)
+        bench = Bench(name, a)
         for share in a.shares:
             rows += bench.rows(share)
             print(f"{name} {share:.0%}", file=sys.stderr, flush=True)

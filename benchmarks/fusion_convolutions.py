@@ -4,9 +4,11 @@ Forward, a convolution takes the statistics of what it writes; its data gradient
 summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
 output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
 that of one normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the
-convolution alone; `cost` is the kernel with over the kernel without, `bytes` what of that the arrays take that it
-reads besides, at the speed of a copy, and `whole` also adds up what the kernel leaves. What is farthest over its
-limit comes first. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache on both sides.
+convolution alone; `cost` is the kernel with over the kernel without, `of it bytes` the share of the time between
+them that is explained by the arrays it reads besides, at the speed of a copy, `floor` the kernel's: all arrays moved
+once at that speed, or its products made at the data sheet's rate; `whole` also adds up what the kernel leaves. What is
+farthest over its limit comes first. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache
+on both sides.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from unittest import mock
 
 import bench_conv
 import numpy as np
+from pages.fusion import share_of_bytes
 
 from minidl import cuda as ops
 from minidl.cuda.convolution import conv2d_hopper
@@ -187,12 +190,12 @@ def convolutions(a: argparse.Namespace) -> list[Row]:
     table = [
         [row["case"], row["pass"], row["arm"], str(row["count"])]
         + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
-        + [f"{row['cost']:+.1%}", f"{row['bytes_ms'] / row['plain_ms']:.1%}"]
+        + [f"{row['cost']:+.1%}", share_of_bytes(row), f"{1e3 * row['floor_ms']:.1f}"]
         + [f"{1e3 * row[key]:.1f}" for key in ("ms", "apart_ms")]
         + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
         for row in rows
     ]
-    columns = ["layer", "pass", "arm", "times", "plain", "kernel", "cost", "bytes", "whole", "apart", "PyTorch"]
+    columns = "layer,pass,arm,times,plain,kernel,cost,of it bytes,floor,whole,apart,PyTorch".split(",")
     for pass_, kind in PASSES.values():
         mine = [row for row in rows if (row["pass"], _kind(row)) == (pass_, kind)]
         total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
@@ -218,19 +221,22 @@ def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row
     from minidl.bench.torch_calls import time_calls
 
     arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
+    bf16 = bench_conv.PRECISIONS["bf16"]
     for which, (pass_, kind) in PASSES.items():
         times = {}
         for arm in ("plain", "kernel", "whole", "apart"):
             with _left_as_they_are(arm == "kernel"):
                 times[arm] = DeviceTimer().replayed(getattr(arrays, which)(arm), budget)
         peer = time_calls(getattr(arrays, f"{which}_peer")(), budget, "replayed", "cuda")
+        added, addend = arrays.added_bytes(kind), arrays.x[0].nbytes * (kind == "gradients" and arrays.joined)
+        floor = max((layer.bytes(2) + added + addend) / bandwidth, layer.flop / (bf16.tflops * 1e12))
         rows.append({
             "case": layer.name, "pass": pass_, "dtype": "bf16",
             "arm": kind if kind != "gradients" else "gradients, join" if arrays.joined else "gradients, relu",
-            "ms": times["whole"].ms, "spread": times["whole"].spread, "floor_ms": None, "count": layer.count,
+            "ms": times["whole"].ms, "spread": times["whole"].spread, "count": layer.count,
             "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
             "cost": times["kernel"].ms / times["plain"].ms - 1, "limit": LIMITS[kind],
-            "bytes_ms": 1e3 * arrays.added_bytes(kind) / bandwidth, "peers": {"torch-eager": peer.ms},
+            "bytes_ms": 1e3 * added / bandwidth, "floor_ms": 1e3 * floor, "peers": {"torch-eager": peer.ms},
         })  # fmt: skip
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()

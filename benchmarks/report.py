@@ -12,13 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import kernel_tables
-import layer_pages
-import memory_tables
-import rank_tables
-import sparse_tables
-import speed_tables
-from result_files import RESULTS, ROOT, everywhere
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages import fusion, layers, memory, ranks, sparse, speed, tuning
+from pages.files import RESULTS, ROOT, everywhere
 
 from minidl.bench import command
 from minidl.profile.plots import save
@@ -26,18 +23,25 @@ from minidl.profile.tables import markdown
 
 
 def options() -> str:
-    """Every option of ``minidl bench``, verb by verb, from its own parser."""
-    return "\n\n".join(f"### minidl bench {verb}\n\n{_options(command.parser_of(verb))}" for verb in command.VERBS)
+    """Every option of ``minidl bench``, verb by verb, from its own parser; those of two verbs that both have, once."""
+    rows = {verb: _options(command.parser_of(verb)) for verb in command.VERBS}
+    both = [row for row in rows["layers"] if row in rows["model"]]
+    parts = {"minidl bench layers, minidl bench model": both}
+    for verb, own in rows.items():
+        parts[f"minidl bench {verb}"] = [row for row in own if verb not in ("layers", "model") or row not in both]
+    return "\n\n".join(
+        f"### {name}\n\n{markdown(['option', '', 'default'], own, range(3))}" for name, own in parts.items()
+    )
 
 
-def _options(parser: argparse.ArgumentParser) -> str:
-    lines = []
+def _options(parser: argparse.ArgumentParser) -> list[list[str]]:
+    rows = []
     for action in parser._actions:  # argparse has no public list of options
         if action.dest != "help":
             shown = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or [])) or "VALUE")
             name = " ".join([*action.option_strings[-1:], shown + " ..." * (action.nargs == "+")]).strip()
-            lines.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
-    return markdown(["option", "", "default"], lines, words=range(3))
+            rows.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
+    return rows
 
 
 def _default(action: argparse.Action) -> str:
@@ -62,36 +66,36 @@ def between(page: str, name: str, text: str) -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"speed": speed_tables.headline},
+    "README.md": {"sample": lambda: layers.sample(RESULTS), "speed": speed.headline},
     "docs/benchmarks.md": {"options": options},
-    "docs/speed.md": {"results": speed_tables.results, "commands": speed_tables.commands},
+    "docs/speed.md": {"results": speed.results, "commands": speed.commands},
     "docs/distributed.md": {
-        "all-reduces": rank_tables.all_reduces,
-        "sums of GPUs": lambda: rank_tables.sums_of_gpus(everywhere("bench_all_reduce")),
-        "scaling": lambda: rank_tables.scaling(everywhere("bench_scaling")),
-        "shared layers": rank_tables.shared_layers,
+        "all-reduces": ranks.all_reduces,
+        "sums of GPUs": lambda: ranks.sums_of_gpus(everywhere("bench_all_reduce")),
+        "scaling": lambda: ranks.scaling(everywhere("bench_scaling")),
+        "shared layers": ranks.shared_layers,
     },
     "docs/fusion.md": {
-        "fused steps": kernel_tables.fused_steps,
-        "fused sites": kernel_tables.fused_sites,
-        "fused pairs": kernel_tables.fused_pairs,
-        "fused convolutions": kernel_tables.fused_convolutions,
+        "fused steps": fusion.fused_steps,
+        "fused sites": fusion.fused_sites,
+        "fused pairs": fusion.fused_pairs,
+        "fused convolutions": fusion.fused_convolutions,
     },
-    "docs/fusion_sites.md": {"each site": kernel_tables.each_site},
+    "docs/fusion_sites.md": {"each site": fusion.each_site},
     "docs/memory.md": {
-        "pinning": memory_tables.pinning,
-        "predicted": memory_tables.predicted_steps,
-        "limited-steps": memory_tables.limited_steps,
+        "pinning": memory.pinning,
+        "predicted": memory.predicted_steps,
+        "limited-steps": memory.limited_steps,
     },
     "docs/sparse.md": {
-        "products": sparse_tables.sparse,
-        "GPU products": lambda: sparse_tables.sparse("h200"),
-        "pruned networks": sparse_tables.pruned,
-        "compressed files": sparse_tables.compressed,
-        "shrunk networks": sparse_tables.shrunk,
+        "products": sparse.sparse,
+        "GPU products": lambda: sparse.sparse("h200"),
+        "pruned networks": sparse.pruned,
+        "compressed files": sparse.compressed,
+        "shrunk networks": sparse.shrunk,
     },
-    "docs/tuning.md": {"choices": kernel_tables.choices},
-    "docs/layers.md": {"networks": lambda: layer_pages.overview(RESULTS)},
+    "docs/tuning.md": {"choices": tuning.choices},
+    "docs/layers.md": {"networks": lambda: layers.overview(RESULTS)},
 }
 
 
@@ -103,19 +107,19 @@ def pages() -> dict[Path, str]:
         for mark, make in parts.items():
             text = between(text, mark, make())
         made[ROOT / name] = text
-    for network in layer_pages.of_networks(RESULTS):
-        made[ROOT / layer_pages.PAGE.format(network)] = layer_pages.page(RESULTS, network)
+    for network in layers.of_networks(RESULTS):
+        made[ROOT / layers.PAGE.format(network)] = layers.page(RESULTS, network)
     return made
 
 
 def draw() -> None:
     """All pictures; those that no page shows any more go."""
-    folder = (ROOT / layer_pages.PAGE).parent
+    folder = (ROOT / layers.PAGE).parent
     made = set()
-    for name, _, figure in layer_pages.pictures(RESULTS):
+    for name, _, figure in layers.pictures(RESULTS):
         save(figure(), folder / f"{name}.png")
         made.add(f"{name}.png")
-    for name, figure in kernel_tables.fusion_maps().items():
+    for name, figure in fusion.fusion_maps().items():
         save(figure(), ROOT / "docs" / "images" / f"{name}.png")
     for path in folder.glob("*.png"):
         if path.name not in made:

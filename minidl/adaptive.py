@@ -40,10 +40,9 @@ class _Adaptive(SGD):
     def _histories(self) -> list[Any]:
         return [*super()._histories, *self.moments.values()]
 
-    def _write_record(self, **fields: float) -> None:
+    def _write_record(self, fields: Mapping[int, float]) -> None:
         record = np.zeros(8, np.float32)
-        for name, value in fields.items():
-            record[globals()[name.upper()]] = value
+        record[list(fields)] = list(fields.values())
         self.ops.copy_into(self.record, self.ops.from_host(record))
 
     def _row(self, segment: Segment) -> tuple[float, float, float, float]:
@@ -146,7 +145,7 @@ class AdamW(_Adaptive):
         first, second = _betas(who, betas)
         checks.number(who, "eps", eps, "above 0, finite", lambda v: 0 < v < math.inf)
         super().__init__(model, lr, weight_decay, decay_norm_and_bias=decay_norm_and_bias, groups=groups, **options)
-        self._write_record(beta1=first, beta2=second, eps=eps)
+        self._write_record({BETA1: first, BETA2: second, EPS: eps})
 
     def _begin(self) -> None:
         with self._span():
@@ -229,7 +228,7 @@ class LARS(_Adaptive):
             raise checks.bad_value("LARS", "nesterov", "left out: its momentum is plain", True)
         options |= {"decay_norm_and_bias": decay_norm_and_bias, "groups": groups}
         super().__init__(model, lr, weight_decay, momentum, **options)
-        self._write_record(trust=trust_coefficient)
+        self._write_record({TRUST: trust_coefficient})
 
     def _update(self, begin: int, end: int) -> None:
         part, arena = slice(begin, end), self.arena

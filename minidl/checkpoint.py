@@ -31,7 +31,6 @@ PREVIOUS = "previous"  # folder of what `set_aside` moved
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".partial"
 _STEP = re.compile(r"checkpoint-(\d+)\.safetensors")
-_NAMES_SHOWN = 8
 _DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
 
 
@@ -172,7 +171,7 @@ def match(expected: Mapping[str, Any], found: Mapping[str, np.ndarray], who: str
         "unexpected": [name for name in given if name not in wanted],
         "different": different,
     }
-    problems = [f"{len(names)} {group}: {_some(names)}" for group, names in groups.items() if names]
+    problems = [f"{len(names)} {group}: {checks.some(names)}" for group, names in groups.items() if names]
     if problems:
         raise ValueError(f"{who} does not fit: {'; '.join(problems)}")
 
@@ -248,9 +247,3 @@ def _kind(value: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 def _words(kind: tuple[tuple[int, ...], np.dtype]) -> str:
     return f"{kind[1]} {kind[0]}"
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

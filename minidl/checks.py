@@ -20,11 +20,14 @@ __all__ = [
     "bad_value",
     "describe",
     "elsewhere",
+    "foreign",
     "impossible",
     "missing_extra",
+    "nchw",
     "number",
     "order",
     "positive_pair",
+    "some",
     "unexpected",
     "unknown",
     "wording",
@@ -75,10 +78,13 @@ def order(who: str, text: str, remedy: str | None = None) -> RuntimeError:
     return RuntimeError(_sentence(who, text, remedy))
 
 
+_MEANT = {"float": "fp32", "gpu": "cuda", "half": "fp16", "single": "fp32"}  # words of others for choices here
+
+
 def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     """``unknown model 'resnet81'; did you mean 'resnet18'? known: ...``."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
+    near = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
 
@@ -113,6 +119,28 @@ _CALLED_HERE = {
 }
 
 
+# Members of models of PyTorch and Keras that `minidl.Model` does not have, and what stands for them.
+_INSTEAD = {
+    "children": "layers",
+    "compile": "minidl.compile.CompiledStep(model, optimizer, loss)",
+    "cuda": "Model(graph, device='cuda')",
+    "fit": "minidl.train.Trainer",
+    "half": "Model(graph, precision='fp16')",
+    "modules": "layers",
+    "named_parameters": "state_dict()",
+    "parameters": "the model itself that an optimizer takes",
+    "predict": "eval(), then forward()",
+    "to": "Model(graph, device=..., precision=...)",
+    "zero_grad": "not needed: the first gradients of a step overwrite",
+}
+
+
+def foreign(who: str, name: str) -> AttributeError:
+    """``Model has no cuda; here it is Model(graph, device='cuda')``."""
+    remedy = f"here it is {_INSTEAD[name]}" if name in _INSTEAD else None
+    return AttributeError(_sentence("", f"{who} has no {name}", remedy), name=name)
+
+
 def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
     """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``."""
     near = difflib.get_close_matches(name, known, n=1)
@@ -122,6 +150,20 @@ def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
     elif importlib.util.find_spec(f"minidl.{name}"):
         remedy = f"import minidl.{name}"
     return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
+
+
+def some(names: Iterable[str], most: int = 8) -> str:
+    """``a, b and 7 more``."""
+    names = list(names)
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def nchw(shape: Sequence[int], channels: int) -> str | None:
+    """What to do with images whose channels seem to come first; None where they do not."""
+    if len(shape) != 4 or shape[1] != channels or shape[3] == channels:
+        return None
+    return "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
 
 
 def unexpected(who: str, arguments: Iterable[str]) -> TypeError:

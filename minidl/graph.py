@@ -189,7 +189,8 @@ class Graph:
             if node.layer is None:
                 if len(input_shape) != len(node.shape) + 1 or input_shape[-1] != node.shape[-1]:
                     wanted = ("N, H, W, " if len(node.shape) == 3 else "N, ") + str(node.shape[-1])
-                    raise checks.bad_shape("model", "x", f"({wanted})", input_shape)
+                    remedy = checks.nchw(input_shape, node.shape[-1])
+                    raise checks.bad_shape("model", "x", f"({wanted})", input_shape, remedy)
                 found.append(tuple(input_shape))
             else:
                 found.append(node.layer.output_shape(*(found[i] for i in node.inputs)))

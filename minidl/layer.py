@@ -441,28 +441,28 @@ class Layer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.describe()})"
 
-    # -- shape checks that several layers share -----------------------------------------------------------------------
+    # -- for `output_shape`: what many layers ask of a shape ----------------------------------------------------------
 
-    def _image(self, shape: tuple[int, ...], channels: int | None = None) -> tuple[int, int, int, int]:
-        """``shape`` as (N, H, W, C), with ``channels`` channels if given."""
+    def require_image(self, shape: tuple[int, ...], channels: int | None = None) -> tuple[int, int, int, int]:
+        """``shape`` as (N, H, W, C).
+
+        Raises:
+            ValueError: for other shapes, or where C is not ``channels``, if given.
+        """
         wanted = f"(N, H, W, {channels if channels is not None else 'C'})"
         if len(shape) != 4:
             raise checks.bad_shape(self.name, "x", wanted, shape, "minidl's images are NHWC")
         if channels is not None and shape[3] != channels:
-            remedy = None
-            if shape[1] == channels:
-                remedy = "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
-            raise checks.bad_shape(self.name, "x", wanted, shape, remedy)
+            raise checks.bad_shape(self.name, "x", wanted, shape, checks.nchw(shape, channels))
         return shape
 
-    def _fitting(self, shape: tuple[int, ...], out: Pair) -> Pair:
-        """``out`` if both output sizes are positive."""
+    def require_output(self, shape: tuple[int, ...], out: Pair) -> Pair:
+        """``out``, the height and width of the output for images of ``shape``.
+
+        Raises:
+            ValueError: where they are not positive.
+        """
         if min(out) < 1:
-            raise checks.bad_shape(
-                self.name,
-                "x",
-                "(N, H, W, C), at least as large as the kernel",
-                shape,
-                "enlarge the image or the padding",
-            )
+            wanted, remedy = "(N, H, W, C), at least as large as the kernel", "enlarge the image or the padding"
+            raise checks.bad_shape(self.name, "x", wanted, shape, remedy)
         return out

@@ -198,6 +198,13 @@ class Model:
                     values[i] = None
         return materialize(self.ops, values[self.output_node.index]).array
 
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """`forward`."""
+        return self.forward(x, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise checks.foreign("Model", name)
+
     def _run(self, node: Node, values: list[Value | None], grad: bool) -> Value:
         """One layer on its inputs, which are filled in first unless the layer takes them unfinished."""
         layer = node.layer
@@ -272,7 +279,8 @@ class Model:
                 "model", "x", f"a {self.ops.name} array", checks.describe(x), "copy it with model.ops.from_host(x)"
             )
         if x.dtype != self.precision.storage:
-            raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, f"convert it: {self.precision.name}")
+            remedy = "convert it with x.astype(model.precision.storage)"
+            raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, remedy)
         # One of several ranks may run out of samples, one alone may not.
         if x.shape[:1] == (0,) and self.comm.size == 1:
             raise checks.bad_shape("model", "x", "(N, ...) with at least one sample", x.shape)

@@ -13,7 +13,6 @@ update, whatever parameter groups they belong to. Frozen parameters lie behind i
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,7 +27,8 @@ from minidl.initializers import generator
 from minidl.precision import Precision, float32
 from minidl.profile.neighbourhood import cut
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out, ring_places
+from minidl.ring import Ring, Whole
+from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
 
 __all__ = ["ALIGN", "Arena", "Gradient", "LayerParams", "Message", "ParameterSpec", "Segment"]
 
@@ -149,10 +149,9 @@ class Arena:
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
         self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
         self._abandoned = False
-        self.slots = 0  # messages that ``grad`` holds at a time; 0: all
+        self._places: Whole | Ring = Whole()  # what ``grad`` holds at a time, and where
         self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
         self._shares: list[int] | None = None  # rows of the batch on each rank, in this step
-        self.tiled: dict[str, Segment] = {}  # of layers whose gradient ``grad`` holds tile by tile
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
         self._prepare: Callable[[], None] = lambda: None
@@ -207,33 +206,30 @@ class Arena:
             ValueError: for less than one slot, or an arena that is sharded.
         """
         legality.refuse("gradients", ring=True, sharded=self.sharded, in_momentum=self.adds)
-        self.slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
+        slots, self._update = checks.at_least("gradients", "slots", slots, 1), update
         self.connected += 1
-        rounded = self.wire is not self.grad
-        self._tile()
-        sizes = [self._held(m) for m in self.messages]
-        self._places = ring_places(sizes, self.slots)
-        size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
-        if size >= self.trainable_size:
-            self._places, size = self._begins, self.trainable_size
-        self.grad = self.ops.zeros((size,), np.dtype(np.float32))
-        self.wire = self.ops.empty((size,), self.wire.dtype) if rounded else self.grad
+        rounded, tiled = self.wire is not self.grad, {}
+        if self.comm.size == 1 and self._look is None:  # what is sent, or looked at, is held whole
+            tiled = {s.layer: s for s in self.segments if s.rows and s.trainable}
+        for message in self.messages:
+            segment = tiled.get(message.layers[0])
+            message.own = message.begin if segment is None else segment.stop, message.end
+        self._places = Ring(self.messages, slots, tiled, self.trainable_size)
+        size = (self._places.size,)
+        self.grad = self.ops.zeros(size, np.dtype(np.float32))
+        self.wire = self.ops.empty(size, self.wire.dtype) if rounded else self.grad
         self.settle()
         self.begin_step()
 
-    def _tile(self) -> None:
-        """Which layers' gradients are held tile by tile: what is sent, or looked at, is held whole."""
-        self.tiled = {}
-        if self.comm.size == 1 and self._look is None:
-            self.tiled = {s.layer: s for s in self.segments if s.rows and s.trainable}
-        for message in self.messages:
-            segment = self.tiled.get(message.layers[0])
-            message.own = message.begin if segment is None else segment.stop, message.end
+    @property
+    def slots(self) -> int:
+        """Messages whose gradients are held at a time; 0: all."""
+        return self._places.slots
 
-    def _held(self, message: Message) -> int:
-        """Elements that a ring holds of a message at a time."""
-        segment = self.tiled.get(message.layers[0])
-        return message.end - message.begin - (0 if segment is None else segment.stop - segment.offset - segment.tile)
+    @property
+    def tiled(self) -> Mapping[str, Segment]:
+        """By layer, the parameters whose gradients are held one tile at a time."""
+        return self._places.tiled
 
     def watch(self, look: Callable[[str], None]) -> None:
         """Call ``look(layer)`` when the gradients of a layer are complete, before they are sent."""
@@ -264,20 +260,9 @@ class Arena:
         self.grad = self.wire = sums
         self.begin_step()
 
-    def _at(self, begin: int) -> int:
-        """Where in ``grad`` the element lies that would be number ``begin`` if it held all."""
-        if not self.slots:
-            return begin
-        number = bisect.bisect_right(self._begins, begin) - 1
-        inside, segment = begin - self._begins[number], self.tiled.get(self.messages[number].layers[0])
-        if segment is not None:
-            behind = begin - segment.stop
-            inside = inside % segment.tile if behind < 0 else segment.tile + behind
-        return self._places[number] + inside
-
     def gradient(self, begin: int, end: int) -> Any:
         """The gradients of elements ``begin`` to ``end``, which belong to one message."""
-        at = self._at(begin)
+        at = self._places.at(begin)
         return self.grad[at : at + end - begin]
 
     # -- one backward pass ------------------------------------------------------------------------------------------
@@ -307,7 +292,6 @@ class Arena:
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
         self._share_out()
-        self._begins = [m.begin for m in self.messages]
         if self.slots:
             self.ring(self.slots, self._update)
         self.begin_step()
@@ -398,8 +382,8 @@ class Arena:
         if message.waiting == len(message.layers) and message.layers[0] not in self._begun:
             self._begun.add(message.layers[0])
             if any(s.stop - s.offset > s.size for name in message.layers for s in self._layers[name]):
-                at = self._at(message.begin)
-                self.grad[at : at + self._held(message)].fill(0)
+                at = self._places.at(message.begin)
+                self.grad[at : at + self._places.held(message)].fill(0)
 
     def shares(self, layer: str, rows: int) -> list[int] | None:
         """See `LayerParams.shares`."""
@@ -428,8 +412,8 @@ class Arena:
 
     def _start(self, message: Message) -> None:
         """Send the message's gradients; those that are sums already need no journey."""
-        at = self._at(message.begin)
-        part = self.wire[at : at + self._held(message)]
+        at = self._places.at(message.begin)
+        part = self.wire[at : at + self._places.held(message)]
         if message.summed:
             message.work = SOLO.start_all_reduce(part)
             return
@@ -475,9 +459,8 @@ class Arena:
         left = [message for message in self.messages if not message.updated]
         for message in left:
             if message.work is None or self._abandoned:
-                raise checks.order(
-                    f"message of {', '.join(message.layers)}", "update before backward", "call model.backward() first"
-                )
+                layers = checks.some(message.layers, 2)
+                raise checks.order(f"message of {layers}", "update before backward", "call model.backward() first")
         self._written.clear()  # once used, gradients are not added to
         for message in left:
             self._arrive(message)
@@ -493,5 +476,5 @@ class Arena:
         message.work = None
         if self.wire is not self.grad and not message.summed:
             begin, end = message.own
-            at = self._at(begin)
+            at = self._places.at(begin)
             self.ops.copy_into(self.gradient(begin, end), self.wire[at : at + end - begin])

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from minidl import checkpoint, checks, models
+from minidl import checkpoint, checks, models, training
 from minidl.data import Loader
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy, Sums
@@ -30,13 +30,15 @@ from minidl.sparse import (
 from minidl.sparse.compress import require_libraries
 from minidl.train import Trainer
 
-__all__ = ["accuracy", "add_arguments", "begin", "finish", "optimizer", "scan"]
+__all__ = ["accuracy", "add_arguments", "begin", "finish", "run", "scan"]
 
 _SCANNED = (0.5, 0.7, 0.8, 0.9, 0.95)  # sparsities
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    """Options of ``minidl prune`` beside those of ``minidl train``."""
+    """The options of ``minidl prune``: those of ``minidl train`` and its own."""
+    training.add_arguments(p)
+    p.usage, p.epilog = "minidl prune [options]", None
     p.add_argument("--start", metavar="PATH", help="checkpoint, or folder of some, whose weights to begin with")
     p.add_argument("--sparsity", type=float, default=0.9, help="fraction of weights to be zero in the end")
     p.add_argument(
@@ -59,29 +61,57 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
     """What the options ask for, with an epoch of so many samples."""
-    steps_per_epoch = ceil_div(samples, checks.at_least("minidl prune", "--batch", a.batch, 1))
+    steps_per_epoch = ceil_div(samples, checks.at_least("", "--batch", a.batch, 1))
     end = a.epochs / 2 if a.prune_end is None else a.prune_end
     if not 0 <= a.prune_begin <= end <= a.epochs:
         expected = f"from --prune-begin ({a.prune_begin:g}) to --epochs ({a.epochs})"
-        raise checks.bad_value("minidl prune", "--prune-end", expected, end)
+        raise checks.bad_value("", "--prune-end", expected, end)
     first, last = (max(round(epoch * steps_per_epoch), 1) for epoch in (a.prune_begin, end))
     schedule = CubicSchedule(a.sparsity, first, last, frequency=a.prune_every)
     scope = a.scope or ("global" if a.granularity == "layer" else "layer")
     return Pruning(schedule, a.include, a.exclude, granularity=a.granularity, scope=scope)
 
 
-def optimizer(kind: type[SGD], model: Model, a: argparse.Namespace, samples: int, **options: Any) -> SGD:
-    """An optimizer of this kind that prunes as the options say.
+class _Pruning(training.Training):
+    """Training with masks that grow."""
 
-    Raises:
-        ValueError: options that do not go together.
-        ImportError: with ``--compress``, a library that it will need is not installed.
-    """
-    if a.compress:
-        share_weights({}, a.clusters)  # refuses the number at the door, and not after the training
-        require_libraries()
-    checks.at_least("minidl prune", "--share-epochs", a.share_epochs, 0)
-    return pruned(kind)(model, a.lr, pruning=plan_of(a, samples), **options)
+    def prepare(self, model: Model, a: argparse.Namespace) -> None:
+        if a.start is not None:
+            begin(model, a.start)
+
+    def optimizer(self, kind: type[SGD], model: Model, a: argparse.Namespace, samples: int, **options: Any) -> SGD:
+        """An optimizer of this kind that prunes as the options say.
+
+        Raises:
+            ValueError: options that do not go together.
+            ImportError: with ``--compress``, a library that it will need is not installed.
+        """
+        if a.average is not None:
+            raise ValueError("--average is for minidl train: averages of pruned weights are not pruned")
+        if a.shard_momentum:
+            raise ValueError("--shard-momentum is for minidl train: pruning needs the whole momentum on each rank")
+        if a.compress:
+            share_weights({}, a.clusters)  # refuses the number at the door, and not after the training
+            require_libraries()
+        checks.at_least("", "--share-epochs", a.share_epochs, 0)
+        return pruned(kind)(model, a.lr, pruning=plan_of(a, samples), **options)
+
+    def settings(self, optimizer: SGD) -> dict[str, Any]:
+        return {"pruning": repr(optimizer.pruning)}
+
+    def fit(self, trainer: Trainer, a: argparse.Namespace) -> dict[str, float] | None:
+        if not a.scan:
+            return trainer.fit()
+        scan(trainer, a)
+        return None
+
+
+def run(a: argparse.Namespace) -> int:
+    """Train and prune as the options say, and make of the result what they ask for; the exit status."""
+    _, trainer = training.trained(a, _Pruning())
+    if trainer.stopped is None and not a.scan:
+        finish(trainer, a)
+    return training.status(trainer)
 
 
 def begin(model: Model, path: str) -> None:
@@ -94,12 +124,11 @@ def begin(model: Model, path: str) -> None:
 
 def accuracy(model: Model, loader: Loader) -> float:
     """The fraction of a loader's labels that the model, in evaluation mode, gets right; over all ranks."""
-    loss, sums = SoftmaxCrossEntropy(comm=model.comm), Sums(0.0, 0.0, 0, 0)
+    loss, sums = SoftmaxCrossEntropy(comm=model.comm), Sums()
     model.eval()
     for batch in loader:
-        read = loss.forward(model.forward(batch.images, grad=False), batch.labels, grad=False).read()
-        sums = Sums(*map(sum, zip(sums, read, strict=True)))
-    return sums.correct / max(sums.labels, 1)
+        sums = sums.plus(loss.forward(model.forward(batch.images, grad=False), batch.labels, grad=False).read())
+    return sums.accuracy
 
 
 def scan(trainer: Trainer, a: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Where parameters lie in an arena, the messages their gradients are cut into, and where a ring holds a few of them."""
+"""Where parameters lie in an arena, and the messages their gradients are cut into."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minidl.dist.communicator import Work
 from minidl.initializers import Initializer
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "Message", "ParameterSpec", "Segment", "by_name", "drawn", "flattened", "lay_out", "ring_places"]
+__all__ = ["ALIGN", "Message", "ParameterSpec", "Segment", "by_name", "drawn", "flattened", "lay_out"]
 
 ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
 
@@ -111,19 +111,6 @@ def flattened(named: Mapping[str, np.ndarray], segments: Iterable[Segment], size
     for s in segments:
         flat[s.offset : s.offset + s.size] = named[f"{prefix}{s.full_name}"].reshape(-1)
     return flat
-
-
-def ring_places(sizes: Sequence[int], slots: int) -> list[int]:
-    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
-    places: dict[int, int] = {}
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        lowest = 0
-        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
-            if places[j] - lowest >= sizes[i]:
-                break
-            lowest = max(lowest, places[j] + sizes[j])
-        places[i] = lowest
-    return [places[i] for i in range(len(sizes))]
 
 
 def drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minidl import checkpoint, checks, legality
+from minidl import checkpoint, checks, legality, resuming
 from minidl.average import WeightAverage
 from minidl.callbacks import Callback, Metric, StepWatch, Unwatched
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
-from minidl.dist.agree import require_same, require_same_arrays
+from minidl.dist.agree import require_same
 from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
@@ -38,26 +38,16 @@ class _Running:
     """Sums of the steps that were not read yet, and of those that were."""
 
     pending: list[Totals] = field(default_factory=list)
-    sums: Sums = Sums(0.0, 0.0, 0, 0)
+    sums: Sums = Sums()
 
     def collect(self) -> float:
         """Read what is pending; the mean loss of just that."""
-        read = Sums(0.0, 0.0, 0, 0)
+        read = Sums()
         for totals in self.pending:
-            read = _joined(read, totals.read())
+            read = read.plus(totals.read())
         self.pending.clear()
-        self.sums = _joined(self.sums, read)
-        return read.loss / read.weight if read.weight else 0.0
-
-    @property
-    def means(self) -> tuple[float, float]:
-        """(mean loss, accuracy) so far."""
-        sums = self.sums
-        return sums.loss / (sums.weight or 1), sums.correct / max(sums.labels, 1)
-
-
-def _joined(a: Sums, b: Sums) -> Sums:
-    return Sums(*map(sum, zip(a, b, strict=True)))
+        self.sums = self.sums.plus(read)
+        return read.mean_loss
 
 
 class Trainer:
@@ -311,7 +301,7 @@ class Trainer:
                 return self._stop_here(running)
         self._read(running)
         seconds = time.perf_counter() - started
-        loss, accuracy = running.means
+        loss, accuracy = running.sums.mean_loss, running.sums.accuracy
         row = {
             "epoch": epoch, "step": self.step, "lr": self.optimizer.lr, "train_loss": loss, "train_accuracy": accuracy,
             "seconds": round(seconds, 3), "images_per_s": round(images / seconds, 1),
@@ -406,7 +396,7 @@ class Trainer:
                     metric.update(logits, batch.labels)
             running.collect()
         self.model.train(training)
-        return running.means
+        return running.sums.mean_loss, running.sums.accuracy
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -428,25 +418,12 @@ class Trainer:
         return path
 
     def _write(self, path: Path) -> None:
-        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        tensors |= {f"optimizer.{k}": v for k, v in self.optimizer.state_dict().items()}
-        if self.average is not None:
-            tensors |= {f"average.{k}": v for k, v in self.average.state_dict().items()}
         try:
-            checkpoint.save(path, tensors, self._state())
+            checkpoint.save(path, *resuming.held(self))
             if self.output is not None:
                 checkpoint.prune(self.output, self.keep)
         except OSError as error:
             raise OSError(f"{path}: {error}") from error
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "random": {"seed": self.model.random.seed, "step": self.model.random.step},
-            "loader": self.train_loader.state(),
-            "settings": self.settings,
-            "callbacks": {callback.key: callback.state() for callback in self.callbacks},
-        }
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint, bit for bit with the same number of ranks.
@@ -460,39 +437,4 @@ class Trainer:
                 different ones.
         """
         path = Path(path)
-        if path.is_dir():
-            path = checkpoint.latest(path)
-        tensors, state = checkpoint.load(path)
-        lacking = {"step", "random", "loader", "settings"} - state.keys()
-        if lacking:
-            raise ValueError(
-                f"{path} is a checkpoint, but not a Trainer's: its state lacks {', '.join(sorted(lacking))}"
-            )
-        differing = [
-            f"{key}: {state['settings'].get(key)!r} there, {value!r} here"
-            for key, value in self.settings.items()
-            if state["settings"].get(key) != value
-        ]
-        if differing:
-            raise ValueError(f"{path}: the checkpoint is of another run: {'; '.join(differing)}")
-        part = lambda prefix: {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}  # noqa: E731
-        self.model.load_state_dict(part("model."))
-        self.optimizer.load_state_dict(part("optimizer."))
-        if self.average is not None:
-            self.average.load_state_dict(part("average."))
-        self.train_loader.restore(state["loader"])
-        self.step = state["step"]
-        self.model.random.seed, self.model.random.step = state["random"]["seed"], state["random"]["step"]
-        kept = state.get("callbacks", {})
-        for callback in self.callbacks:
-            if kept.get(callback.key):
-                callback.restore(kept[callback.key])
-        self._agree_on_resumed()
-
-    def _agree_on_resumed(self) -> None:
-        """Refuse ranks that went on from different files: folders of several hosts may hold different checkpoints."""
-        places = {"step": self.step, "random": self._state()["random"], "loader": self.train_loader.state()}
-        require_same(self.comm, "the checkpoint to go on from", [f"{key} {value}" for key, value in places.items()])
-        if self.comm.size > 1:
-            weights = {"weights": self.model.ops.to_host(self.model.arena.master)}
-            require_same_arrays(self.comm, "the checkpoint to go on from", weights)
+        resuming.restore(self, checkpoint.latest(path) if path.is_dir() else path)

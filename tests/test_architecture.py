@@ -17,6 +17,7 @@ LEVELS = [
     {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
     {"profile"},
     {"segments"},
+    {"ring"},
     {"params"},
     {"layer"},
     {"graph", "laws"},
@@ -26,10 +27,12 @@ LEVELS = [
     {"fusion"},
     {"loss", "nonfinite", "optim", "stopping"},
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
-    {"compile", "callbacks"},
+    {"compile", "callbacks", "resuming"},
     {"train"},
-    {"bench", "pruning"},
-    {"launch", "cli"},
+    {"bench"},
+    {"training"},
+    {"launch", "pruning"},
+    {"cli"},
     {"__main__", "__init__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import minidl as m
+from minidl import layers as layer_types
 from minidl import models
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, Passes, cases
@@ -18,8 +19,9 @@ from minidl.precision import precision
 from minidl.profile import results, timer
 from minidl.profile.compare import compare_results
 from minidl.profile.cost import PassCost
+from minidl.profile.plots import style
 from minidl.profile.ratio import FASTER, SAME, SLOWER
-from minidl.profile.runs import NotInFile, family, runs
+from minidl.profile.runs import FAMILIES, NotInFile, family, runs
 from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
 from minidl.profile.timing import Budget, Timing
 from minidl.profile.views import VIEWS, default_view, footer, networks, tables, view
@@ -338,6 +340,13 @@ def test_shares_add_up_to_one_and_name_the_kinds(content):
     assert sum(found.values()) == pytest.approx(1) and min(found.values()) > -0.05
     assert {"convolution", "batch norm", "ReLU", "joins", "pooling", "linear", "loss", "optimizer"} <= found.keys()
     assert family(rows_by_key(content)["conv1", "forward"]) == "convolution"
+
+
+def test_every_layer_is_of_a_kind_that_has_a_colour_and_a_shape():
+    named = {kind for kinds in FAMILIES.values() for kind in kinds}
+    without = {"Dropout", "Flatten", "Pad", "StochasticDepth", "Upsample"}  # together: other
+    assert named == (set(layer_types.__all__) - without) | {"CSBConv2d", "CSBLinear"}
+    assert {*FAMILIES, "other"} <= style.TYPES.keys() & style.SHAPES.keys()
 
 
 def with_batch(content, batch):

@@ -222,8 +222,10 @@ def test_the_weight_gradient_of_a_small_image_is_preceded_by_a_pass(side, pays):
     assert ("batch_norm_apply_kernel" in names) != pays
 
 
-@pytest.mark.parametrize(("side", "kernel", "pays"), [(56, 3, True), (56, 1, True), (7, 3, False)])
-def test_the_input_of_a_small_image_is_normalised_before(side, kernel, pays, monkeypatch):
+@pytest.mark.parametrize(
+    ("images", "side", "kernel", "pays"), [(256, 56, 3, True), (256, 56, 1, True), (256, 7, 3, True), (4, 7, 3, False)]
+)
+def test_the_input_of_a_few_small_images_is_normalised_before(images, side, kernel, pays, monkeypatch):
     from minidl import cuda as ops
 
     monkeypatch.setattr(conv2d_hopper, "normalizing_pays", conv2d_hopper_tiles.normalizing_pays)
@@ -231,7 +233,7 @@ def test_the_input_of_a_small_image_is_normalised_before(side, kernel, pays, mon
     channels = 64 * 56 // side
     with dry_run(BUILT_IN["H200"]) as log:
         x, w = (
-            ops.empty((256, side, side, channels), bfloat16),
+            ops.empty((images, side, side, channels), bfloat16),
             ops.empty((channels, kernel, kernel, channels), bfloat16),
         )
         norm = ops.empty((2, channels), float32), ops.empty(channels, float32), ops.empty(channels, float32)

@@ -113,6 +113,9 @@ def test_joins_by_hand():
     shape = (2, 3, 3, 4)
     assert costs(m.Add().cost(shape, shape, itemsize=2)) == [(72, 432), (0, 0), (0, 0)]
     assert costs(m.Concat().cost(shape, (2, 3, 3, 1), itemsize=4)) == [(0, 720), (0, 0), (0, 0)]
+    further = m.Concat()
+    further.continues = True  # the buffer of the first input
+    assert costs(further.cost(shape, (2, 3, 3, 1), itemsize=4)) == [(0, 2 * 18 * 4), (0, 0), (0, 0)]
     assert costs(m.Mul().cost(shape, shape, itemsize=2)) == [(72, 432), (144, 720), (0, 0)]
     assert costs(m.Mul().cost(shape, (2, 1, 1, 4), itemsize=2)) == [(72, 304), (216, 464), (0, 0)]
 

@@ -135,6 +135,7 @@ def call_conv2d_stem() -> None:
 SPARSE = [
     ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),
     ((4096, 4096), 64, 16), ((4096, 4096), 64, 32), ((4096, 4096), 64, 64), ((256, 2304), 64, 12544),
+    ((256, 64), 64, 4096), ((512, 128), 64, 4096),
 ]  # fmt: skip
 
 
@@ -239,7 +240,9 @@ def test_every_variant_compiles_and_fits(stem, name):
     assert not problems, "\n".join(sorted(problems))
 
 
-@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *HALO_TILES), ids=str)
+@pytest.mark.parametrize(
+    "tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *conv2d_hopper_tiles.MADE, *HALO_TILES), ids=str
+)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""

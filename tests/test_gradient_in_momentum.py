@@ -16,48 +16,22 @@ from minidl.step import EagerStep
 from tests.conftest import CUDA
 from tests.memory_cases import small_graph
 from tests.memory_engine import DryEngine
+from tests.small_steps import batches, bits, small_model, state
 
 CASES = [("resnet20", "fp32"), ("resnet20", "bf16"), ("unet", "fp32"), ("lenet", "bf16")]
-
-
-def _model(name: str, precision: str, device: str, **options) -> m.Model:
-    width = {"width": 8, "depth": 3} if name == "unet" else {}
-    graph = models.build(name, (32, 32, 3), 2 if name == "unet" else 10, **width)
-    return m.Model(graph, device=device, precision=precision, seed=5, **options)
-
-
-def _batches(model: m.Model, name: str, steps: int, samples: int = 6):
-    rng = np.random.default_rng(3)
-    for _ in range(steps):
-        x = rng.standard_normal((samples, 32, 32, 3), np.float32).astype(model.precision.storage)
-        labels = rng.integers(0, 2, (samples, 32, 32) if name == "unet" else (samples,)).astype(np.int32)
-        yield model.ops.from_host(x), model.ops.from_host(labels)
-
-
-def _state(model, optimizer) -> dict[str, np.ndarray]:
-    return model.state_dict() | optimizer.state_dict() | {"arena": model.ops.to_host(model.arena.master)}
-
-
-def _train(model, optimizer, name, steps=3, make=EagerStep, **options) -> dict[str, bytes]:
-    step = make(model, optimizer, m.SoftmaxCrossEntropy(), **options)
-    seen = {}
-    for i, (x, labels) in enumerate(_batches(model, name, steps)):
-        optimizer.set_lr(0.05 / (i + 1))
-        seen[f"totals {i}"] = model.ops.to_host(step(x, labels).array).tobytes()
-    return seen | {key: value.tobytes() for key, value in _state(model, optimizer).items()}
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_the_bits_are_those_of_gradients_apart(name, precision, device):
     def trained(added: bool) -> dict[str, bytes]:
-        model = _model(name, precision, device, group_bytes=30_000)
+        model = small_model(name, precision, device, group_bytes=30_000)
         groups = [m.ParameterGroup("*bias", lr_scale=2.0, weight_decay=0.0)]
         optimizer = m.SGD(model, 0.05, 0.9, 1e-2, groups=groups)
         if added:
             optimizer.gradients_in_momentum()
             assert model.arena.grad is optimizer.velocity
-        return _train(model, optimizer, name)
+        return bits(model, optimizer, name)
 
     assert trained(True) == trained(False)
 
@@ -66,7 +40,7 @@ def test_the_bits_are_those_of_gradients_apart(name, precision, device):
 @pytest.mark.parametrize("limit", [None, "60%"])
 def test_captured_steps_have_the_same_bits(device, limit):
     def trained(added: bool, make) -> dict[str, bytes]:
-        model = _model("resnet20", "bf16", "cuda")
+        model = small_model("resnet20", "bf16", "cuda")
         fuse(model, "none")
         optimizer = m.SGD(model, 0.05, 0.9, 1e-2)
         if added:
@@ -74,7 +48,7 @@ def test_captured_steps_have_the_same_bits(device, limit):
         if limit is not None and added:
             memory = limit_memory(model, 6, limit, least=1 << 12)
             assert memory.script.plan.rebuilt_bytes or memory.script.plan.moved_bytes
-        return _train(model, optimizer, "resnet20", 6, make)
+        return bits(model, optimizer, "resnet20", 6, make)
 
     assert trained(True, CompiledStep) == trained(False, EagerStep)
 
@@ -83,12 +57,12 @@ def test_pruning_gives_the_same_values():
     """All but the sign of zeros, which is that of the masked gradient where it stands alone."""
 
     def trained(added: bool) -> dict[str, np.ndarray]:
-        model = _model("resnet20", "fp32", "cpu")
+        model = small_model("resnet20", "fp32", "cpu")
         optimizer = PrunedSGD(model, 0.05, 0.9, 1e-2, pruning=Pruning(CubicSchedule(0.5, 1, 2, frequency=1)))
         if added:
             optimizer.gradients_in_momentum()
-        _train(model, optimizer, "resnet20")
-        return _state(model, optimizer)
+        bits(model, optimizer, "resnet20")
+        return state(model, optimizer)
 
     apart, added = trained(False), trained(True)
     for name, values in apart.items():
@@ -101,13 +75,13 @@ def test_micro_batches_stay_within_the_stated_bound(parts, device):
     """One step from a momentum that is not zero; the addends are what gradients apart hold of each micro-batch."""
     found, addends = {}, []
     for added in (False, True):
-        model = _model("lenet", "fp32", device)
+        model = small_model("lenet", "fp32", device)
         optimizer = m.SGD(model, 0.05, 0.9, 1e-2)
-        _train(model, optimizer, "lenet", 2)
-        before = _state(model, optimizer)
+        bits(model, optimizer, "lenet", 2)
+        before = state(model, optimizer)
         loss = m.SoftmaxCrossEntropy()
         step = EagerStep(model, optimizer, loss, accumulate=parts)
-        (x, labels), = _batches(model, "lenet", 1)  # fmt: skip
+        (x, labels), = batches(model, "lenet", 1)  # fmt: skip
         if added:
             optimizer.gradients_in_momentum()
             step(x, labels)
@@ -121,7 +95,7 @@ def test_micro_batches_stay_within_the_stated_bound(parts, device):
                 model.load_state_dict({name: before[name] for name in model.state_dict()})
                 optimizer.load_state_dict({name: before[name] for name in optimizer.state_dict()})
             step(x, labels)
-        found[added] = _state(model, optimizer)
+        found[added] = state(model, optimizer)
     differed = 0
     for s in model.arena.segments:
         old = before[f"momentum.{s.full_name}"].astype(np.float64)
@@ -140,31 +114,31 @@ def _gradient(model, segment) -> np.ndarray:
 def test_a_checkpoint_goes_from_one_way_to_the_other():
     runs = []
     for first, second in ((False, False), (True, False), (False, True)):
-        model = _model("lenet", "fp32", "cpu")
+        model = small_model("lenet", "fp32", "cpu")
         optimizer = m.SGD(model, 0.05, 0.9, 1e-2)
         if first:
             optimizer.gradients_in_momentum()
-        _train(model, optimizer, "lenet", 2)
-        other = _model("lenet", "fp32", "cpu")
+        bits(model, optimizer, "lenet", 2)
+        other = small_model("lenet", "fp32", "cpu")
         resumed = m.SGD(other, 0.05, 0.9, 1e-2)
         if second:
             resumed.gradients_in_momentum()
         other.load_state_dict(model.state_dict())
         resumed.load_state_dict(optimizer.state_dict())
-        runs.append(_train(other, resumed, "lenet", 2))
+        runs.append(bits(other, resumed, "lenet", 2))
     assert runs[0] == runs[1] == runs[2]
 
 
 def test_what_cannot_be_is_refused():
     for options, got in (({}, "0"), ({"momentum": 0.9, "nesterov": True}, "'nesterov'")):
-        optimizer = m.SGD(_model("lenet", "fp32", "cpu"), 0.05, **options)
+        optimizer = m.SGD(small_model("lenet", "fp32", "cpu"), 0.05, **options)
         with pytest.raises(ValueError, match=f"momentum must be positive, and nesterov=False, .* got {got}"):
             optimizer.gradients_in_momentum()
     with pytest.raises(ValueError, match="gradients added to the momentum together with loss scaling"):
-        m.SGD(_model("lenet", "fp16", "cpu"), 0.05, 0.9).gradients_in_momentum()
+        m.SGD(small_model("lenet", "fp16", "cpu"), 0.05, 0.9).gradients_in_momentum()
     with pytest.raises(ValueError, match="gradients added to the momentum together with clipping"):
-        m.SGD(_model("lenet", "fp32", "cpu"), 0.05, 0.9, clip_norm=1.0).gradients_in_momentum()
-    model = _model("lenet", "fp32", "cpu")
+        m.SGD(small_model("lenet", "fp32", "cpu"), 0.05, 0.9, clip_norm=1.0).gradients_in_momentum()
+    model = small_model("lenet", "fp32", "cpu")
     optimizer = m.SGD(model, 0.05, 0.9)
     optimizer.gradients_in_momentum()
     with pytest.raises(ValueError, match="updates within the backward pass together with gradients added"):
@@ -174,12 +148,12 @@ def test_what_cannot_be_is_refused():
 
 
 def test_a_momentum_with_half_a_step_in_it_is_not_taken_for_a_whole_one():
-    model = _model("lenet", "fp32", "cpu")
+    model = small_model("lenet", "fp32", "cpu")
     optimizer, loss = m.SGD(model, 0.05, 0.9), m.SoftmaxCrossEntropy()
     optimizer.gradients_in_momentum()
-    _train(model, optimizer, "lenet", 1)
+    bits(model, optimizer, "lenet", 1)
     saved = optimizer.state_dict()
-    (x, labels), = _batches(model, "lenet", 1)  # fmt: skip
+    (x, labels), = batches(model, "lenet", 1)  # fmt: skip
     layer = model.graph["fc2"].layer if "fc2" in [la.name for la in model.layers] else model.layers[-2]
 
     def dy():

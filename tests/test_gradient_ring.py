@@ -10,54 +10,28 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.cuda.launch import dry_run
-from minidl.segments import ring_places
+from minidl.ring import ring_places
 from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
 from minidl.step import EagerStep
 from tests.conftest import CUDA
+from tests.small_steps import batches, bits, small_model
 
 CASES = [("resnet20", "fp32"), ("resnet20", "bf16"), ("unet", "fp32"), ("lenet", "fp32")]
-
-
-def _model(name: str, precision: str, device: str, **options) -> m.Model:
-    width = {"width": 8, "depth": 3} if name == "unet" else {}
-    graph = models.build(name, (32, 32, 3), 2 if name == "unet" else 10, **width)
-    return m.Model(graph, device=device, precision=precision, seed=5, **options)
-
-
-def _batches(model: m.Model, name: str, steps: int):
-    rng = np.random.default_rng(3)
-    for _ in range(steps):
-        x = rng.standard_normal((4, 32, 32, 3), np.float32).astype(model.precision.storage)
-        labels = rng.integers(0, 2, (4, 32, 32) if name == "unet" else (4,)).astype(np.int32)
-        yield model.ops.from_host(x), model.ops.from_host(labels)
-
-
-def _train(model, optimizer, name, steps=3) -> list[bytes]:
-    loss = m.SoftmaxCrossEntropy()
-    seen = []
-    for i, (x, labels) in enumerate(_batches(model, name, steps)):
-        optimizer.set_lr(0.05 / (i + 1))
-        totals = loss.forward(model.forward(x), labels)
-        seen.append(model.ops.to_host(totals.array).tobytes())
-        model.backward(loss.backward())
-        optimizer.step()
-    seen.append(model.ops.to_host(model.arena.master).tobytes())  # padding included
-    return seen + [a.tobytes() for a in (*model.state_dict().values(), *optimizer.state_dict().values())]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("group_bytes", [0, 30_000])
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_ring_gives_the_same_bits(name, precision, group_bytes, device):
-    def trained(slots: int | None) -> list[bytes]:
-        model = _model(name, precision, device, group_bytes=group_bytes)
+    def trained(slots: int | None) -> dict[str, bytes]:
+        model = small_model(name, precision, device, group_bytes=group_bytes)
         optimizer = m.SGD(model, 0.05, 0.9, 1e-4)
         if slots is not None:
             optimizer.update_in_backward(slots)
             sizes = [message.end - message.begin for message in model.arena.messages]
             worst = max(sum(sizes[i : i + slots]) for i in range(len(sizes)))
             assert worst <= model.arena.grad.size <= min(1.25 * worst, model.arena.trainable_size)
-        return _train(model, optimizer, name)
+        return bits(model, optimizer, name)
 
     kept = trained(None)
     for slots in (1, 2, 5):
@@ -78,14 +52,14 @@ def test_a_huge_dense_layer_is_updated_in_tiles_with_the_same_bits(group_bytes, 
         y = m.ReLU(name="r2")(m.Linear(300, 333, name="fc2")(y))
         return graph.output(m.Linear(333, 10, name="fc3", bias=False)(y))
 
-    def trained(slots: int | None) -> list[bytes]:
+    def trained(slots: int | None) -> dict[str, bytes]:
         model = m.Model(network(), device=device, precision=precision, seed=5, group_bytes=group_bytes)
         optimizer = m.SGD(model, 0.05, 0.9, 1e-4)
         if slots is not None:
             optimizer.update_in_backward(slots)
             assert set(model.arena.tiled) == {"fc1", "fc2"}
             assert model.arena.grad.size < 0.5 * model.arena.trainable_size
-        return _train(model, optimizer, "lenet")
+        return bits(model, optimizer, "lenet")
 
     kept = trained(None)
     for slots in (1, 2, 5):
@@ -101,16 +75,16 @@ def test_what_is_sent_or_looked_at_is_held_whole(monkeypatch):
     part = model.arena.grad.size
     model.arena.watch(lambda layer: None)
     assert not model.arena.tiled and model.arena.grad.size > part
-    _train(model, optimizer, "lenet")
+    bits(model, optimizer, "lenet")
 
 
 def test_pruning_and_a_ring_give_the_same_bits():
-    def trained(ring: bool) -> list[bytes]:
-        model = _model("resnet20", "fp32", "cpu", group_bytes=30_000)
+    def trained(ring: bool) -> dict[str, bytes]:
+        model = small_model("resnet20", "fp32", "cpu", group_bytes=30_000)
         optimizer = PrunedSGD(model, 0.05, 0.9, pruning=Pruning(CubicSchedule(0.5, 1, 2, frequency=1)))
         if ring:
             optimizer.update_in_backward(1)
-        return _train(model, optimizer, "resnet20")
+        return bits(model, optimizer, "resnet20")
 
     assert trained(True) == trained(False)
 
@@ -141,12 +115,12 @@ def test_gradients_of_large_networks_take_a_few_per_cent():
 
 
 def test_what_a_ring_cannot_do_is_refused():
-    model = _model("resnet20", "fp32", "cpu")
+    model = small_model("resnet20", "fp32", "cpu")
     optimizer, loss = m.SGD(model, 0.05, 0.9), m.SoftmaxCrossEntropy()
     with pytest.raises(ValueError, match="slots must be an integer of at least 1, got 0"):
         optimizer.update_in_backward(0)
     optimizer.update_in_backward()
-    x, labels = next(_batches(model, "resnet20", 1))
+    x, labels = next(batches(model, "resnet20", 1))
 
     def dy():
         loss.forward(model.forward(x), labels)
@@ -166,13 +140,13 @@ def test_what_a_ring_cannot_do_is_refused():
         model.layers[0].params.gradients()
     optimizer.step()
     optimizer.set_lr(0.01)
-    half = _model("resnet20", "fp16", "cpu")
+    half = small_model("resnet20", "fp16", "cpu")
     with pytest.raises(ValueError, match="updates within the backward pass together with loss scaling"):
         m.SGD(half, 0.05).update_in_backward()
 
 
 def test_an_error_in_the_backward_pass_leaves_the_ring_usable():
-    model = _model("resnet20", "fp32", "cpu", group_bytes=0)
+    model = small_model("resnet20", "fp32", "cpu", group_bytes=0)
     optimizer = m.SGD(model, 0.05, 0.9)
     optimizer.update_in_backward()
     layer = model.graph["layer2.1.conv1"].layer
@@ -182,8 +156,8 @@ def test_an_error_in_the_backward_pass_leaves_the_ring_usable():
 
     layer.backward_data = fail
     with pytest.raises(FloatingPointError):
-        _train(model, optimizer, "resnet20", 1)
+        bits(model, optimizer, "resnet20", 1)
     with pytest.raises(RuntimeError, match="update before backward"):
         optimizer.step()
     del layer.backward_data
-    _train(model, optimizer, "resnet20", 2)
+    bits(model, optimizer, "resnet20", 2)

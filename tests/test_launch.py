@@ -146,6 +146,15 @@ def test_launch_loads_once_passes_null_pointers_and_asks_for_shared_memory_once(
         launch("stem", "k", 1, 32, 7)
 
 
+def test_structures_are_passed_as_bytes_of_the_same_memory(recorder):
+    structure = np.array([(7, (1, 2))], np.dtype([("size", np.int64), ("axis", [("a", np.int32), ("b", np.int32)])]))
+    plain = np.arange(1.0)
+    launch("stem", "k", 1, 32, structure, plain)
+    _, _, (passed, other), _ = recorder.calls[0]
+    assert passed.dtype.names is None and passed.shape == (1,) and other is plain
+    assert passed.ctypes.data == structure.ctypes.data and passed.tobytes() == structure.tobytes()
+
+
 @pytest.mark.parametrize("record", device.BUILT_IN.values(), ids=device.BUILT_IN)
 def test_device_record_survives_json(record):
     assert device.DeviceRecord.from_json(record.to_json()) == record

@@ -117,6 +117,20 @@ def test_the_fusion_that_is_predicted_fastest_is_planned_unless_one_is_named(cap
     assert alone[line[1]] == float(line[2]) == min(alone.values()) < max(alone.values())
 
 
+def test_a_ring_of_several_ranks_holds_what_is_under_way(capsys):
+    def state(*more: str) -> float:
+        assert (
+            cli.main(["plan", "--model", "resnet50", "--batch", "2", "--limit", "100%", "--fusion", "none", *more]) == 0
+        )
+        return float(re.search(r"([\d.]+) MiB of it parameters", capsys.readouterr().out)[1])
+
+    ring = "--gradients", "ring"
+    kept, alone, two = state(), state(*ring), state(*ring, "--ranks", "2")
+    assert alone < kept - 80, "of 97 MiB of gradients a message stays"
+    assert alone < two <= kept
+    assert state("--ranks", "2") == kept
+
+
 def test_only_moving_is_an_option(capsys):
     out = _run(capsys, "--limit", "40%", "--no-rebuild", "--link", "1000")
     assert "rebuilding 0.0 ms" in out and "1000.0 GB/s out" in out

@@ -14,9 +14,8 @@ from minidl.fusion import PLANS, fuse
 from minidl.memory import Joint, Race, pin, problem, validate, widen
 from minidl.memory.execute import ScriptedStore
 from minidl.memory.joint import PAIRED_GROUP
-from minidl.memory.limited import unbound
 from minidl.memory.program import prove
-from minidl.memory.record import record_step
+from minidl.memory.record import record_step, unbound
 from minidl.memory.script import write
 from tests.conftest import CUDA
 from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read

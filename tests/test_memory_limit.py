@@ -14,6 +14,7 @@ from minidl import checkpoint, cli, models
 from minidl.compile import CompiledStep
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.dist.simulated import ImaginedCommunicator
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, Violation, limit_memory, problem
 from minidl.memory.limited import FUSIONS
@@ -23,6 +24,7 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.step import EagerStep
 from minidl.store import TensorStore
 from tests.conftest import CUDA
+from tests.dist.workers.limited import WAYS, network
 from tests.memory_engine import DryEngine
 
 
@@ -116,6 +118,27 @@ def test_a_limit_and_a_ring_of_gradients_go_together(bench):
         other, with_ring = _limited("60%", make, ring=True)
         assert with_ring.need < memory.need - 0.7 * 4 * model.num_parameters
         _train(other, with_ring, 8, 2)
+
+
+@pytest.mark.parametrize("gradients", WAYS)
+@pytest.mark.parametrize("options", [{}, {"message_dtype": "bf16"}])
+def test_the_plan_of_one_of_several_ranks_is_that_of_its_step(gradients, options, monkeypatch):
+    """With batch norms over all ranks, and a dense layer whose gradient one rank alone would make in tiles."""
+    if options and gradients == "momentum":
+        pytest.skip("refused: rounded messages would round the momentum")
+    monkeypatch.setattr("minidl.layers.linear.TILE_BYTES", 4 * 2048 * 128)
+    comm = ImaginedCommunicator(2)
+    with dry_run():
+        model = m.Model(network(), device="cuda", group_bytes=50_000, comm=comm, **options)
+        optimizer, arena = m.SGD(model, 0.1, 0.9), model.arena
+        WAYS[gradients](optimizer)
+        memory = limit_memory(model, 16, "70%", engine=DryEngine, least=2048)
+        assert memory.script.rebuilds or memory.script.host_bytes
+        own = {id(a): a.nbytes for a in (arena.master, arena.grad, arena.wire, optimizer.velocity)}
+        assert sum(own.values()) <= memory.script.beside < sum(own.values()) + 1e6
+        step = EagerStep(model, optimizer, m.SoftmaxCrossEntropy(comm=comm))
+        for samples in (16, 16, 12):
+            step(model.ops.zeros((samples, 32, 32, 3), np.float32), model.ops.zeros((samples,), np.int32))
 
 
 def test_a_smaller_batch_runs_in_the_same_memory_and_a_larger_is_refused(bench):

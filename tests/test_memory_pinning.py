@@ -77,11 +77,9 @@ def test_choosing_options_is_exact_also_among_those_that_are_left(linked, rng):
         given = int(rng.integers(0, 2)) if linked else 0  # bit 0; bit k + 1 is block k's
         for k in range(count):
             n = int(rng.integers(2, 7))
-            bits = {}
-            if linked:
-                needs = rng.integers(0, 2 << k, n) & rng.integers(0, 2 << k, n)
-                bits = {"needs": needs, "gives": rng.integers(0, 2, n) << (k + 1)}
-                bits["needs"][0] = 0
+            needs = linked * (rng.integers(0, 2 << k, n) & rng.integers(0, 2 << k, n))
+            bits = {"needs": needs, "gives": linked * rng.integers(0, 2, n) << (k + 1)}
+            bits["needs"][0] = 0
             tables.append(
                 Options(rng.integers(0, 6, n), rng.integers(-1, 12, n), rng.integers(0, 50, n), np.arange(n), **bits)
             )

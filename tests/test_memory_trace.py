@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import minidl as m
 from minidl import models
 from minidl.cuda.launch import dry_run
 from minidl.memory import Step, Tensor, Trace, problem, record
+from minidl.memory.record import record_step
 from minidl.profile.spans import SpanRecorder
 from tests.memory_cases import real_trace
 
@@ -192,3 +194,24 @@ def test_what_cannot_be_traced_is_refused():
         Trace(steps, (Tensor("t", "activation", 1, (1, 0)),), 0)
     with pytest.raises(ValueError, match="bytes of t must be at least 0"):
         Trace(steps, (Tensor("t", "activation", -1, (0, 1)),), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "ring", "of_two"), [("resnet50", 256, 0.8, 0.75), ("resnet152", 128, 0.9, 0.9)]
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_ring_saves_what_gradients_take_at_the_worst_moment(name, batch, ring, of_two, precision):
+    """With what weight gradients need beside while they are made, such as the partial sums of split products."""
+
+    def taken(slots: int) -> int:
+        """Bytes by which gradients and that raise what a step holds at its worst."""
+        trace = record_step(models.build(name, (224, 224, 3), 1000), batch, precision=precision, slots=slots).trace
+        steps = [replace(s, workspace=0) if s.pass_name == "backward_weight" else s for s in trace.steps]
+        tensors = [replace(t, bytes=0) if t.kind == "gradient" else t for t in trace.tensors]
+        without = replace(trace, steps=tuple(steps), tensors=tuple(tensors))
+        return problem(trace).peak - problem(without).peak
+
+    kept = taken(0)
+    assert kept >= {"resnet50": 97, "resnet152": 229}[name] << 20, "one float32 for each parameter"
+    assert taken(1) <= (1 - ring) * kept
+    assert taken(2) <= (1 - of_two) * kept, "as a double buffer"

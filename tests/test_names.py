@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 import minidl as m
-from minidl.checks import _CALLED_HERE
+from minidl import models
+from minidl.checks import _CALLED_HERE, _INSTEAD
 
 
 @pytest.mark.parametrize("name", _CALLED_HERE)
@@ -51,3 +53,34 @@ def test_layer_norm_takes_its_channels_as_torch_does():
     assert m.LayerNorm((5,)).normalized_shape == m.LayerNorm([5]).normalized_shape == 5
     with pytest.raises(ValueError, match="normalized_shape must be .*GroupNorm"):
         m.LayerNorm((8, 8, 5))
+
+
+@pytest.mark.parametrize("name", _INSTEAD)
+def test_a_member_that_models_of_others_have_tells_what_stands_for_it(name):
+    model = m.Model(models.lenet())
+    with pytest.raises(AttributeError, match=f"^Model has no {name}; here it is ") as caught:
+        getattr(model, name)
+    assert caught.value.name == name and not hasattr(model, name)
+
+
+def test_models_and_losses_may_be_called():
+    model, loss = m.Model(models.lenet()), m.SoftmaxCrossEntropy()
+    x, labels = np.ones((2, *model.graph.nodes[0].shape), np.float32), np.array([1, 2])
+    logits = model(x)
+    assert (logits == model.forward(x)).all()
+    assert loss(logits, labels).read() == loss.forward(logits, labels).read()
+
+
+def test_a_mistake_is_told_with_what_to_do():
+    model = m.Model(models.resnet20())
+    for wrong, words in (
+        (lambda: m.Model(models.lenet(), device="gpu"), "unknown device 'gpu'; did you mean 'cuda'"),
+        (lambda: m.Model(models.lenet(), precision="half"), "unknown precision 'half'; did you mean 'fp16'"),
+        (lambda: model.forward(np.zeros((2, 3, 32, 32), np.float32)), "NCHW.*transpose"),
+        (lambda: model.forward(np.zeros((2, 32, 32, 3))), "got float64; convert it with x.astype"),
+        (lambda: models.resnet81, "unknown model 'resnet81'; did you mean 'resnet18'"),
+        (lambda: m.SGD(model, 0.1).step(), r"message of fc, layer3\.2\.bn2 and \d+ more: update before backward"),
+        (lambda: m.BatchNorm2d(3).forward(np.zeros((1, 1, 1, 3), np.float32)), "training needs more than one value"),
+    ):
+        with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError), match=words):
+            wrong()

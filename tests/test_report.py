@@ -40,9 +40,9 @@ def forget(pages):
 
 @pytest.fixture
 def pages(report):
-    forget(report.layer_pages)
-    yield report.layer_pages
-    forget(report.layer_pages)
+    forget(report.layers)
+    yield report.layers
+    forget(report.layers)
 
 
 @pytest.fixture(scope="module")
@@ -204,23 +204,24 @@ def test_a_page_without_its_marks_is_an_error(report):
 def test_every_option_of_every_verb_is_documented(report):
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     for verb in report.command.VERBS:
-        part = text[text.index(f"### minidl bench {verb}\n") :].partition("\n### ")[0]
+        heads = [f"minidl bench {verb}", *["minidl bench layers, minidl bench model"] * (verb in ("layers", "model"))]
+        part = "".join(text[text.index(f"### {head}\n") :].partition("\n### ")[0] for head in heads)
         for action in report.command.parser_of(verb)._actions:
             assert action.dest == "help" or (action.option_strings or [action.metavar])[-1] in part, (verb, action)
 
 
 def test_every_table_of_speed_has_its_command(report):
     page = (ROOT / "docs" / "speed.md").read_text()
-    listed = report.speed_tables.commands().splitlines()[2:]
+    listed = report.speed.commands().splitlines()[2:]
     for line in listed:
         _, file, head, _, command, _ = (cell.strip() for cell in line.split("|"))
         assert f"| {head} |" in page, head
         assert (ROOT / "benchmarks" / "results" / file.strip("`")).is_file() and len(command) > 10
-    assert len(listed) >= len(report.speed_tables.TABLES)
+    assert len(listed) >= len(report.speed.TABLES)
 
 
 def test_the_table_of_the_readme_is_sorted_and_has_each_step_once(report):
-    lines = [line.split("|")[1:-1] for line in report.speed_tables.headline().splitlines()[2:]]
+    lines = [line.split("|")[1:-1] for line in report.speed.headline().splitlines()[2:]]
     speeds = [float(line[3]) for line in lines]
     assert speeds == sorted(speeds) and speeds[0] < 1
     names = [(line[0], line[1], line[2].split(":")[0]) for line in lines]
@@ -231,3 +232,31 @@ def test_the_table_of_the_readme_is_sorted_and_has_each_step_once(report):
             assert theirs / ours == pytest.approx(speed, rel=0.02)
         else:
             assert float(line[4].partition(":")[0]) <= speed, "the worst is worse than the mean"
+
+
+def test_without_files_each_part_says_so(report, monkeypatch, tmp_path):
+    monkeypatch.setattr("pages.files.RESULTS", tmp_path)
+    monkeypatch.setattr("pages.speed.RESULTS", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    nothing = {"Nothing was recorded yet."}
+    for page, parts in report.PARTS.items():
+        for name, make in parts.items():
+            if name != "options":
+                assert set(make().split("\n\n")) == nothing, (page, name)
+
+
+def test_the_sample_has_one_layer_of_each_type_and_closes(pages, content, tmp_path):
+    assert pages.sample(tmp_path, "lenet", "fp32") == "Nothing was recorded yet."
+    forget(pages)
+    whole = json.loads(json.dumps(on_two_ranks(content)))
+    setup = whole.pop("points")[1]
+    rows = [row for row in whole["rows"] if row["case"] == setup["case"]]
+    write(tmp_path / "cpu-x2" / "bench_layers.json", whole | setup | {"rows": rows})
+    lines = [
+        [c.strip() for c in row.split("|")[1:-1]] for row in pages.sample(tmp_path, "lenet", "fp32").splitlines()[4:]
+    ]
+    types = [line[1] for line in lines if line[1]]
+    assert len(types) == len(set(types)) and {"Conv2d", "Linear", "ReLU"} <= set(types)
+    assert [line[0] for line in lines if not line[1]] == ["optimizer update", "unaccounted", "step"]
+    step = next(row["ms"] for row in rows if row["pass"] == "step")
+    assert float(lines[-1][6]) == pytest.approx(step, rel=1e-3)

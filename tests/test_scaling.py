@@ -266,7 +266,7 @@ def test_numbers_of_hosts():
     assert node_counts("1..128") == [1, 2, 4, 8, 16, 32, 64, 128]
     assert node_counts("3..20") == [3, 6, 12, 20] and node_counts("5..5") == [5] and node_counts("1,3") == [1, 3]
     for wrong in ("", "0..4", "4..1", "1..", "two", "1,-2"):
-        with pytest.raises(ValueError, match=r"simulate: --nodes must be 1\.\.128 or 1,2,3"):
+        with pytest.raises(ValueError, match=r"^--nodes must be 1\.\.128 or 1,2,3"):
             node_counts(wrong)
 
 

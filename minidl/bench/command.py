@@ -158,23 +158,23 @@ _OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "nvtx", "strict", "mode
 def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply together are errors."""
     if a.layer and not a.input:
-        raise checks.bad_value("bench", "--input", "the shape of the layer's input, such as 32x56x56x64", a.input)
+        raise checks.bad_value("", "--input", "the shape of the layer's input, such as 32x56x56x64", a.input)
     if a.input and not a.layer:
-        raise checks.bad_value("bench", "--input", "left out without --layer: networks take --image-size", a.input)
+        raise checks.bad_value("", "--input", "left out without --layer: networks take --image-size", a.input)
     if a.torch and (a.layer or a.peer):
-        raise checks.bad_value("bench", "--torch", "without --layer and --peer", a.torch)
+        raise checks.bad_value("", "--torch", "without --layer and --peer", a.torch)
     usual = parser_of("layers").get_default
     for one, others in (("layer", (*_OF_STEPS, "image_size", "batch")), ("torch", (*_OF_STEPS, "kernels", "energy"))):
         for other in others if getattr(a, one) else ():
             if getattr(a, other) != usual(other):
                 name = other.replace("_", "-")
-                raise checks.bad_value("bench", f"--{name}", f"left out with --{one}", getattr(a, other))
+                raise checks.bad_value("", f"--{name}", f"left out with --{one}", getattr(a, other))
 
 
 def _need_a_gpu(a: argparse.Namespace, device: str) -> None:
     given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
     if device == "cpu" and given:
-        raise checks.bad_value("bench", f"--{given}", "with a GPU", "--device cpu")
+        raise checks.bad_value("", f"--{given}", "with a GPU", "--device cpu")
 
 
 def _energy(a: argparse.Namespace) -> Energy | None:
@@ -187,7 +187,7 @@ def _energy(a: argparse.Namespace) -> Energy | None:
 
 
 def _options(a: argparse.Namespace, device: str) -> layers.Options:
-    budget, peers = layers.budget_on(device, checks.at_least("bench", "--samples", a.samples, 2)), {}
+    budget, peers = layers.budget_on(device, checks.at_least("", "--samples", a.samples, 2)), {}
     if a.peer:
         from minidl.bench.torch_peer import peer_ms
 
@@ -221,7 +221,7 @@ def _torch_module(a: argparse.Namespace) -> int:
 
 def _model(a: argparse.Namespace) -> int:
     if a.trace and len(a.model) * len(a.batch) * len(a.precision) > 1:
-        raise checks.bad_value("bench", "--trace", "with one model, batch and precision", a.trace)
+        raise checks.bad_value("", "--trace", "with one model, batch and precision", a.trace)
     comm, device, progress = _start(a)
     known = ceilings.find(backend.get_ops(device), comm, remeasure=a.remeasure, progress=progress)
     contents, options = [], _network_options(a)

@@ -81,7 +81,7 @@ def _side(option: str, text: str) -> tuple[str, str]:
         device, mode = "cpu", device
     mode = precision(mode or "fp32").name
     if device not in ("cpu", "cuda"):
-        raise checks.bad_value("compare-backends", option, "DEVICE:PRECISION, such as cuda:bf16", text)
+        raise checks.bad_value("", option, "DEVICE:PRECISION, such as cuda:bf16", text)
     try:
         backend.open_device(device)
     except (ImportError, RuntimeError) as error:

@@ -42,7 +42,7 @@ def run(a: argparse.Namespace) -> int:
     """Look at everything; the exit status: 1 where something between the ranks does not work."""
     if dist.launched_size() == 1:
         if a.json:
-            raise checks.bad_value("doctor", "--json", "left out on one rank", a.json, "start it with mpiexec")
+            raise checks.bad_value("", "--json", "left out on one rank", a.json, "start it with mpiexec")
         _show_facts()
         return 0
     comm = join(a.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,12 @@ from minidl import checks, models
 from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
-from minidl.memory import Infeasible, Plan, Problem, Timeline, best, check, problem, record
+from minidl.memory import Infeasible, Plan, Problem, Timeline, check, problem, record
+from minidl.memory.gaps import NO_WINDOW
 from minidl.memory.limit import parse_limit
 from minidl.memory.limited import FUSIONS
 from minidl.memory.plan import human
+from minidl.memory.planner import StepPlanner
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
 from minidl.memory.trace import Trace
@@ -28,7 +29,6 @@ from minidl.profile.tables import show
 __all__ = ["add_arguments", "run"]
 
 _GROUPED = 24  # layers beyond which the table shows groups of them
-_WINDOWS = ((1, 1), (0, 0))
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -42,6 +42,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_images(p)
     p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
     p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
+    p.add_argument("--ranks", type=int, default=1, help="GPUs that train together: a ring then holds what is under way")
     p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
     p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
     p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
@@ -77,11 +78,13 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
-    if a.fusion is None:
-        a.fusion = "auto" if a.times else _fusion(a)
-    case = _case(a, a.batch)
-    limit = parse_limit(a.limit, case.problem.peak)
-    case, plan, run_ = _planned(a, case, limit)
+    if a.fusion is None and not a.times:
+        limit, case, plan, run_ = _fastest(a)
+    else:
+        a.fusion = a.fusion or "auto"
+        case = _case(a, a.batch)
+        limit = parse_limit(a.limit, case.problem.peak)
+        plan, run_ = _planned(a, case, limit)
     _report(a, case, limit, plan, run_)
     if a.alternatives:
         _alternatives(a, case, limit)
@@ -96,35 +99,39 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
-def _fusion(a: argparse.Namespace) -> str:
-    """The fusion with which a step within the limit is predicted fastest; a part is one of what the first needs."""
-    limit, found, needed = None, {}, {}
+def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
+    """The limit, and the plan by the fusion with which a step within it is predicted fastest.
+
+    A limit that is a part is one of what the first fusion needs.
+    """
+    limit, errors = None, []
+    found: dict[str, tuple[_Case, Plan, Timeline]] = {}
     for how in FUSIONS:
-        tried = argparse.Namespace(**vars(a) | {"fusion": how})
-        case = _case(tried, a.batch)
+        a.fusion = how
+        case = _case(a, a.batch)
         limit = parse_limit(a.limit, case.problem.peak) if limit is None else limit
-        if found and sum(case.times_ms) >= min(found.values()):
+        if found and sum(case.times_ms) >= min(run_.total_ms for *_, run_ in found.values()):
             continue  # no plan is faster than the step without a limit
         try:
-            found[how] = _planned(tried, case, limit)[2].total_ms
+            found[how] = case, *_planned(a, case, limit)
         except Infeasible as error:
-            needed[how] = error.needed or 0
-    a.limit = limit
+            errors.append(error)
     if not found:
-        return min(needed, key=needed.__getitem__)  # whose error names the smallest limit of all
-    fastest = min(found, key=found.__getitem__)
-    others = [f"{how} {ms:.1f} ms" for how, ms in found.items() if how != fastest]
-    print(f"fusion {fastest}: predicted {', '.join([f'{found[fastest]:.1f} ms', *others])}")
-    return fastest
+        raise min(errors, key=lambda error: error.needed or 0)  # names the smallest limit of all
+    predicted = {how: f"{run_.total_ms:.1f} ms" for how, (*_, run_) in found.items()}
+    a.fusion = min(found, key=lambda how: found[how][2].total_ms)
+    others = [f"{how} {ms}" for how, ms in predicted.items() if how != a.fusion]
+    print(f"fusion {a.fusion}: predicted {', '.join([predicted[a.fusion], *others])}")
+    return limit, *found[a.fusion]
 
 
-def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[0]) -> _Case:
+def _case(a: argparse.Namespace, batch: int) -> _Case:
     setup = Setup(a.model, batch, a.precision, "cuda", 1, a.image_size, a.classes)
     graph = setup.graph()
     fuse_graph(graph, a.fusion, precision(a.precision), BUILT_IN[a.device])
     trace = record(
-        graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, device=BUILT_IN[a.device],
-        model=a.model, image_size=setup.image, classes=setup.num_classes,
+        graph, batch, precision=a.precision, momentum=a.momentum, gradients=a.gradients, ranks=a.ranks,
+        device=BUILT_IN[a.device], model=a.model, image_size=setup.image, classes=setup.num_classes,
     )  # fmt: skip
     content = load(a.times) if a.times else {}
     ceilings = content.get("ceilings") or _ceilings(a)
@@ -136,7 +143,7 @@ def _case(a: argparse.Namespace, batch: int, window: tuple[int, int] = _WINDOWS[
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
     if a.host_momentum:
         trace = _visited(trace, times, link)
-    return _Case(problem(trace, window, state=a.state), times, link, how)
+    return _Case(problem(trace, state=a.state), times, link, how)
 
 
 def _visited(trace: Trace, times: list[float], link: Link) -> Trace:
@@ -156,14 +163,14 @@ def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
     return CEILINGS[a.device]
 
 
-def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Plan, Timeline]:
-    """The fastest plan; with windows for copies while they fit, without where the limit is too small for them."""
-    for window in _WINDOWS:
-        p = problem(case.problem.trace, window, state=a.state)
-        if limit >= p.floor or window == _WINDOWS[-1]:
-            plan, run_ = best(p, limit, case.times_ms, case.link, rebuild=not a.no_rebuild)
-            return dataclasses.replace(case, problem=p), plan, run_
-    raise AssertionError("the last window is always tried")
+def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[Plan, Timeline]:
+    options = {"state": a.state, "rebuild": not a.no_rebuild}
+    return StepPlanner(case.problem.trace, case.times_ms, case.link, **options).best(limit)
+
+
+def _floor(a: argparse.Namespace, case: _Case) -> Problem:
+    """Without windows for copies: its floor is the smallest feasible limit."""
+    return problem(case.problem.trace, NO_WINDOW, state=a.state)
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
     print()
     for name, text in (
         ("memory", f"{human(usage.peak)} at most, {human(state)} of it parameters, gradients and momentum"),
-        ("smallest limit", _smallest(problem(p.trace, _WINDOWS[-1], state=a.state))),
+        ("smallest limit", _smallest(_floor(a, case))),
         ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
         ("host memory", human(on_host)),
         ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
@@ -233,7 +240,7 @@ def _rows(p: Problem, plan: Plan, *, by_layer: bool) -> list[list[str]]:
 
 def _alternatives(a: argparse.Namespace, case: _Case, limit: int) -> None:
     """What else the limit allows: a larger batch under a plan; the same batch in pieces without one."""
-    fits = _largest(a, case, limit, lambda c: problem(c.problem.trace, _WINDOWS[-1], state=a.state).floor)
+    fits = _largest(a, case, limit, lambda c: _floor(a, c).floor)
     print(f"{'largest batch':<22}{fits} under a plan" if fits else f"{'largest batch':<22}none")
     small = _largest(a, case, limit, lambda c: c.problem.peak, most=a.batch)
     if not small:

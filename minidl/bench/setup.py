@@ -17,7 +17,6 @@ from minidl.layer import Layer
 __all__ = ["PRECISIONS", "Setup", "add_images", "device_of", "join", "layer_case", "parse_layer", "parse_shape"]
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-_SMALL = ("lenet", "mlp", "resnet20")  # networks for images of 32 x 32 and ten classes
 
 
 def add_images(p: argparse.ArgumentParser) -> None:
@@ -48,13 +47,11 @@ class Setup:
 
     @property
     def image(self) -> int:
-        usual = 32 if self.model in _SMALL else 256 if self.model == "unet" else 224
-        return usual if self.image_size is None else self.image_size
+        return models.usual_task(self.model, self.image_size)[0]
 
     @property
     def num_classes(self) -> int:
-        usual = 10 if self.model in _SMALL else 2 if self.model == "unet" else 1000
-        return usual if self.classes is None else self.classes
+        return models.usual_task(self.model, None, self.classes)[1]
 
     @property
     def title(self) -> str:
@@ -66,9 +63,9 @@ class Setup:
         Raises:
             ValueError: for an unknown model, or images or classes that it cannot take.
         """
-        checks.at_least("bench", "--batch", self.batch, 1)
-        checks.at_least("bench", "--image-size", self.image, 1)
-        checks.at_least("bench", "--classes", self.num_classes, 1)
+        checks.at_least("", "--batch", self.batch, 1)
+        checks.at_least("", "--image-size", self.image, 1)
+        checks.at_least("", "--classes", self.num_classes, 1)
         return models.build(self.model, (self.image, self.image, 3), self.num_classes)
 
     def record(self) -> dict[str, Any]:
@@ -119,7 +116,7 @@ def parse_layer(text: str) -> Layer:
         positional = [ast.literal_eval(node) for node in getattr(call, "args", [])]
         named = {word.arg: ast.literal_eval(word.value) for word in getattr(call, "keywords", [])}
     except (SyntaxError, ValueError, AttributeError) as error:
-        raise checks.bad_value("bench", "--layer", "a layer with literal arguments, Conv2d(64, 64, 3)", text) from error
+        raise checks.bad_value("", "--layer", "a layer with literal arguments, Conv2d(64, 64, 3)", text) from error
     known = {n: getattr(layers, n) for n in layers.__all__}
     if name not in known:
         raise checks.unknown("layer", name, known)
@@ -137,7 +134,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """
     sizes = text.lower().split("x")
     if not all(size.isdecimal() and int(size) > 0 for size in sizes) or len(sizes) < 2:
-        raise checks.bad_value("bench", "--input", "NxHxWxC or NxC, such as 32x56x56x64", text)
+        raise checks.bad_value("", "--input", "NxHxWxC or NxC, such as 32x56x56x64", text)
     return tuple(map(int, sizes))
 
 
@@ -150,6 +147,6 @@ def layer_case(text: str, inputs: Sequence[str]) -> Case:
     layer = parse_layer(text)
     shapes = tuple(map(parse_shape, inputs))
     if len(shapes) != (layer.num_inputs or max(len(shapes), 1)):
-        raise checks.bad_value("bench", "--input", f"one for each of {layer.num_inputs or 'its'} inputs", len(shapes))
+        raise checks.bad_value("", "--input", f"one for each of {layer.num_inputs or 'its'} inputs", len(shapes))
     layer.output_shape(*shapes)
     return Case(1, layer, shapes)

@@ -62,7 +62,7 @@ def run(a: argparse.Namespace) -> int:
         _check(known, a)
         return 0
     if a.fit:
-        raise checks.bad_value("simulate", "--fit", "left out without --check", True, "give it steps of several ranks")
+        raise checks.bad_value("", "--fit", "left out without --check", True, "give it steps of several ranks")
     step = scaling.measured(_chosen(known, a.case, a.file))
     outcomes = sweep(step, _cluster(a), node_counts(a.nodes), a)
     _show(step, outcomes, a)
@@ -95,7 +95,7 @@ def _interference(text: str | None) -> Interference:
         return scaling.INTERFERENCE
     numbers = _numbers("--interference", text)
     if len(numbers) > 3:
-        raise checks.bad_value("simulate", "--interference", "one to three numbers, such as 0.6,0.2,8", text)
+        raise checks.bad_value("", "--interference", "one to three numbers, such as 0.6,0.2,8", text)
     products, memory = numbers[0], numbers[min(1, len(numbers) - 1)]
     return Interference(products, memory, sum(numbers[2:]) / 1e3)
 
@@ -109,7 +109,7 @@ def node_counts(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     parts = [first, last] if dots else text.split(",")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts) or (dots and int(first) > int(last)):
-        raise checks.bad_value("simulate", "--nodes", "1..128 or 1,2,3", text)
+        raise checks.bad_value("", "--nodes", "1..128 or 1,2,3", text)
     numbers = [int(part) for part in parts]
     if not dots:
         return numbers
@@ -126,12 +126,12 @@ def _chosen(known: dict[str, Run], case: str | None, file: str) -> Run:
     found = [one for name, one in known.items() if case is None or case in name]
     exact = [one for one in found if one.case == case]
     if len(exact or found) != 1:
-        raise checks.bad_value("simulate", "--case", f"one of the networks of {file}: {', '.join(known)}", case)
+        raise checks.bad_value("", "--case", f"one of the networks of {file}: {', '.join(known)}", case)
     return (exact or found)[0]
 
 
 def _cluster(a: argparse.Namespace) -> Cluster:
-    ranks = checks.at_least("simulate", "--ranks-per-node", a.ranks_per_node, 1)
+    ranks = checks.at_least("", "--ranks-per-node", a.ranks_per_node, 1)
     if a.links:
         points = _nearest(_links(a.links), ranks).points(a.engine or "")
     elif a.link:
@@ -139,7 +139,7 @@ def _cluster(a: argparse.Namespace) -> Cluster:
         points = tuple((size, 1e3 * (line.latency + size / line.bandwidth)) for size in (0.0, 1e3, 1e10))
     elif ranks > 1:
         remedy = "give --links h200-x2/bench_all_reduce.json, or --link 10,300"
-        raise checks.bad_value("simulate", "--links", "the all-reduces within a host", None, remedy)
+        raise checks.bad_value("", "--links", "the all-reduces within a host", None, remedy)
     else:
         points = ()
     return Cluster(ranks, points, _line("--network", a.network))
@@ -157,7 +157,7 @@ def _nearest(links: Sequence[Sums], ranks: int) -> Sums:
 def _line(option: str, text: str) -> AlphaBeta:
     numbers = _numbers(option, text)
     if len(numbers) != 2 or numbers[1] == 0:
-        raise checks.bad_value("simulate", option, "microseconds and GB/s, such as 10,50", text)
+        raise checks.bad_value("", option, "microseconds and GB/s, such as 10,50", text)
     return AlphaBeta(numbers[0] * 1e-6, numbers[1] * 1e9)
 
 
@@ -167,7 +167,7 @@ def _numbers(option: str, text: str) -> list[float]:
     except ValueError:
         numbers = [-1.0]
     if min(numbers) < 0 or max(numbers) == float("inf"):
-        raise checks.bad_value("simulate", option, "numbers of at least 0, separated by commas", text)
+        raise checks.bad_value("", option, "numbers of at least 0, separated by commas", text)
     return numbers
 
 
@@ -313,7 +313,7 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
         if sums is None:
             remedy = "give --links bench_all_reduce.json of the same machine"
             expected = f"all-reduces by {engine} of {row['ranks']} ranks, for {file}"
-            raise checks.bad_value("simulate", "--links", expected, None, remedy)
+            raise checks.bad_value("", "--links", expected, None, remedy)
         step = scaling.measured(known[row["case"]]).scaled(row["alone_ms"])
         share = 0.5 if row["message_dtype"] == "bf16" else 1.0
         factors = "factors" in row and not row["arm"].endswith("/sums")

@@ -308,7 +308,7 @@ def run(args: argparse.Namespace, parser_of: ParserOf, program: Program = progra
         OSError, ValueError: from `read`; also when parts were measured on different machines.
     """
     if args.timeout is not None:
-        checks.number("sweep", "--timeout", args.timeout, "of seconds above 0", lambda t: t > 0)
+        checks.number("", "--timeout", args.timeout, "of seconds above 0", lambda t: t > 0)
     points = read(args.file, parser_of)
     out = Path(args.json) if args.json else Path(args.file).with_suffix(".json")
     folder = out.with_name(f"{out.name}.parts")

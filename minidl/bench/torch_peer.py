@@ -51,9 +51,9 @@ def bench_command(a: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: as `load`; for a size, batch or number of samples that cannot be.
     """
-    size = checks.at_least("bench", "--image-size", a.image_size or _IMAGE_SIZE, 1)
-    batch = checks.at_least("bench", "--batch", a.batch, 1)
-    samples = checks.at_least("bench", "--samples", a.samples, 2)
+    size = checks.at_least("", "--image-size", a.image_size or _IMAGE_SIZE, 1)
+    batch = checks.at_least("", "--batch", a.batch, 1)
+    samples = checks.at_least("", "--samples", a.samples, 2)
     module, device = load(a.torch), device_of(a.device, SOLO)
     known = ceilings.find(backend.get_ops(device), remeasure=a.remeasure)
     name = a.torch.partition(":")[2]
@@ -84,7 +84,7 @@ def load(spec: str) -> nn.Module:
     """
     path, colon, name = spec.partition(":")
     if not (path and colon and name):
-        raise checks.bad_value("--torch", "module", "package.module:function, as in torchvision.models:resnet18", spec)
+        raise checks.bad_value("", "--torch", "package.module:function, as in torchvision.models:resnet18", spec)
     here = os.getcwd()
     sys.path.insert(0, here)
     try:

@@ -55,7 +55,7 @@ class TrainingProfile:
 
     @contextmanager
     def step(self, trainer: Trainer, samples: int | None) -> Iterator[None]:
-        """Around each training step, see `minidl.train.StepWatch`."""
+        """Around each training step, see `minidl.callbacks.StepWatch`."""
         if self._profiler is None:
             self._profiler, self._around = StepProfiler(trainer.model.ops), StepProfiler(trainer.model.ops)
         self._batch = self._batch or samples

@@ -44,9 +44,9 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for an option that cannot be.
     """
     if a.threads is not None:
-        checks.at_least("warm", "--threads", a.threads, 1)
+        checks.at_least("", "--threads", a.threads, 1)
     if a.step and a.gpu != "auto":
-        raise checks.bad_value("warm", "--step", "without --gpu", f"--gpu {a.gpu}")
+        raise checks.bad_value("", "--step", "without --gpu", f"--gpu {a.gpu}")
     setup = Setup(a.model, a.batch, a.precision, "cuda", 1, a.image_size, a.classes, a.fusion)
     device = _device(a.gpu)
     built = compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, device, a.threads)

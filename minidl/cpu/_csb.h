@@ -193,18 +193,20 @@ typedef struct {
     ptrdiff_t step;
 } CsbTile;
 
-/* One tile of `parts` vectors. rows: y[r] += sum over the nonzeros of row r of value * x[item], in registers.
+/* One tile of `parts` vectors. rows: y[r] += sum over the nonzeros of row r of value * x[item], in registers; rows lie
+ * `apart` floats from each other, and are set where they are `fresh`.
  * scatter: the same for a block as it lies, transposed: y[column] += value * x[row]. */
 #define DEFINE_CSB_KERNELS(lanes, vec, parts)                                                                          \
     MINIDL_INLINE void csb_rows_##lanes(                                                                               \
-        const int32_t *first, ptrdiff_t rows, const uint16_t *items, const float *values, CsbTile tile, float *y)      \
+        const int32_t *first, ptrdiff_t rows, const uint16_t *items, const float *values, CsbTile tile, float *y,      \
+        ptrdiff_t apart, int fresh)                                                                                    \
     {                                                                                                                  \
         const ptrdiff_t width = sizeof(vec) / sizeof(float);                                                           \
-        for (ptrdiff_t r = 0; r < rows; r++, y += lanes) {                                                             \
+        for (ptrdiff_t r = 0; r < rows; r++, y += apart) {                                                             \
             const ptrdiff_t end = first[r + 1];                                                                        \
-            if (first[r] == end) continue;                                                                             \
+            if (first[r] == end && !fresh) continue;                                                                   \
             vec sum[parts];                                                                                            \
-            UNROLL for (int p = 0; p < (parts); p++) sum[p] = *(const vec *)(y + p * width);                           \
+            UNROLL for (int p = 0; p < (parts); p++) sum[p] = fresh ? (vec){0} : *(const vec *)(y + p * width);        \
             for (ptrdiff_t i = first[r]; i < end; i++) {                                                               \
                 const float *x = tile.x + (items[i] & 255) * tile.step;                                                \
                 UNROLL for (int p = 0; p < (parts); p++) sum[p] += values[i] * *(const vec *)(x + p * width);          \
@@ -250,7 +252,7 @@ MINIDL_INLINE void csb_finish(const CsbProduct *p, float *row, ptrdiff_t feature
     }
 }
 
-/* Outputs of a block, (tiles, side, lanes), to memory: features feature .. + rows of samples sample .. end. */
+/* Outputs of a block, (tiles, side, lanes), to memory: features feature .. + rows of samples sample .. end, if any. */
 MINIDL_INLINE void csb_store(
     const CsbProduct *p, float *outputs, ptrdiff_t feature, ptrdiff_t rows, ptrdiff_t sample, ptrdiff_t end)
 {
@@ -288,7 +290,11 @@ static void minidl_csb_product(
     const ptrdiff_t rows = csb_least(side, p->features - block * side);
     /* Sorting pays from a few vectors on; below that the outputs are cheaper to load and store each time. */
     const int scatter = p->transposed && (last - first) * lanes <= CSB_SCATTER;
-    memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
+    /* Sums of a single block need no scratch: features first, whole tiles go where they belong. */
+    const ptrdiff_t there = csb_least(total, sample + last * lanes), ready = blocks == 1 && !p->features_last && !scatter
+        ? csb_least(last, (total - sample) / lanes) : first;
+    int fresh = !scatter; /* nothing has been summed yet */
+    if (scatter) memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
     for (ptrdiff_t b = 0; b < blocks; b++) {
         /* Transposed: down the tap's block column. */
         const ptrdiff_t tap = p->transposed ? b / a->block_rows : 0, row = b - tap * a->block_rows;
@@ -296,7 +302,7 @@ static void minidl_csb_product(
                                            : block * a->block_columns + b;
         const ptrdiff_t feature = tap * a->rows + row * side;
         const ptrdiff_t begin = a->indptr[at], count = a->indptr[at + 1] - begin;
-        if (count == 0) continue;
+        if (count == 0 && ready == first) continue;
         const uint16_t *items = a->indices + begin;
         const float *values = a->values + begin;
         if (!p->transposed)
@@ -306,15 +312,21 @@ static void minidl_csb_product(
             items = scratch->items;
             values = scratch->values;
         }
+        /* Where tiles lie side by side in memory a row of outputs runs through all of them: long reads, few pages. */
+        const ptrdiff_t strip = tile == lanes && !scatter ? 1 : rows;
+        for (ptrdiff_t r = 0; r < rows; r += strip)
         for (ptrdiff_t t = first; t < last; t++) {
             const CsbTile from = {x + t * tile + feature * step, step};
-            float *y = scratch->outputs + (t - first) * side * lanes;
+            const int placed = t < ready;
+            const ptrdiff_t apart = placed ? p->pitch : lanes;
+            float *y = placed ? p->y + (block * side + r) * p->pitch + sample + t * lanes
+                              : scratch->outputs + ((t - first) * side + r) * lanes;
 #define CSB_RUN(lanes)                                                                                                 \
     do {                                                                                                               \
         if (scatter)                                                                                                   \
             csb_scatter_##lanes(count, items, values, from, y);                                                        \
         else                                                                                                           \
-            csb_rows_##lanes(scratch->first, rows, items, values, from, y);                                            \
+            csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh);                         \
     } while (0)
             if (lanes == 64)
                 CSB_RUN(64);
@@ -327,9 +339,12 @@ static void minidl_csb_product(
             else
                 CSB_RUN(1);
 #undef CSB_RUN
+            for (ptrdiff_t i = 0; i < strip && placed; i++) csb_finish(p, y + i * apart, block * side + r + i);
         }
+        fresh = 0;
     }
-    csb_store(p, scratch->outputs, block * side, rows, sample + first * lanes, csb_least(total, sample + last * lanes));
+    if (fresh) memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
+    csb_store(p, scratch->outputs + (ready - first) * side * lanes, block * side, rows, sample + ready * lanes, there);
 }
 
 /* ---- the sampled product ---- */

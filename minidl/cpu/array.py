@@ -25,6 +25,7 @@ __all__ = [
     "stored",
     "synchronize",
     "to_host",
+    "write_gradient",
     "zeros",
 ]
 
@@ -85,6 +86,15 @@ def copy_into(out: Array, x: Array) -> None:
     # An overflow to infinity is an ordinary event in float16 training (the loss scale reacts to it), not news.
     with np.errstate(over="ignore", invalid="ignore"):
         np.copyto(out, x, casting="unsafe")
+
+
+def write_gradient(out: Array | None, total: Array, accumulate: bool) -> None:
+    """``total`` into the gradient of a parameter, float32, or added to it; None: nobody asks for that gradient.
+
+    It is rounded first, so that one that is added has the bits of one that stands alone.
+    """
+    if out is not None:
+        np.add(total.astype(float32, copy=False), out if accumulate else float32.type(0), out=out)
 
 
 def assign(out: Array, values: Sequence[float]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from minidl.cpu import _batch_norm
 from minidl.cpu.activation import relu_backward
-from minidl.cpu.array import Array, empty, rows_float32, stored
+from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 
 __all__ = [
@@ -162,10 +162,8 @@ def batch_norm_backward_sums(
 ) -> Array:
     """What `batch_norm_backward_stats` returns and writes, from what `conv2d_backward_data_masked` left for it."""
     sums = parts
-    for out, value in ((dbeta, sums[0]), (dgamma, sums[1])):
-        if out is not None:
-            # Rounded first: a gradient that is added has the bits of one that stands alone.
-            np.add(value.astype(float32), out if accumulate else float32.type(0), out=out)
+    write_gradient(dbeta, sums[0], accumulate)
+    write_gradient(dgamma, sums[1], accumulate)
     return sums
 
 

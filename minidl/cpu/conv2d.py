@@ -10,7 +10,7 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
 from minidl.cpu.activation import activate, relu_backward
-from minidl.cpu.array import Array, cast, contiguous, empty, rows, zeros
+from minidl.cpu.array import Array, cast, contiguous, empty, rows, write_gradient, zeros
 from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_stats, batch_norm_stats
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
@@ -222,8 +222,7 @@ def channel_sum(dy: Array, *, out: Array, accumulate: bool = False) -> None:
     partial = zeros((blocks, dy.shape[1]), np.float64)
     if dy.size:
         _conv2d.channel_sum(dy, partial, _SUM_ROWS, threads_for(_conv2d.max_threads(), blocks, LANES * dy.size))
-    total = np.add.reduce(partial, axis=0).astype(float32)
-    out[...] = out + total if accumulate else total
+    write_gradient(out, np.add.reduce(partial, axis=0), accumulate)
 
 
 def _float32(x: Array) -> Array:

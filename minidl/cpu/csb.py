@@ -19,7 +19,8 @@ from minidl.shapes import Pair, ceil_div, round_up
 __all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
 
 _PACKED_FLOATS = 1 << 18  # of the dense operand at a time and for each thread: what a second-level cache holds
-_REUSE = 4  # uses of an element of the dense operand up to which packing it first does not pay
+_REUSE = 16  # uses of an element of the dense operand up to which packing it first does not pay
+_REUSE_NEAR, _NEAR_FLOATS = 4, 1 << 13  # the same where a packed tile fits a first-level cache
 _THREADS_FROM = 1 << 17  # multiply-adds below which one thread is as fast
 
 # Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
@@ -62,7 +63,8 @@ def csb_matmul(
         return empty(out_shape, x.dtype)
     y = empty(out_shape, float32)
     lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
-    direct = lanes == 1 or (not features_last and values.size <= _REUSE * features)
+    reuse = _REUSE_NEAR if features * lanes <= _NEAR_FLOATS else _REUSE
+    direct = lanes == 1 or (not features_last and values.size <= reuse * features)
     threads = threads_for(values.size * samples)
     packed = packed_room(features, samples, lanes, threads)
     fullest = int(np.diff(indptr).max(initial=0))

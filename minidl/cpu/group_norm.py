@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu import _norm
-from minidl.cpu.array import Array, empty, rows_float32, stored
+from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
@@ -76,10 +76,8 @@ def group_norm_backward_stats(
     mean, rstd = _per_channel(moments, channels)
     first, second = sample_sums(dy, v, mean, n, pixels)
     second = second * rstd
-    for out, found in ((dbeta, first), (dgamma, second)):
-        if out is not None:
-            total = found.sum(axis=0).astype(float32)
-            out[...] = out + total if accumulate else total
+    write_gradient(dbeta, first.sum(axis=0), accumulate)
+    write_gradient(dgamma, second.sum(axis=0), accumulate)
     weighted = np.stack([first, second]) * (1.0 if gamma is None else gamma)
     size = max(pixels * (channels // groups), 1)
     return (weighted.reshape(2, n, groups, channels // groups).sum(axis=3) / size).astype(float32)

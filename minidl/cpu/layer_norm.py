@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu import _norm
-from minidl.cpu.array import Array, empty, rows_float32, stored
+from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
@@ -44,10 +44,9 @@ def layer_norm_backward_weight(
     sums = empty((ceil_div(v.shape[0], _CHUNK), 2, v.shape[1]), float32)
     if v.size:
         _norm.row_product_sums(g, v, moments, _CHUNK, sums)
-    total = sums.sum(axis=0, dtype=np.float64).astype(float32)
-    for out, found in ((dbeta, total[0]), (dgamma, total[1])):
-        if out is not None:
-            out[...] = out + found if accumulate else found
+    total = sums.sum(axis=0, dtype=np.float64)
+    write_gradient(dbeta, total[0], accumulate)
+    write_gradient(dgamma, total[1], accumulate)
 
 
 def layer_norm_backward_data(

@@ -19,10 +19,27 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from minidl import checks
-from minidl.dist.communicator import Communicator, Span, Work, check_array, check_cuts, check_root, unseen
+from minidl import backend, checks
+from minidl.dist.communicator import (
+    Communicator,
+    SoloCommunicator,
+    Span,
+    Work,
+    check_array,
+    check_cuts,
+    check_root,
+    unseen,
+)
 
-__all__ = ["AlphaBeta", "Clock", "SimulatedCommunicator", "SimulatedMessage", "VirtualClock", "WallClock"]
+__all__ = [
+    "AlphaBeta",
+    "Clock",
+    "ImaginedCommunicator",
+    "SimulatedCommunicator",
+    "SimulatedMessage",
+    "VirtualClock",
+    "WallClock",
+]
 
 _SPIN_SECONDS = 200e-6  # before the end of a wait: the system's sleep is no more exact than that
 
@@ -231,3 +248,19 @@ class SimulatedCommunicator:
         check_array(call, array, written=written)
         if not isinstance(array, np.ndarray):
             raise checks.bad_dtype(call, "array", "a NumPy array", checks.describe(array), "simulate on the cpu")
+
+
+class ImaginedCommunicator(SoloCommunicator):
+    """Rank 0 of ``size`` alike, for walks on shapes: makes the arrays that other engines make, and touches none."""
+
+    name = "imagined"
+
+    def __init__(self, size: int):
+        self.size = self.local_size = checks.at_least("ImaginedCommunicator", "size", size, 1)
+
+    def all_gather(self, array: Any) -> Any:
+        check_array("all_gather", array, written=False)
+        return backend.ops_of(array).empty((self.size, *array.shape), array.dtype)
+
+    def share(self, value: Any) -> list[Any]:
+        return [value] * self.size

@@ -32,8 +32,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl fuse``."""
     p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
     p.add_argument("--batch", type=int, default=32, help="samples of each rank")
-    p.add_argument("--image-size", type=int, default=224)
-    p.add_argument("--classes", type=int, default=1000)
+    p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
+    p.add_argument("--classes", type=int, help="default: usual for the network")
     p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
     p.add_argument("--plan", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or the path of a plan")
     p.add_argument("--tune", action="store_true", help="measure on this machine, and keep the plan for --plan adaptive")
@@ -49,12 +49,13 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Find the plan, print a row for each batch norm, or one for each of its ways; the exit status."""
-    batch = checks.at_least("fuse", "--batch", a.batch, 1)
-    graph = models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
+    batch = checks.at_least("", "--batch", a.batch, 1)
+    side, classes = models.usual_task(a.model, a.image_size, a.classes)
+    graph = models.build(a.model, (side, side, 3), classes)
     ops, there = _table(a.device)
     if not there:
         if a.tune or a.map or a.plan == "adaptive":
-            raise checks.impossible("fuse", "there is no GPU to measure on", "use --device cpu, or --plan auto")
+            raise checks.impossible("", "there is no GPU to measure on", "use --device cpu, or --plan auto")
         with dry_run(BUILT_IN[a.device if a.device in BUILT_IN else "H200"]):
             return _told(a, graph, batch, ops, there)
     return _told(a, graph, batch, ops, there)

@@ -10,15 +10,15 @@ import numpy as np
 
 from minidl import checks
 from minidl.dist.communicator import Communicator
-from minidl.initializers import Initializer, ones, zeros
-from minidl.layer import Layer
+from minidl.initializers import Initializer, ones
+from minidl.layers.affine_norm import AffineNorm
 from minidl.profile import Cost, PassCost
 from minidl.value import MaskedGradient, Normalized, Origin, PooledGradient, Value, finished, materialize
 
 __all__ = ["BatchNorm2d"]
 
 
-class BatchNorm2d(Layer):
+class BatchNorm2d(AffineNorm):
     """Normalises each channel over batch and image (Ioffe and Szegedy 2015), then scales and shifts it.
 
     Args:
@@ -39,7 +39,6 @@ class BatchNorm2d(Layer):
         ValueError: in training with a single value per channel, whose variance says nothing.
     """
 
-    accepts_add = True
     accepts_masked = True
     accepts_unfinished = True  # for the statistics that may come with a finished one
     modes = ("training", "deferred")
@@ -56,27 +55,19 @@ class BatchNorm2d(Layer):
         weight_init: Initializer = ones,
         name: str | None = None,
     ):
-        super().__init__(name)
+        super().__init__(num_features, eps, affine, name, weight_init)
         self.num_features = checks.at_least(self.name, "num_features", num_features, 1)
-        self.eps = checks.number(self.name, "eps", eps, "above 0", lambda v: v > 0)
         self.momentum = checks.number(self.name, "momentum", momentum, "in [0, 1]", lambda v: 0 <= v <= 1)
         if not isinstance(sync, bool | Communicator):
             raise checks.bad_dtype(self.name, "sync", "True, False or a communicator", repr(sync))
         self.sync = sync
-        if affine:
-            self.declare("weight", (num_features,), weight_init, product=False)
-            self.declare("bias", (num_features,), zeros, product=False)
         self.buffer_specs = {
             "running_mean": np.zeros(num_features, np.float32),
             "running_var": np.ones(num_features, np.float32),
         }
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shape) != 2:
-            return self._image(shape, self.num_features)
-        if shape[1] != self.num_features:
-            raise checks.bad_shape(self.name, "x", f"(N, {self.num_features})", shape)
-        return shape
+        return self._images_or_vectors(shape, self.num_features)
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         """As in `Layer.cost`, in the present mode: in evaluation the running statistics are constants.
@@ -125,15 +116,11 @@ class BatchNorm2d(Layer):
             return Value(origin=Origin((Normalized(x, moments, *affine, owner=self.name),)))
         return self.ops.batch_norm_apply(x, moments, *affine)
 
-    @property
-    def _affine(self) -> tuple[Any, Any]:
-        return self.params.get("weight"), self.params.get("bias")
-
     def _batch_moments(self, x: Any, stats: Any) -> tuple[Any, Any]:
         """Moments and count of the batch, from its statistics where they came with ``x``."""
         if prod(x.shape[:-1]) <= 1 and self._joined is None and not (self._bound and x.shape[0] == 0):
-            expected = "more than one value per channel in training"
-            raise checks.bad_shape(self.name, "x", expected, x.shape, "use a larger batch or evaluation mode")
+            text = f"training needs more than one value per channel, got x of shape {x.shape}"
+            raise checks.impossible(self.name, text, "use a larger batch or evaluation mode")
         if stats is None:
             stats = self.ops.batch_norm_stats(x)
         if self._joined is not None:
@@ -144,14 +131,8 @@ class BatchNorm2d(Layer):
         return self.ops.batch_norm_eval_moments(self.buffers["running_mean"], self.buffers["running_var"], self.eps)
 
     def backward_weight(self, dy: Any) -> None:
-        kept = self.saved()
-        weight, bias = self.grad("weight"), self.grad("bias")
         # Parameter gradients are the sums over this rank alone: their message adds up the ranks.
-        gradients = {
-            "dgamma": weight.view if weight else None,
-            "dbeta": bias.view if bias else None,
-            "accumulate": any(not g.first for g in (weight, bias) if g is not None),
-        }
+        kept, gradients = self.saved(), self._gradients()
         ops, x, moments = self.ops, kept.x, kept.moments
         if isinstance(dy, PooledGradient):
             kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, dy.largest, moments, **gradients)

@@ -115,9 +115,9 @@ class Conv2d(_Convolution):
             self.declare("bias", (self.out_channels,), uniform_fan_in(prod(shape[1:])), product=False)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, _ = self._image(shape, self.in_channels)
+        n, h, w, _ = self.require_image(shape, self.in_channels)
         sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        p, q = self._fitting(shape, tuple(conv_output_size(*axis) for axis in sizes))
+        p, q = self.require_output(shape, tuple(conv_output_size(*axis) for axis in sizes))
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
@@ -236,11 +236,11 @@ class ConvTranspose2d(_Convolution):
             self.declare("bias", (self.out_channels,), uniform_fan_in(prod(shape[1:])), product=False)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, _ = self._image(shape, self.in_channels)
+        n, h, w, _ = self.require_image(shape, self.in_channels)
         sizes = zip(
             (h, w), self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding, strict=True
         )
-        p, q = self._fitting(shape, tuple(conv_transpose_output_size(*axis) for axis in sizes))
+        p, q = self.require_output(shape, tuple(conv_transpose_output_size(*axis) for axis in sizes))
         return n, p, q, self.out_channels
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:

@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, prod
+from math import prod
 from typing import Any
 
 from minidl import checks
-from minidl.initializers import ones, zeros
-from minidl.layer import Layer
+from minidl.layers.affine_norm import AffineNorm
 from minidl.profile import Cost, PassCost
 
 __all__ = ["GroupNorm", "LayerNorm"]
 
 
-class _SampleNorm(Layer):
-    """``(x − mean) / sqrt(variance + eps)·weight + bias``, the moments being those of a part of one sample."""
-
-    accepts_add = True
-
-    def __init__(self, channels: int, eps: float, affine: bool, name: str | None):
-        super().__init__(name)
-        self.eps = checks.number(self.name, "eps", eps, "above 0, finite", lambda v: 0 < v < inf)
-        if affine:
-            self.declare("weight", (channels,), ones, product=False)
-            self.declare("bias", (channels,), zeros, product=False)
-
-    @property
-    def _affine(self) -> tuple[Any, Any]:
-        return self.params.get("weight"), self.params.get("bias")
-
-    def _gradients(self) -> dict[str, Any]:
-        """Where the parameter gradients go, as the operations take it."""
-        weight, bias = self.grad("weight"), self.grad("bias")
-        return {
-            "dgamma": weight.view if weight else None,
-            "dbeta": bias.view if bias else None,
-            "accumulate": any(not g.first for g in (weight, bias) if g is not None),
-        }
-
-
-class GroupNorm(_SampleNorm):
+class GroupNorm(AffineNorm):
     """Normalises groups of neighbouring channels of every image (Wu and He, "Group Normalization", ECCV 2018).
 
     Args:
@@ -62,11 +35,7 @@ class GroupNorm(_SampleNorm):
             raise checks.bad_value(self.name, "num_channels", expected, num_channels)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shape) != 2:
-            return self._image(shape, self.num_channels)
-        if shape[1] != self.num_channels:
-            raise checks.bad_shape(self.name, "x", f"(N, {self.num_channels})", shape)
-        return shape
+        return self._images_or_vectors(shape, self.num_channels)
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         """As in `Layer.cost`. Per element, as in a batch norm: mean 1, squared deviations 3, normalising 3 (2 if not
@@ -97,7 +66,7 @@ class GroupNorm(_SampleNorm):
         return f"{self.num_groups}, {self.num_channels}" + ("" if self.specs else ", affine=False")
 
 
-class LayerNorm(_SampleNorm):
+class LayerNorm(AffineNorm):
     """Normalises the channels of every pixel or vector (Ba, Kiros and Hinton, "Layer Normalization", 2016).
 
     Args:

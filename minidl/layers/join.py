@@ -112,7 +112,8 @@ class Concat(Layer):
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
     def cost(self, *shapes: tuple[int, ...], itemsize: int = 4) -> Cost:
-        return Cost(forward=PassCost(0, 2 * sum(map(prod, shapes)) * itemsize))
+        copied = shapes[1:] if self.continues else shapes
+        return Cost(forward=PassCost(0, 2 * sum(map(prod, copied)) * itemsize))
 
     def compute(self, *inputs: Any) -> Any:
         values = [materialize(self.ops, x) if isinstance(x, Value) else Value(x) for x in inputs]

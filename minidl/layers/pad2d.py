@@ -31,7 +31,7 @@ class Pad(Layer):
         self.value = checks.number(self.name, "value", value, "to pad with", lambda v: True)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, c = self._image(shape)
+        n, h, w, c = self.require_image(shape)
         left, right, top, bottom = self.padding
         h, w = h + top + bottom, w + left + right
         if min(h, w) < 1:

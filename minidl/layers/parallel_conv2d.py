@@ -66,7 +66,7 @@ class RowParallelConv2d(Conv2d):
         return f"{super().describe()}, height={self.height} over {self.group.size} ranks"
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, c = self._image(shape, self.in_channels)
+        n, h, w, c = self.require_image(shape, self.in_channels)
         if h != self._plan.rows.count:
             expected = f"(N, {self._plan.rows.count}, W, C)"
             remedy = f"rank {self.group.rank} of {self.group.size} holds rows {self._plan.rows.begin} to "

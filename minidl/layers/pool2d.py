@@ -37,9 +37,9 @@ class _Pool(Layer):
             raise checks.bad_value(self.name, "padding", f"at most half the kernel {self.kernel_size}", padding)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, c = self._image(shape)
+        n, h, w, c = self.require_image(shape)
         sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        p, q = self._fitting(shape, tuple(pool_output_size(*axis, self.ceil_mode) for axis in sizes))
+        p, q = self.require_output(shape, tuple(pool_output_size(*axis, self.ceil_mode) for axis in sizes))
         return n, p, q, c
 
     def _read(self, shape: tuple[int, ...]) -> int:
@@ -171,8 +171,8 @@ class AdaptiveAvgPool2d(Layer):
         self.output_size = checks.positive_pair(self.name, "output_size", output_size)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, c = self._image(shape)
-        self._fitting(shape, (h, w))
+        n, h, w, c = self.require_image(shape)
+        self.require_output(shape, (h, w))
         return n, *self.output_size, c
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:

@@ -56,10 +56,10 @@ class Upsample(Layer):
         self.mode, self.align_corners = mode, bool(align_corners)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, c = self._image(shape)
-        self._fitting(shape, (h, w))
+        n, h, w, c = self.require_image(shape)
+        self.require_output(shape, (h, w))
         size = self.size or (int(h * self.scale[0]), int(w * self.scale[1]))
-        return n, *self._fitting(shape, size), c
+        return n, *self.require_output(shape, size), c
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         """As in `Layer.cost`: four products and sums for each bilinear output, both ways; nearest, one sum backward."""

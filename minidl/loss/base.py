@@ -18,12 +18,26 @@ _LOGITS = (float32, bfloat16, float16)
 
 
 class Sums(NamedTuple):
-    """What a loss counted, of all ranks. The mean loss is ``loss / weight``, the accuracy ``correct / labels``."""
+    """What a loss counted, of all ranks."""
 
-    loss: float
-    weight: float
-    correct: int
-    labels: int
+    loss: float = 0.0
+    weight: float = 0.0
+    correct: int = 0
+    labels: int = 0
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss; 0 when nothing was counted."""
+        return self.loss / self.weight if self.weight else 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of counted labels whose class has the largest logit; 0 where there are none."""
+        return self.correct / self.labels if self.labels else 0.0
+
+    def plus(self, other: Sums) -> Sums:
+        """Those of both batches."""
+        return Sums(*map(sum, zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -55,14 +69,12 @@ class Totals:
     @property
     def loss(self) -> float:
         """Mean loss; 0 when nothing was counted."""
-        sums = self.read()
-        return sums.loss / sums.weight if sums.weight else 0.0
+        return self.read().mean_loss
 
     @property
     def accuracy(self) -> float:
         """Fraction of counted labels whose class has the largest logit; 0 where there are none."""
-        sums = self.read()
-        return sums.correct / sums.labels if sums.labels else 0.0
+        return self.read().accuracy
 
 
 def out_of_range(num_classes: int, count: float) -> ValueError:
@@ -110,6 +122,10 @@ class Loss:
     def count(self, target: Any, num_classes: int) -> Any:
         """What the whole batch's loss is divided by, over all ranks, where `divisible`: for `forward` of its parts."""
         raise NotImplementedError
+
+    def __call__(self, x: Any, target: Any, **options: Any) -> Totals:
+        """`forward`."""
+        return self.forward(x, target, **options)
 
     def forward(self, x: Any, target: Any, grad: bool = True, count: Any = None) -> Totals:
         """Evaluate the loss; keeps what `backward` needs unless ``grad`` is False.

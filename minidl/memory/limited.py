@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,14 +10,12 @@ from typing import Any
 
 from minidl import checks
 from minidl.fusion import fuse
-from minidl.graph import Graph, Node
-from minidl.layer import Layer
 from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Infeasible, Plan, human
-from minidl.memory.planner import Planner
-from minidl.memory.record import record_step
+from minidl.memory.planner import StepPlanner
+from minidl.memory.record import record_model
 from minidl.memory.recording import Recording
 from minidl.memory.script import Script, fitted, outside, write
 from minidl.memory.simulate import Link, Timeline, check, timeline
@@ -29,12 +26,11 @@ from minidl.model import Model
 from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
-__all__ = ["FUSIONS", "LimitedMemory", "limit_memory", "unbound"]
+__all__ = ["FUSIONS", "LimitedMemory", "limit_memory"]
 
 FUSIONS = ("auto", "elementwise", "none")
 """Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
 
-_WINDOWS = ((1, 1), (0, 0))
 _RATES = CEILINGS["H200"]
 
 
@@ -106,13 +102,7 @@ class LimitedMemory:
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def _recorded(self, batch: int) -> Recording:
-        model = self._model
-        frozen = [s.full_name for s in model.arena.segments if not s.trainable]
-        return record_step(
-            unbound(model.graph), batch, precision=model.precision, momentum=self._options["momentum"],
-            device=model.ops.current_device(), frozen=frozen, group_bytes=model.arena.group_bytes,
-            slots=model.arena.slots, in_momentum=model.arena.adds, input_grad=model.input_grad,
-        )  # fmt: skip
+        return record_model(self._model, batch, self._options["momentum"])
 
     def _fastest(self, recording: Recording) -> Script:
         """Of scripts with and without visitors the one that is predicted to be fastest; a plan made before decides."""
@@ -160,15 +150,9 @@ class LimitedMemory:
         if ready is not None and ready.trace == trace.digest:
             return self._ready(recording, dataclasses.replace(ready, capacity=limit))
 
-        options = {"rebuild": self._options["rebuild"], "host_bytes": host_bytes}
-        problems = [problem(trace, window, self._options["least"]) for window in _WINDOWS]
-        planners = [Planner(p, times, self._link, **options) for p in problems]
-
-        def plan(capacity: int) -> Plan:
-            fitting = (planner for planner in planners if capacity >= planner.problem.floor)
-            return next(fitting, planners[-1]).best(capacity)[0]
-
-        script = fitted(recording, limit, plan)
+        options = {name: self._options[name] for name in ("least", "rebuild")}
+        planner = StepPlanner(trace, times, self._link, host_bytes=host_bytes, **options)
+        script = fitted(recording, limit, lambda capacity: planner.best(capacity)[0])
         check(trace, script.plan)
         return script
 
@@ -338,24 +322,3 @@ def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
         model.store.settle()
         _attach(model, TensorStore())
-
-
-def unbound(graph: Graph) -> Graph:
-    """The network once more, with layers that belong to no model: same modes, no arrays."""
-    bare = Graph()
-    for node in graph.nodes:
-        layer = None if node.layer is None else _unbound_layer(node.layer)
-        bare.nodes.append(Node(bare, node.index, layer, node.inputs, node.shape))
-        bare._names[node.name] = bare.nodes[-1]
-    bare.output(bare.nodes[graph.output_node.index])
-    return bare
-
-
-def _unbound_layer(layer: Layer) -> Layer:
-    bare = copy.copy(layer)
-    fresh: Mapping[str, Any] = vars(Layer(layer.name))
-    keep = ("name", "specs", "buffer_specs", "training", "seed")
-    vars(bare).update({name: value for name, value in fresh.items() if name not in keep})
-    bare.specs = list(layer.specs)
-    bare.training = True
-    return bare

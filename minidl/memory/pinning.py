@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minidl import checks
+from minidl.memory._loops import relax, unbeaten
 from minidl.memory.gaps import Gap, Problem, blocks, occupied
 from minidl.memory.plan import Plan
 
@@ -48,44 +49,28 @@ class Options:
     """The ways to treat one block, one entry each: units kept, most units kept outside, cost, and which it is.
 
     ``needs`` and ``gives`` are bits of tensors that other blocks look at (`minidl.memory.joint`): those that blocks
-    before must have kept, and those that the entry keeps; without them, none.
+    before must have kept, and those that the entry keeps.
     """
 
     kappa: np.ndarray
     most: np.ndarray
     cost: np.ndarray
     code: np.ndarray
-    needs: np.ndarray | None = None
-    gives: np.ndarray | None = None
+    needs: np.ndarray
+    gives: np.ndarray
+
+    @classmethod
+    def plain(cls, kappa: np.ndarray, most: np.ndarray, cost: np.ndarray, code: np.ndarray) -> Options:
+        """Options without bits."""
+        nothing = np.zeros(len(code), np.int64)
+        return cls(kappa, most, cost, code, nothing, nothing)
 
     def pruned(self) -> Options:
-        """Without those that another one beats in all three numbers."""
-        if self.needs is not None and (self.needs.any() or self.gives.any()):
-            return self._pruned_apart()
-        order = np.lexsort((self.cost, self.most, self.kappa))
+        """Without those that another one of the same bits beats in all three numbers."""
+        order = np.lexsort((-self.most, self.cost, self.kappa))  # whoever beats another stands before it
         order = order[self.most[order] >= 0]
-        new = np.ones(len(order), bool)  # of those alike but for their cost, side by side, the cheapest
-        new[1:] = (np.diff(self.kappa[order]) != 0) | (np.diff(self.most[order]) != 0)
-        order = order[new]
-        order = order[np.lexsort((-self.most[order], self.cost[order], self.kappa[order]))]
-        most, cost = self.most[order], self.cost[order]
-        # Whoever beats another keeps no more units and so stands before it.
-        beaten = np.tril((most >= most[:, None]) & (cost <= cost[:, None]), -1).any(axis=1)
-        return self._some(order[~beaten])
-
-    def _pruned_apart(self) -> Options:
-        """Only those of the same bits are compared."""
-        bits = np.stack((self.needs, self.gives))
-        found = []
-        for one in np.unique(bits, axis=1).T:
-            alike = np.flatnonzero((bits == one[:, None]).all(axis=0))
-            plain = Options(self.kappa[alike], self.most[alike], self.cost[alike], alike).pruned()
-            found.append(plain.code)
-        return self._some(np.concatenate(found))
-
-    def _some(self, order: np.ndarray) -> Options:
-        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return Options(*(None if field is None else field[order] for field in fields))
+        order = unbeaten(order, self.most, self.cost, self.needs, self.gives)
+        return Options(*(getattr(self, field.name)[order] for field in dataclasses.fields(self)))
 
 
 def granule_of(sizes: Sequence[int], most_units: int = MOST_UNITS) -> int:
@@ -194,7 +179,7 @@ def _subsets(
     inside = (patterns >> np.arange(len(gaps))[:, None] & 1) * np.array(units, np.int64)[:, None]
     most = (least - kept @ inside).min(axis=1, initial=np.iinfo(np.int64).max)
     cost = (1 - kept) @ np.array(costs, np.int64)
-    return Options(kept @ np.array(units, np.int64), most, cost, code).pruned()
+    return Options.plain(kept @ np.array(units, np.int64), most, cost, code).pruned()
 
 
 def choose(
@@ -251,8 +236,7 @@ def _behind(
     A way is the number of the state before, times the number of options, plus that of the option.
     """
     before, count = list(states), len(table.kappa)
-    needs = [0] * count if table.needs is None else table.needs.tolist()
-    gives = [0] * count if table.gives is None else table.gives.tolist()
+    needs, gives = table.needs.tolist(), table.gives.tolist()
     kinds = np.min_scalar_type(len(before) * count)
     new: dict[int, np.ndarray] = {}
     which: dict[int, np.ndarray] = {}
@@ -266,10 +250,8 @@ def _behind(
             to, kappa = (bits | gives[o]) & open_, int(table.kappa[o])
             if to not in new:
                 new[to], which[to], tops[to] = np.full_like(best, never), np.zeros(units + 1, kinds), 0
-            cost, place = best[:stop] + table.cost[o], new[to][kappa : kappa + stop]
-            better = cost < place
-            np.copyto(place, cost, where=better)
-            which[to][kappa : kappa + stop][better] = at * count + o
+            place = slice(kappa, kappa + stop)
+            relax(best[:stop], table.cost[o], new[to][place], which[to][place], at * count + o)
             tops[to] = max(tops[to], kappa + stop - 1)
     ways = {to: array[: tops[to] + 1].copy() for to, array in which.items()}
     return {to: (array, tops[to]) for to, array in new.items()}, (before, ways)

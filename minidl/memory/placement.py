@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minidl.memory._loops import best_fit
 from minidl.shapes import round_up
 
 __all__ = ["ALIGN", "Piece", "pack"]
@@ -42,7 +43,7 @@ def pack(pieces: Sequence[Piece]) -> tuple[list[int], int]:
     large = np.flatnonzero(sizes * _SMALL > sizes.max(initial=0))
     order = large[_best_order(sizes[large], begin[large], end[large])]
     small = np.setdiff1d(np.arange(len(pieces)), large)
-    offsets = _best_fit(np.concatenate((order, small[np.argsort(-sizes[small], kind="stable")])), sizes, begin, end)
+    offsets = best_fit(np.concatenate((order, small[np.argsort(-sizes[small], kind="stable")])), sizes, begin, end)
     return offsets.tolist(), int((offsets + sizes).max(initial=0))
 
 
@@ -53,7 +54,7 @@ def _best_order(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.nda
     for first in (sizes, sizes * (end - begin + 1)):
         order = np.lexsort((begin, -sizes, -first))
         for _ in range(_ROUNDS):
-            top = (_best_fit(order, sizes, begin, end) + sizes)[order]
+            top = (best_fit(order, sizes, begin, end) + sizes)[order]
             if best is None or top.max(initial=0) < best:
                 best, found = top.max(initial=0), order
             if best <= least:
@@ -62,25 +63,6 @@ def _best_order(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.nda
             place[top > least] /= 2
             order = order[np.argsort(place, kind="stable")]
     return found
-
-
-def _best_fit(order: np.ndarray, sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Offsets of pieces placed one after the other, each into the tightest hole, else behind everything."""
-    offsets = np.full(len(order), -1, np.int64)
-    placed = np.zeros(0, np.int64)  # in order of offset
-    for i in order:
-        if sizes[i] == 0:
-            offsets[i] = 0
-            continue
-        beside = placed[(begin[placed] <= end[i]) & (end[placed] >= begin[i])]
-        tops = np.maximum.accumulate(offsets[beside] + sizes[beside]) if len(beside) else np.zeros(0, np.int64)
-        floor = np.concatenate(([0], tops))
-        holes = offsets[beside] - floor[:-1]
-        fits = np.flatnonzero(holes >= sizes[i])
-        offsets[i] = floor[fits[holes[fits].argmin()]] if len(fits) else floor[-1]
-        at = np.searchsorted(offsets[placed], offsets[i], side="right")
-        placed = np.insert(placed, at, i)
-    return offsets
 
 
 def _most_held(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:

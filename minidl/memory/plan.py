@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minidl.memory.files import dumps, loads
 from minidl.memory.trace import Trace
 
 __all__ = ["CHOICES", "Decision", "Infeasible", "Plan", "human", "infeasible", "too_small"]
 
 CHOICES = ("keep", "offload", "recompute")
-SCHEMA = 1
 _NAMED = 6  # tensors that an error lists
 
 
@@ -88,7 +86,7 @@ class Plan:
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal plan back."""
-        return json.dumps({"schema": SCHEMA, "kind": "memory_plan", **dataclasses.asdict(self)})
+        return dumps("plan", self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -97,11 +95,7 @@ class Plan:
         Raises:
             ValueError: when ``text`` is no plan, or one of another schema.
         """
-        content = json.loads(text)
-        if not isinstance(content, dict) or content.pop("kind", None) != "memory_plan":
-            raise ValueError("not a memory plan")
-        if (schema := content.pop("schema", None)) != SCHEMA:
-            raise ValueError(f"memory plan of schema {schema!r}; this minidl reads schema {SCHEMA}")
+        content = loads("plan", text)
         content["decisions"] = tuple(
             Decision(**{**record, "recipe": tuple(record["recipe"])}) for record in content["decisions"]
         )

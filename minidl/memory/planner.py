@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from minidl.memory.gaps import Problem
+from minidl.memory.gaps import LEAST, NO_WINDOW, WINDOW, Problem, problem
 from minidl.memory.joint import LARGEST_GROUP, PAIRED_GROUP, Joint
 from minidl.memory.pinning import pin
 from minidl.memory.plan import Infeasible, Plan, human
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.trace import Trace
 
-__all__ = ["Planner", "best", "widen"]
+__all__ = ["Planner", "StepPlanner", "best", "widen"]
 
 RESERVES = (0.0, 0.03, 0.07, 0.15)
 PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
@@ -92,6 +93,33 @@ class Planner:
                 plan = widen(self.problem.trace, dataclasses.replace(plan, capacity=capacity))
                 found.append((plan, timeline(self.problem.trace, plan, self.times_ms, self.link), way))
         return found
+
+
+class StepPlanner:
+    """Plans for one step: with windows for copies where the limit has room for them, without where it has not.
+
+    Args:
+        least, state: as for `minidl.memory.gaps.problem`.
+        options: of `Planner`.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        times_ms: Sequence[float],
+        link: Link | None = None,
+        *,
+        least: int = LEAST,
+        state: bool = False,
+        **options: Any,
+    ):
+        problems = (problem(trace, window, least, state=state) for window in (WINDOW, NO_WINDOW))
+        self._planners = [Planner(p, times_ms, link, **options) for p in problems]
+
+    def best(self, capacity: int) -> tuple[Plan, Timeline]:
+        """As `Planner.best`."""
+        fitting = (planner for planner in self._planners if capacity >= planner.problem.floor)
+        return next(fitting, self._planners[-1]).best(capacity)
 
 
 def best(

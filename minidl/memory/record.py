@@ -1,239 +1,37 @@
 """A training step walked on shapes alone: which arrays it makes, which kernels touch them, what layers save.
 
-The model runs in a dry run of the CUDA table: the same Python code as on a GPU, with arrays nobody touches. Every array
-comes from `ops.empty` and every kernel goes through `launch`, so a watcher of the two sees all of it: views count as
-what they are views of, and whatever a later fusion saves or no longer saves shows up by itself.
+The model runs in a dry run of the CUDA table: the same Python code as on a GPU, with arrays nobody touches, seen by a
+watcher (`minidl.memory.watch`). Whatever a later fusion saves or no longer saves shows up by itself.
 """
 
 from __future__ import annotations
 
-import bisect
+import copy
 import dataclasses
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.device import DeviceRecord, active_dry_run
+from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import dry_run
-from minidl.graph import Graph
+from minidl.dist.communicator import SOLO
+from minidl.dist.simulated import ImaginedCommunicator
+from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.loss import SoftmaxCrossEntropy
-from minidl.memory.nested import mapped, parts
+from minidl.memory.nested import mapped
 from minidl.memory.recording import Allocation, Place, Recording, Run
 from minidl.memory.trace import Step, Tensor, Trace
+from minidl.memory.watch import Memory, NotingStore, Seen, Watcher
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import Precision
 from minidl.profile import PassCost
-from minidl.store import Slot, TensorStore
 
-__all__ = ["Watcher", "blank", "record", "record_step", "root"]
-
-_PASSES = ("forward", "backward_weight", "backward_data", "update")
-
-
-@dataclasses.dataclass
-class _Memory:
-    """One allocation of the dry run."""
-
-    nbytes: int
-    order: int
-    step: int  # at which it was made; -1: before the first
-    freed: int | None = None  # order of the event that freed it
-    touches: set[int] = dataclasses.field(default_factory=set)
-    saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
-    again: bool = False  # running the pass that made it makes it again
-
-
-class Watcher:
-    """Notes allocations, frees, kernel arguments and spans of one dry run."""
-
-    def __init__(self) -> None:
-        self.all: list[_Memory] = []
-        self.passes: list[tuple[str, str]] = []
-        self.traffic: list[int] = []  # of each pass: bytes of its kernels' arrays
-        self.ticks: list[tuple[int, int]] = []
-        self.runs: dict[int, tuple[Layer, Any, dict[str, Any], Any]] = {}
-        self.parts: dict[int, list[tuple[int, int, Tensor, set[int]]]] = {}  # of arenas: (begin, end, what, touches)
-        self._live: dict[int, tuple[weakref.ref, _Memory]] = {}
-        self._order = 0
-        self._open = 0
-
-    # -- what the dry run tells -------------------------------------------------------------------------------------
-
-    def allocated(self, array: np.ndarray) -> None:
-        memory = _Memory(array.nbytes, self._tick(), self.step)
-        self.all.append(memory)
-        key = id(array)
-        self._live[key] = weakref.ref(array, lambda _: self._freed(key)), memory
-
-    def _freed(self, key: int) -> None:
-        _, memory = self._live.pop(key)
-        memory.freed = self._tick()
-
-    def launched(self, name: str, arguments: tuple) -> None:
-        if not self.passes:
-            return  # parameters being made
-        assert self._open, f"{name} runs outside every span, so no step would own it"
-        for argument in arguments:
-            memory = self.find(argument)
-            if memory is not None:
-                memory.touches.add(len(self.passes) - 1)
-                self.traffic[-1] += argument.nbytes
-                self._touch_parts(argument)
-
-    def _touch_parts(self, array: np.ndarray) -> None:
-        whole = root(array)
-        parts = self.parts.get(id(whole))
-        if parts is None:
-            return
-        offset = _address(array) - _address(whole)
-        at = max(bisect.bisect_right(parts, offset, key=lambda part: part[0]) - 1, 0)
-        while at < len(parts) and parts[at][0] < offset + array.nbytes:
-            if offset < parts[at][1]:
-                parts[at][3].add(len(self.passes) - 1)
-            at += 1
-
-    @contextmanager
-    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
-        """The profiler's hook: each pass is a step."""
-        if pass_name in _PASSES:
-            assert not self._open, f"{layer} {pass_name} opens within another pass"
-            self.passes.append((layer, pass_name))
-            self.traffic.append(0)
-            begin = self._tick()
-            self._open += 1
-            try:
-                yield
-            finally:
-                self._open -= 1
-                self.ticks.append((begin, self._tick()))
-        else:
-            yield
-
-    # -- what is made of it -----------------------------------------------------------------------------------------
-
-    def find(self, array: Any) -> _Memory | None:
-        """The allocation that ``array`` is a view of; None for anything else, such as a kernel's plain arguments."""
-        if not isinstance(array, np.ndarray):
-            return None
-        found = self._live.get(id(root(array)))
-        return found[1] if found is not None else None
-
-    def seen(self, array: Any) -> Any:
-        """``array`` as (allocation, offset, shape, strides, dtype); parameters and what is no array stay themselves."""
-        memory = self.find(array)
-        if memory is None or self.is_arena(memory):
-            return array
-        return _Seen(memory, _address(array) - _address(root(array)), array.shape, array.strides, array.dtype)
-
-    @property
-    def step(self) -> int:
-        """The pass that is open; -1 between passes."""
-        return len(self.passes) - 1 if self._open else -1
-
-    def divide(self, array: np.ndarray | None, kind: str, segments: list[tuple[str, int, int]]) -> None:
-        """Tell the parts of an arena apart: (name, first byte, last byte + 1)."""
-        if array is not None and array.nbytes:
-            parts = [(a, b, Tensor(f"{name}:{kind}", kind, b - a, (), given=True), set()) for name, a, b in segments]
-            self.parts[id(root(array))] = parts
-
-    def _tick(self) -> int:
-        self._order += 1
-        return self._order
-
-    @property
-    def now(self) -> int:
-        """The latest tick."""
-        return self._order
-
-    def workspaces(self) -> list[int]:
-        """For each step the most bytes at once of what lives within it."""
-        events: list[list[tuple[int, int]]] = [[] for _ in self.passes]
-        for memory in self.all:
-            if _is_local(memory):
-                end = memory.freed if memory.freed is not None else self._order + 1
-                events[memory.step] += [(memory.order, memory.nbytes), (end, -memory.nbytes)]
-        peaks = []
-        for changes in events:
-            now = most = 0
-            for _, change in sorted(changes):
-                now += change
-                most = max(most, now)
-            peaks.append(most)
-        return peaks
-
-    def arena_tensors(self) -> list[Tensor]:
-        """Parameters, gradients and momentum, part by part."""
-        parts = [part for arena in self.parts.values() for part in arena]
-        return [dataclasses.replace(what, touches=tuple(sorted(touches))) for _, _, what, touches in parts]
-
-    @property
-    def arena_bytes(self) -> int:
-        return sum(self._live[key][1].nbytes for key in self.parts)
-
-    def is_arena(self, memory: _Memory) -> bool:
-        return any(self._live[key][1] is memory for key in self.parts)
-
-
-class _Seen(NamedTuple):
-    """A `Place` before the tensors of the trace have their numbers."""
-
-    memory: _Memory
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: np.dtype
-
-
-class _NotingStore(TensorStore):
-    """Keeps everything and notes who saved what under which name, and what each forward pass takes and gives."""
-
-    def __init__(self, watcher: Watcher) -> None:
-        super().__init__()
-        self._watcher = watcher
-
-    def save(self, owner: str, items: Mapping[str, Any]) -> None:
-        for name, item in items.items():
-            memory = self._watcher.find(item)
-            if memory is not None:
-                memory.saved.append((owner, name))
-        self._items = items
-        super().save(owner, items)
-
-    def run(self, layer: Layer, inputs: tuple[Any, ...]) -> Any:
-        self._items: Mapping[str, Any] = {}
-        given = mapped(inputs, self._watcher.seen)
-        result = layer.compute(*inputs)
-        saved = mapped(dict(self._items), self._watcher.seen)
-        self._watcher.runs[self._watcher.step] = layer, given, saved, mapped(result, self._watcher.seen)
-        self._note_remade(layer, inputs, result)
-        self._items = {}  # they live as long as in any step
-        return result
-
-    def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
-        """Which arrays of the result another run would make anew, instead of handing on what was saved.
-
-        A buffer that later layers go on filling is none: another run would make its first part only.
-        """
-        if getattr(result, "buffer", None) is not None:
-            return
-        aside = Watcher()
-        with dry_run(active_dry_run().device, aside):
-            once_more = layer.rerun(SimpleNamespace(**self._items), *inputs)
-            for array, other in zip(parts(result), parts(once_more), strict=True):
-                memory = self._watcher.find(array)
-                if memory is not None and aside.find(other) is not None:
-                    memory.again = True
-
-    def hold(self, array: Any) -> Slot:
-        return Slot(array)
+__all__ = ["blank", "record", "record_model", "record_step", "unbound"]
 
 
 def record(
@@ -243,6 +41,7 @@ def record(
     precision: str | Precision = "fp32",
     momentum: float = 0.9,
     gradients: str = "keep",
+    ranks: int = 1,
     device: DeviceRecord | None = None,
     **facts: Any,
 ) -> Trace:
@@ -255,6 +54,7 @@ def record(
         batch: samples.
         precision: as `minidl.Model`.
         momentum: 0 leaves the optimizer without state.
+        ranks: that train together, each with ``batch`` samples.
         gradients: ``"keep"`` all of them; ``"ring"``, a few messages' (`minidl.SGD.update_in_backward`);
             ``"momentum"``, none (`minidl.SGD.gradients_in_momentum`).
         device: the imagined GPU, which decides workspaces; default an H200.
@@ -264,10 +64,11 @@ def record(
         ValueError: for a batch below one or an unknown precision.
         RuntimeError: when the graph's layers belong to a model already.
     """
-    modes = {"keep": {}, "ring": {"slots": 1}, "momentum": {"in_momentum": True}}
+    modes = {"keep": {}, "ring": {"slots": None}, "momentum": {"in_momentum": True}}
     if gradients not in modes:
         raise checks.unknown("gradients", gradients, modes)
-    options = {"precision": precision, "momentum": momentum, "device": device, "facts": facts, **modes[gradients]}
+    options = {"precision": precision, "momentum": momentum, "ranks": ranks, "device": device, "facts": facts}
+    options |= modes[gradients]
     return record_step(graph, batch, **options).trace
 
 
@@ -279,29 +80,34 @@ def record_step(
     momentum: float = 0.9,
     device: DeviceRecord | None = None,
     facts: Mapping[str, Any] | None = None,
-    slots: int = 0,
+    ranks: int = 1,
+    slots: int | None = 0,
     in_momentum: bool = False,
     **options: Any,
 ) -> Recording:
     """As `record`, with all that an executor needs beside the trace.
 
     Args:
-        slots: of a ring of gradients (`minidl.SGD.update_in_backward`); 0: all are kept.
+        ranks: that train together, each with ``batch`` samples.
+        slots: of a ring of gradients (`minidl.SGD.update_in_backward`); None: as many as that has by default; 0: all
+            are kept.
         in_momentum: gradients are added to the momentum (`minidl.SGD.gradients_in_momentum`).
-        options: those of `minidl.Model`.
+        options: those of `minidl.Model`, but for ``factors``: limits do not go with them.
     """
     batch = checks.at_least("record", "batch", batch, 1)
     blank(graph)
     watcher = Watcher()
     with dry_run(device, watcher) as log:
-        store = _NotingStore(watcher)
-        model = Model(graph, device="cuda", precision=precision, store=store, profiler=watcher, **options)
+        store = NotingStore(watcher)
+        comm = ImaginedCommunicator(ranks) if ranks > 1 else SOLO
+        services = {"comm": comm, "store": store, "profiler": watcher, "factors": False}  # whose rows no store moves
+        model = Model(graph, device="cuda", precision=precision, **services, **options)
         optimizer = SGD(model, 0.1, momentum)
-        if slots:
+        if slots != 0:
             optimizer.update_in_backward(slots)
         if in_momentum:
             optimizer.gradients_in_momentum()
-        loss = SoftmaxCrossEntropy()
+        loss = SoftmaxCrossEntropy(comm=comm)
         loss.profiler = watcher
         ops, storage = model.ops, model.precision.storage
         x = ops.empty((batch, *graph.nodes[0].shape), storage)
@@ -322,7 +128,7 @@ def record_step(
     return Recording(trace, allocations, tuple(watcher.ticks), _runs(watcher, numbers), log.device)
 
 
-def _allocations(watcher: Watcher, made: list[_Memory], numbers: Mapping[int, int]) -> tuple[Allocation, ...]:
+def _allocations(watcher: Watcher, made: list[Memory], numbers: Mapping[int, int]) -> tuple[Allocation, ...]:
     """What the step makes; nobody asks for memory for empty arrays."""
     found = []
     for memory in made:
@@ -338,18 +144,54 @@ def _runs(watcher: Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
     """The forward passes, with the numbers of the tensors; what lives within one pass only has none."""
 
     def place(item: Any) -> Any:
-        if not isinstance(item, _Seen):
+        if not isinstance(item, Seen):
             return item
         memory, *rest = item
         return Place(numbers[id(memory)], *rest) if id(memory) in numbers else None
 
     def told(what: Any) -> Any:
-        return mapped(what, place, _Seen)
+        return mapped(what, place, Seen)
 
     return {
         t: Run(layer, told(given), told(saved), told(result))
         for t, (layer, given, saved, result) in watcher.runs.items()
     }
+
+
+def record_model(model: Model, batch: int, momentum: float = 0.9) -> Recording:
+    """A step of ``model`` as it is: its modes, ways to hold gradients, number of ranks.
+
+    Args:
+        batch: samples of this rank.
+    """
+    arena = model.arena
+    return record_step(
+        unbound(model.graph), batch, precision=model.precision, momentum=momentum, device=model.ops.current_device(),
+        ranks=model.comm.size, slots=arena.slots, in_momentum=arena.adds, input_grad=model.input_grad,
+        frozen=[s.full_name for s in arena.segments if not s.trainable], group_bytes=arena.group_bytes,
+        message_dtype="bf16" if arena.wire.dtype != np.float32 else "fp32",
+    )  # fmt: skip
+
+
+def unbound(graph: Graph) -> Graph:
+    """The network once more, with layers that belong to no model: same modes, no arrays."""
+    bare = Graph()
+    for node in graph.nodes:
+        layer = None if node.layer is None else _unbound_layer(node.layer)
+        bare.nodes.append(Node(bare, node.index, layer, node.inputs, node.shape))
+        bare._names[node.name] = bare.nodes[-1]
+    bare.output(bare.nodes[graph.output_node.index])
+    return bare
+
+
+def _unbound_layer(layer: Layer) -> Layer:
+    bare = copy.copy(layer)
+    fresh: Mapping[str, Any] = vars(Layer(layer.name))
+    keep = ("name", "specs", "buffer_specs", "training", "seed")
+    vars(bare).update({name: value for name, value in fresh.items() if name not in keep})
+    bare.specs = list(layer.specs)
+    bare.training = True
+    return bare
 
 
 def blank(graph: Graph) -> Graph:
@@ -361,20 +203,6 @@ def blank(graph: Graph) -> Graph:
 
 def _nothing(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
-
-
-def root(array: np.ndarray) -> np.ndarray:
-    """The array that ``array`` is a view of."""
-    return array if array.base is None else array.base
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def _is_local(memory: _Memory) -> bool:
-    """Whether nothing outside the step that made it ever touches or keeps it."""
-    return memory.step >= 0 and memory.touches <= {memory.step} and not memory.saved
 
 
 def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
@@ -393,7 +221,7 @@ def _name_arenas(watcher: Watcher, model: Model, optimizer: SGD) -> None:
     watcher.divide(optimizer.velocity, "momentum", messages)
 
 
-def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, int]]:
+def _tensors(watcher: Watcher, batch: Memory) -> tuple[list[Tensor], dict[int, int]]:
     """Everything that lives beyond one step, and the numbers of those that the step makes.
 
     What is made before the first step and never moves comes last.
@@ -401,7 +229,7 @@ def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, 
     tensors, numbers, company = [], {}, 0
     made = Counter()
     for memory in watcher.all:
-        if watcher.is_arena(memory) or _is_local(memory):
+        if watcher.is_arena(memory) or memory.local:
             continue
         if memory.freed is not None and memory.freed < watcher.ticks[0][0]:
             continue  # gone before the step
@@ -427,7 +255,7 @@ def _tensors(watcher: Watcher, batch: _Memory) -> tuple[list[Tensor], dict[int, 
     return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)], numbers
 
 
-def _what(memory: _Memory, owner: str, given: bool, watcher: Watcher) -> str:
+def _what(memory: Memory, owner: str, given: bool, watcher: Watcher) -> str:
     if given:
         return "x"
     if watcher.passes[memory.step][1] != "forward":

@@ -17,10 +17,10 @@ from minidl.memory.nested import mapped, parts
 from minidl.memory.placement import Piece, pack
 from minidl.memory.plan import Decision, Infeasible, Plan, human, too_small
 from minidl.memory.program import Operation, program
-from minidl.memory.record import Watcher, root
 from minidl.memory.recording import Place, Recording, Run
 from minidl.memory.trace import Trace
 from minidl.memory.visits import last_pass
+from minidl.memory.watch import Watcher, root
 from minidl.shapes import round_up
 
 __all__ = ["Request", "Script", "fitted", "outside", "rebuild", "write"]

@@ -16,10 +16,9 @@ from functools import cached_property
 from typing import Any
 
 from minidl import checks
+from minidl.memory.files import dumps, loads
 
 __all__ = ["RESIDENT_KINDS", "Step", "Tensor", "Trace"]
-
-SCHEMA = 1
 
 # Tensors that outlive the step: on the device at every moment of it, touched or not.
 RESIDENT_KINDS = ("weight", "working", "gradient", "momentum", "buffer")
@@ -162,7 +161,7 @@ class Trace:
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal trace back."""
-        return json.dumps({"schema": SCHEMA, "kind": "memory_trace", **dataclasses.asdict(self)})
+        return dumps("trace", self)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
@@ -171,11 +170,7 @@ class Trace:
         Raises:
             ValueError: when ``text`` is no trace, or one of another schema.
         """
-        content = json.loads(text)
-        if not isinstance(content, dict) or content.get("kind") != "memory_trace":
-            raise ValueError("not a memory trace: minidl plan --trace PATH writes one")
-        if content.get("schema") != SCHEMA:
-            raise ValueError(f"memory trace of schema {content.get('schema')!r}; this minidl reads schema {SCHEMA}")
+        content = loads("trace", text)
         tensors = (
             Tensor(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
             for record in content["tensors"]

@@ -26,7 +26,19 @@ MODELS: dict[str, Callable[..., Graph]] = {
     )
 }  # fmt: skip
 
-__all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", *MODELS]
+__all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", "usual_task", *MODELS]
+
+_TASKS = {"lenet": (32, 10), "mlp": (32, 10), "resnet20": (32, 10), "unet": (256, 2)}
+
+
+def usual_task(name: str, side: int | None = None, classes: int | None = None) -> tuple[int, int]:
+    """(side of the images, classes): for None what the network called ``name`` is usually measured on."""
+    usual = _TASKS.get(name, (224, 1000))
+    return usual[0] if side is None else side, usual[1] if classes is None else classes
+
+
+def __getattr__(name: str) -> None:
+    raise AttributeError(str(checks.unknown("model", name, MODELS)), name=name)
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:

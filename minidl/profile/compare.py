@@ -344,7 +344,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """``minidl bench compare``: print the table, what else differs, and one line of counts; the exit status."""
-    checks.number("compare", "--threshold", args.threshold, "of percent above 0 and below 100", lambda p: 0 < p < 100)
+    checks.number("", "--threshold", args.threshold, "of percent above 0 and below 100", lambda p: 0 < p < 100)
     found = compare(args.a, args.b, threshold=args.threshold / 100, any_machine=args.any_machine)
     title = f"B {found.names[1]} against A {found.names[0]}; {args.threshold:g} % matters"
     header, rows = table(found, every=args.all)

@@ -23,10 +23,12 @@ WAYS = {
     "hot": "each pass alone, hot",
 }
 FAMILIES = {
-    "convolution": ("Conv2d", "ConvTranspose2d"),
-    "linear": ("Linear",),
+    "convolution": ("Conv2d", "ConvTranspose2d", "RowParallelConv2d", "ChannelParallelConv2d", "CSBConv2d"),
+    "linear": ("Linear", "CSBLinear"),
     "batch norm": ("BatchNorm2d",),
+    "other norms": ("GroupNorm", "LayerNorm"),
     "ReLU": ("ReLU",),
+    "other activations": ("GELU", "Hardswish", "LeakyReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"),
     "pooling": ("MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d"),
     "joins": ("Add", "Mul", "Concat"),
 }

@@ -14,10 +14,11 @@ import numpy as np
 from minidl import checks
 from minidl.initializers import Initializer, uniform_fan_in
 from minidl.layer import Layer
+from minidl.layers import Conv2d, Linear
 from minidl.precision import float32
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
-from minidl.shapes import Pair, conv_output_size, round_up
+from minidl.shapes import Pair, round_up
 from minidl.sparse.csb import CSBMatrix
 from minidl.sparse.pattern import CSBPattern, choose_side
 
@@ -157,11 +158,7 @@ class CSBLinear(_CSBLayer):
         pattern, start = cls._parts(weight, bias, blocksize, mask)
         return cls(pattern, name=name, **start)
 
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shape) != 2 or shape[1] != self.in_features:
-            remedy = "put a Flatten() before it" if len(shape) > 2 else None
-            raise checks.bad_shape(self.name, "x", f"(N, {self.in_features})", shape, remedy)
-        return shape[0], self.out_features
+    output_shape = Linear.output_shape
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         return self._cost(shape[0], prod(shape), prod(shape), itemsize)
@@ -260,11 +257,7 @@ class CSBConv2d(_CSBLayer):
     def at_pattern(self, dense: Any) -> np.ndarray:
         return super().at_pattern(_flat(np.asarray(dense), self.pattern.shape[1] // prod(self.kernel_size)))
 
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        n, h, w, _ = self._image(shape, self.in_channels)
-        sizes = zip((h, w), self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        p, q = self._fitting(shape, tuple(conv_output_size(*axis) for axis in sizes))
-        return n, p, q, self.out_channels
+    output_shape = Conv2d.output_shape
 
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         out = self.output_shape(shape)

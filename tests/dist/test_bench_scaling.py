@@ -16,12 +16,12 @@ SCRIPT = str(ROOT / "benchmarks" / "bench_scaling.py")
 
 @pytest.fixture
 def tables():
-    """benchmarks/rank_tables.py as a module."""
+    """benchmarks/pages/ranks.py as a module."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        import rank_tables
+        from pages import ranks
 
-        return rank_tables
+        return ranks
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
 

@@ -89,6 +89,18 @@ def test_compiled_training_gives_the_bits_of_eager_training(ranks, tmp_path):
             assert len(set(losses)) == len(losses)
 
 
+@pytest.mark.parametrize("ranks", RANKS[:1])
+def test_training_within_a_limit_of_memory_gives_the_same_bits(ranks, tmp_path):
+    """With batch norms over all ranks, gradients kept, in a ring and in the momentum, and a smaller last batch."""
+    done = job.run("limited", ranks, tmp_path)
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert answer["found"] == done.answers[0]["found"], "ranks must agree to the bit"
+        for case, found in answer["found"].items():
+            for limited in found["limited"]:
+                assert limited["away"] > 0 and limited["result"] == found["free"]["result"], case
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
     """To the bit, whatever the way, size, type and place; and a kernel that waits gives up in time."""

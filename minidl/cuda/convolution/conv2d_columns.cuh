@@ -2,7 +2,7 @@
 // above, or mask and sums for a ReLU and a batch norm below.
 #pragma once
 #include "hopper.cuh"
-#include "relu_mask.cuh"
+#include "normalize.cuh"
 
 // A warp takes 16 columns of rows of 128 bytes across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in such rows:
@@ -128,7 +128,7 @@ struct Masking {
             if constexpr (MASKED == 1) {
                 scale[j] = there ? below.moments[columns + at] : 0.0f;
                 scale[j] *= there && below.gamma ? below.gamma[at] : 1.0f;
-                shift[j] = there && below.beta ? below.beta[at] : 0.0f;
+                shift[j] = shift_of(mean[j], scale[j], there && below.beta ? below.beta[at] : 0.0f);
             }
             sum[j] = product[j] = 0.0f;
         }
@@ -160,8 +160,8 @@ struct Masking {
             if constexpr (MASKED == 2) unpack_word(outputs[i], out);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
+                const bool positive = MASKED == 1 ? was_positive(v[e], mean[j], scale[j], shift[j]) : out[e] > 0.0f;
                 v[e] -= mean[j];
-                const bool positive = MASKED == 1 ? was_positive(v[e], scale[j], shift[j]) : out[e] > 0.0f;
                 g[e] = positive ? g[e] : 0.0f;
                 sum[j] += g[e];
                 product[j] = fmaf(g[e], v[e], product[j]);

@@ -1,8 +1,7 @@
 // How conv2d_hopper.cu normalises its source, in shared memory or in registers; a part of it, which knows its structures.
 #pragma once
-#include "conv2d_input.cuh"
 
-// A warp: normalises its part of stage after stage.
+// A warp: normalises its part of stage after stage. Units do not go up in warps: who has one more takes turns.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
     Chunk chunk;
     Ring<STAGES> ring;
@@ -11,6 +10,7 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
             chunk.load(norm, channel);
             barrier_wait(at.filled(ring.index), ring.parity);
             normalize_rows<WARPS>(chunk, at.stage(ring.index), warp, TILE_M / UNIT, [](int) { return ~0u; });
+            if (++warp == WARPS) warp = 0;
             fence_for_engine();
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
@@ -32,14 +32,16 @@ struct Border {
         }
     }
 
-    // All ones where tap (a, b) of a row is in the image, else zeros.
-    __device__ __forceinline__ void find(const Problem& p, int a, int b, u32 (&inside)[2 * BLOCKS]) const {
+    // Whether tap (a, b) of each row is in the image; returns whether it is for all rows of the warp.
+    __device__ __forceinline__ bool find(const Problem& p, int a, int b, bool (&inside)[2 * BLOCKS]) const {
+        bool all = true;
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i)
+        for (int i = 0; i < 2 * BLOCKS; ++i) {
             inside[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
-                                u32(pixel[i].x + b * p.delta_w) < u32(p.source_w)
-                            ? ~0u
-                            : 0u;
+                        u32(pixel[i].x + b * p.delta_w) < u32(p.source_w);
+            all &= inside[i];
+        }
+        return __all_sync(0xffffffffu, all);
     }
 };
 
@@ -54,7 +56,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     const u32 thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
     const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8, column = lane % 4 * 2;
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
+    const u64 origin = operand(at.stage(0) + A_BYTES);
     u32 before = 0;
+    int keep = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
 #pragma unroll
@@ -62,9 +66,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
         for (int a = 0; a < c.taps_h; ++a)
             for (int b = 0; b < c.taps_w; ++b) {
                 const u32 stage = at.stage(ring.index);
-                const u64 filters = operand(stage + A_BYTES);
-                u32 inside[2 * BLOCKS];
-                border.find(p, a, b, inside);
+                const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
+                bool inside[2 * BLOCKS];
+                const bool whole = border.find(p, a, b, inside);
                 barrier_wait(at.filled(ring.index), ring.parity);
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g) {
@@ -77,24 +81,31 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                                                          ((2 * (g * GROUP + k) + lane / 16) ^ swizzle) * 16);
                     // Registers of those that ran longest are free again.
                     await_products<AHEAD>();
-                    if (g == AHEAD && lane == 0 && channel + a + b > 0) barrier_arrive(before);
+                    if (g == AHEAD && lane == 0 && keep) barrier_arrive(before);
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k)
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
                             for (int j = 0; j < 4; ++j)
-                                words[k][i][j] = affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j]) & inside[2 * i + j % 2];
+                                words[k][i][j] = affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j]);
+                    if (!whole)
+#pragma unroll
+                        for (int k = 0; k < GROUP; ++k)
+#pragma unroll
+                            for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+                                for (int j = 0; j < 4; ++j) words[k][i][j] = inside[2 * i + j % 2] ? words[k][i][j] : 0;
                     product_fence();
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k)
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
                             multiply(sum[i], words[k][i], filters + operand_step((g * GROUP + k) * 32),
-                                     channel + a + b + g * GROUP + k);
+                                     g * GROUP + k ? 1 : keep);
                     commit_products();
                 }
-                before = at.emptied(ring.index);
+                before = at.emptied(ring.index), keep = 1;
                 ring.advance();
             }
     }

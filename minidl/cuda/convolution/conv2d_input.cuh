@@ -1,12 +1,16 @@
 // How the kernels of Hopper normalise their input as they read it: x is the input of a batch norm with a ReLU over it,
-// and what a product sees are relu((x - mean)*rstd*gamma + beta), rounded as batch_norm.cu rounds them, to the bit. They
-// are never in memory. Padding lies behind the ReLU: its zeros stay zeros.
+// and what a product sees are relu((x - mean)*rstd*gamma + beta), with the bits that a pass of its own would write
+// (normalize.cuh). They are never in memory. Padding lies behind the ReLU: its zeros stay zeros.
+//
+// Instructions are what this costs: while the matrix units are busy, what other warps issue beside them adds to their time,
+// one for one or nearly so (measured on an H200, in registers and in shared memory alike).
 //
 // NORMALIZED 1: in float32. 2: in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded
-// to T, in one instruction for two values where the other takes seven; before the rounding of the result, which both have,
+// to T, in one instruction for two values where the other takes five; before the rounding of the result, which both have,
 // off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16.
 #pragma once
 #include "hopper.cuh"
+#include "normalize.cuh"
 
 // The batch norm: moments (2, channels), mean and rstd; gamma, beta (channels,).
 struct Norm {
@@ -45,27 +49,29 @@ struct Affine {
 };
 #else
 struct Affine {
-    float2 mean = {0, 0}, scale = {0, 0}, shift = {0, 0};
+    float2 scale = {0, 0}, shift = {0, 0};
 
     __device__ __forceinline__ Affine() {}
     // of: the block of eight channels that they are of, which exists or does not.
     __device__ __forceinline__ Affine(const Norm& norm, int of, int channel) {
         if (of >= norm.channels) return;
-        mean = *reinterpret_cast<const float2*>(norm.moments + channel);
+        const float2 mean = *reinterpret_cast<const float2*>(norm.moments + channel);
         scale = *reinterpret_cast<const float2*>(norm.moments + norm.channels + channel);
         const float2 gamma = *reinterpret_cast<const float2*>(norm.gamma + channel);
         shift = *reinterpret_cast<const float2*>(norm.beta + channel);
         scale.x *= gamma.x, scale.y *= gamma.y;
+        shift = {shift_of(mean.x, scale.x, shift.x), shift_of(mean.y, scale.y, shift.y)};
     }
 
     // Of a pair of values as they lie in memory. The rounding keeps NaN.
     __device__ __forceinline__ u32 operator()(u32 pair) const {
+        static_assert(FOLDED, "of 16-bit types");
         Raw<T, 2> raw;
         raw.pairs[0] = pair;
         float v[2];
         unpack(raw, v);
-        v[0] = fmaf(v[0] - mean.x, scale.x, shift.x);
-        v[1] = fmaf(v[1] - mean.y, scale.y, shift.y);
+        v[0] = fmaf(v[0], scale.x, shift.x);
+        v[1] = fmaf(v[1], scale.y, shift.y);
         u32 y;
 #if DTYPE == 1
         asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(v[1]), "f"(v[0]));

@@ -24,7 +24,7 @@
 
 #include "common.cuh"
 #include "batch_norm_moments.cuh"
-#include "relu_mask.cuh"
+#include "normalize.cuh"
 
 // A cut of the rows into chunks (planned by batch_norm.py).
 struct Chunks {
@@ -75,14 +75,17 @@ DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
     }
 }
 
-// rstd*gamma and beta of VEC channels: as the forward pass has them, to the bit.
+// Mean, scale and shift of VEC channels (normalize.cuh): as the forward pass has them, to the bit.
 DEVICE void load_affine(const float* moments, const float* gamma, const float* beta, int channels, int channel,
-                        float (&scale)[VEC], float (&shift)[VEC]) {
+                        float (&mean)[VEC], float (&scale)[VEC], float (&shift)[VEC]) {
+    load(moments + channel, mean);
     load(moments + channels + channel, scale);
     load_or(gamma ? gamma + channel : nullptr, 1.0f, shift);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
     load_or(beta ? beta + channel : nullptr, 0.0f, shift);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
 }
 
 // ------------------------------------------------------------------------------------------------ forward: statistics
@@ -298,13 +301,11 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
-    load(moments + at.channel, mean);
-    load_affine(moments, gamma, beta, channels, at.channel, scale, shift);
+    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
     float add_mean[VEC] = {}, add_scale[VEC] = {};
     if (ADD == 2) {
         float add_shift[VEC];
-        load(add_moments + at.channel, add_mean);
-        load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_scale, add_shift);
+        load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_mean, add_scale, add_shift);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) shift[i] += add_shift[i];
     }
@@ -322,9 +323,9 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
             if (ADD) unpack(more[u], z);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                v[i] = fmaf(v[i] - mean[i], scale[i], shift[i]);
+                v[i] = normalize(v[i], mean[i], scale[i], shift[i]);
                 if (ADD == 1) v[i] += z[i];
-                if (ADD == 2) v[i] = fmaf(z[i] - add_mean[i], add_scale[i], v[i]);
+                if (ADD == 2) v[i] = normalize(z[i], add_mean[i], add_scale[i], v[i]);
                 v[i] = clamp_below(v[i], bound);
             }
             store(y + row_offset(row, walk.pitch[1]) + at.channel, v);
@@ -349,8 +350,7 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 
     const Share at = chunk_share(cut, UNROLL);
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
-    if (at.row < at.rows) load(moments + at.channel, mean);
-    if (MASK == 1 && at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, scale, shift);
+    if (at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, mean, scale, shift);
     Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_y[MASK == 2 ? UNROLL : 1];
     for_rows<UNROLL>(
         at,
@@ -366,8 +366,8 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             if (MASK == 2) unpack(raw_y[u], out);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
+                if (MASK == 1) g[i] = was_positive(v[i], mean[i], scale[i], shift[i]) ? g[i] : 0.0f;
                 v[i] -= mean[i];
-                if (MASK == 1) g[i] = was_positive(v[i], scale[i], shift[i]) ? g[i] : 0.0f;
                 if (MASK == 2) g[i] = out[i] > 0.0f ? g[i] : 0.0f;
                 sum[i] += g[i];
                 product[i] = fmaf(g[i], v[i], product[i]);
@@ -425,10 +425,9 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
                                  int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
-    float scale[VEC], mean[VEC] = {}, level[VEC] = {}, slope[VEC] = {}, shift[VEC];
-    load(moments + channels + at.channel, scale);
-    if (BATCH || MASK) load(moments + at.channel, mean);
+    float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];
     if (BATCH) {
+        load(moments + channels + at.channel, scale);
         const float inverse = float(1.0 / *count);
         const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel), dy_xhat = load_raw<VEC>(sums + channels + at.channel);
 #pragma unroll
@@ -437,7 +436,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
         }
     }
-    load_affine(moments, gamma, beta, channels, at.channel, scale, shift);
+    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
 
     Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
     for_rows<UNROLL>(
@@ -454,8 +453,8 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             if (ADD) unpack(more[u], z);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
+                if (MASK) g[i] = was_positive(v[i], mean[i], scale[i], shift[i]) ? g[i] : 0.0f;
                 v[i] -= mean[i];
-                if (MASK) g[i] = was_positive(v[i], scale[i], shift[i]) ? g[i] : 0.0f;
                 if (BATCH) g[i] -= fmaf(v[i], slope[i], level[i]);
                 g[i] = fmaf(g[i], scale[i], z[i]);
             }

@@ -1,6 +1,6 @@
 // What pool2d.cu does with the elements of a thread, VEC neighbouring channels, between a batch norm and a max pooling.
 #pragma once
-#include "common.cuh"
+#include "normalize.cuh"
 
 // relu((x - mean)*rstd*gamma + beta) of a thread's channels, rounded to T as a pass of its own would.
 struct Normalizer {
@@ -13,13 +13,15 @@ struct Normalizer {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
         load(beta + c, shift);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
     }
 
     __device__ __forceinline__ Raw<T, VEC> operator()(const Raw<T, VEC>& raw) const {
         float v[VEC];
         unpack(raw, v);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = clamp_below(fmaf(v[i] - mean[i], scale[i], shift[i]), 0.0f);
+        for (int i = 0; i < VEC; ++i) v[i] = clamp_below(normalize(v[i], mean[i], scale[i], shift[i]), 0.0f);
         return pack<T>(v);
     }
 };

@@ -5,9 +5,8 @@
 //
 //   out[e] = sum over samples of dy[row of e, sample] * x[column of e, sample],   for the elements e of a pattern
 //
-// A block multiplies a dense tile of 128 rows x 256 columns over a chunk of samples, leaves it in shared memory, and
-// each warp picks the elements of a 64 x 64 part of it, which are neighbours in `out`: no dense gradient reaches
-// memory. Each chunk leaves one float32 partial per element; sum_partials_kernel (channel_sum.cu) adds them in order.
+// A block multiplies a dense tile of 128 rows x TILE_N columns over a chunk of samples, leaves it in shared memory, and
+// warps pick the elements of 64 x 64 parts of it, which are neighbours in `out`: no dense gradient reaches memory. Each chunk leaves one float32 partial per element; sum_partials_kernel (channel_sum.cu) adds them in order.
 // Chunks depend on the sizes alone, so the bits do not depend on the device.
 //
 //   indptr, indices   as in csb.cuh
@@ -16,15 +15,15 @@
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to           float32
 //
 // Grid: column tiles (fastest), row tiles, chunks. Block: two warpgroups that multiply, 64 rows each, and one that
-// fetches. Dynamic shared memory: STAGES * 48 KiB (at least the tile's 132 KiB) + 1024.
+// fetches. Dynamic shared memory: STAGES * (16 KiB + TILE_N * 128) (at least the tile's TILE_N * 512 + 4 KiB) + 1024.
 // FLOP: 2 M K samples, dense; with SPLIT 6. Bytes: dy and x once if the L2 cache keeps what tiles share; 2 nnz; 4 chunks
 // nnz twice.
 //
-// Macros: DTYPE (1, 2), SPLIT, SIDE, FEATURES_LAST, STAGES.
+// Macros: DTYPE (1, 2), SPLIT, SIDE, FEATURES_LAST, TILE_N (64, 128, 256), STAGES.
 #include "hopper.cuh"
 #include "csb.cuh"
 
-constexpr int DEPTH = 64, TILE_M = 128, TILE_N = 256;
+constexpr int DEPTH = 64, TILE_M = 128;
 constexpr int ROW_BLOCKS = TILE_M / 64, BLOCKS = ROW_BLOCKS + TILE_N / 64;  // boxes of a stage
 constexpr int BLOCK_BYTES = 64 * 128, STAGE = BLOCKS * BLOCK_BYTES;
 constexpr int MULTIPLIERS = 256, THREADS = MULTIPLIERS + 128;
@@ -68,7 +67,7 @@ DEVICE void fill(u32 shared, u32 full, u32 empty, const Maps& maps, int row, int
 }
 
 // A warpgroup multiplies its 64 rows.
-DEVICE void accumulate(float (&sum)[128], u32 shared, u32 full, u32 empty, int block, int steps) {
+DEVICE void accumulate(float (&sum)[TILE_N / 2], u32 shared, u32 full, u32 empty, int block, int steps) {
     constexpr bool ACROSS = FEATURES_LAST;
     constexpr int GROUP = ACROSS ? BLOCK_BYTES : 16, NEXT = ACROSS ? 2048 : 32;  // 16 samples further
     const bool speaks = threadIdx.x % 32 == 0;
@@ -115,7 +114,7 @@ csb_sampled_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict_
         if (warp == MULTIPLIERS / 32) fill(shared, full, empty, maps, row, column, first, last);
     } else {
         take_registers<232>();
-        float sum[128];
+        float sum[TILE_N / 2];
         accumulate(sum, shared, full, empty, warp / 4, last - first);
         warpgroups_sync<MULTIPLIERS>(1);  // the stages are no longer read
         float* const tile = reinterpret_cast<float*>(stages);
@@ -127,9 +126,10 @@ csb_sampled_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict_
             *reinterpret_cast<float2*>(to + 8 * PITCH + 8 * j) = make_float2(sum[4 * j + 2], sum[4 * j + 3]);
         }
         warpgroups_sync<MULTIPLIERS>(1);
-        const int down = warp / 4 * 64, right = warp % 4 * 64;
+        constexpr int SHARE = 256 / TILE_N;  // warps of a part
+        const int down = warp / 4 * 64, right = warp % 4 / SHARE * 64, thread = warp % SHARE * 32 + lane;
         float* const out = output + chunk * p.nnz;
-        for_elements<32, 64, 64>(indptr, indices, p.a, row + down, column + right, lane, [&](int e, int r, int c) {
+        for_elements<32 * SHARE, 64, 64>(indptr, indices, p.a, row + down, column + right, thread, [&](int e, int r, int c) {
             const float value = tile[(down + r) * PITCH + right + c];
             out[e] = p.accumulate ? out[e] + value : value;
         });

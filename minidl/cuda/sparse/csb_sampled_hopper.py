@@ -19,8 +19,8 @@ from minidl.shapes import Pair, ceil_div, round_up
 __all__ = ["applies", "sampled", "splits"]
 
 ARCH = (9, 0)
-DEPTH, TILE_M, TILE_N, STAGES = 64, 128, 256, 4
-SHARED_BYTES = STAGES * DEPTH * 2 * (TILE_M + TILE_N) + 1024
+DEPTH, TILE_M = 64, 128
+STAGES = {64: 8, 128: 6, 256: 4}  # by columns of a tile
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
 LEAST_STEPS = 8  # stages of a chunk: below that filling the pipeline and the partial sums cost more than they save
 SPLIT_FROM = {True: 0.01, False: 0.03}  # by features last, density from which split products beat csb_dots.cu
@@ -46,9 +46,14 @@ def splits(
     return fits and nnz >= SPLIT_FROM[features_last] * shape[0] * shape[1]
 
 
+def tile_columns(shape: Pair) -> int:
+    """Columns of a tile: those of a narrow matrix, so that no products are of columns that are not there."""
+    return next((n for n in STAGES if n >= shape[1]), max(STAGES))
+
+
 def chunks_of(shape: Pair, steps: int) -> int:
     """Partial sums of a product: enough to fill a GPU, few enough to keep them small; of the sizes alone."""
-    tiles = ceil_div(shape[0], TILE_M) * ceil_div(shape[1], TILE_N)
+    tiles = ceil_div(shape[0], TILE_M) * ceil_div(shape[1], tile_columns(shape))
     return max(1, min(BLOCKS_WANTED // tiles, steps // LEAST_STEPS))
 
 
@@ -64,17 +69,19 @@ def sampled(
     assert views.legal, (shape, samples)
     steps = ceil_div(samples, DEPTH) * (PRODUCTS if split else 1)
     chunks = chunks_of(shape, steps)
-    tiles = ceil_div(shape[0], TILE_M), ceil_div(shape[1], TILE_N)
+    across = tile_columns(shape)
+    tiles = ceil_div(shape[0], TILE_M), ceil_div(shape[1], across)
     problem = argument(
         _PROBLEM, nnz=out.size, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), tiles_m=tiles[0],
         tiles_n=tiles[1], steps=steps, chunks=chunks, accumulate=accumulate and chunks == 1,
     )  # fmt: skip
     defines = {"DTYPE": DTYPE[x.dtype], "SPLIT": int(split), "SIDE": side, "FEATURES_LAST": int(features_last)}
-    defines["STAGES"] = STAGES
+    defines |= {"TILE_N": across, "STAGES": STAGES[across]}
+    shared = STAGES[across] * DEPTH * 2 * (TILE_M + across) + 1024
     partials = out if chunks == 1 else empty((chunks, out.size), float32)
     launch(
         "csb_sampled_hopper", "csb_sampled_hopper_kernel", tiles[0] * tiles[1] * chunks, 384, indptr, indices,
-        TensorMaps(views, (dy, x)), partials, problem, defines=defines, shared=SHARED_BYTES,
+        TensorMaps(views, (dy, x)), partials, problem, defines=defines, shared=shared,
     )  # fmt: skip
     if chunks > 1:
         sum_partials(partials, chunks, out, accumulate)

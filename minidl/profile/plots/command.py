@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """
     passes = tuple(args.passes or COMPUTE)
     if args.passes and args.kind not in ("roofline", "all"):
-        raise checks.bad_value("plot", "--pass", "left out, for it is of the roofline", f"--kind {args.kind}")
+        raise checks.bad_value("", "--pass", "left out, for it is of the roofline", f"--kind {args.kind}")
     written, left_out = make(args.files, args.kind, args.output, args.format, passes)
     for path in written:
         print(f"wrote {path}")

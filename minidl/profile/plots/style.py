@@ -1,8 +1,9 @@
 """How every picture looks: one palette, one page, one way of saving.
 
 A colour means one thing in all pictures. Passes have colours of Okabe and Ito ("Color Universal Design", 2008); types
-of layer have shapes in scatter plots and, where they are areas, muted colours of Tol ("Colour Schemes", 2021). Both
-sets were chosen so that all of their members stay apart for readers with any of the usual colour deficiencies.
+of layer have shapes in scatter plots and, where they are areas, muted and light colours of Tol ("Colour Schemes",
+2021). Both sets were chosen so that all of their members stay apart for readers with any of the usual colour
+deficiencies.
 
 Nothing touches pyplot or its state.
 """
@@ -61,7 +62,9 @@ TYPES = {
     "convolution": "#332288",
     "linear": "#88CCEE",
     "batch norm": "#DDCC77",
+    "other norms": "#EE8866",
     "ReLU": "#117733",
+    "other activations": "#BBCC33",
     "pooling": "#999933",
     "joins": "#6699CC",
     "other": "#DDDDDD",
@@ -74,7 +77,9 @@ SHAPES = {
     "convolution": "o",
     "linear": "s",
     "batch norm": "D",
+    "other norms": "d",
     "ReLU": "^",
+    "other activations": ">",
     "pooling": "v",
     "joins": "P",
     "other": "h",

@@ -1,13 +1,11 @@
-"""Tables of what several ranks do together, made from files of results for report.py."""
+"""Tables of what several ranks do together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from result_files import Row, load, machine_of, machines
-
-from minidl.profile.tables import markdown
+from pages.files import Row, load, machine_of, machines, table
 
 __all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus"]
 
@@ -33,13 +31,13 @@ def sums_of_gpus(files: Iterable[File]) -> str:
             figures = [f"{best['ms'] * 1e3:.1f}", best["arm"], f"{nccl * 1e3:.1f}", f"{nccl / best['ms']:.2f}"]
             lines.append((nccl / best["ms"], [f"{best['ranks']}", f"{nbytes >> 10:,}", *figures]))
     lines.sort(key=lambda line: line[0])
-    return markdown(["GPUs", "KiB", "minidl us", "way", "NCCL us", "speed against NCCL"], [line for _, line in lines])
+    return table(["GPUs", "KiB", "minidl us", "way", "NCCL us", "speed against NCCL"], [line for _, line in lines])
 
 
 def scaling(files: Iterable[File]) -> str:
     """Training steps on several ranks beside the same without messages, and DDP; worst efficiency first."""
     rows = [row for file in files for row in file["rows"]]
-    return markdown(_COLUMNS, [_step(row) for row in sorted(rows, key=lambda row: row["efficiency"])])
+    return table(_COLUMNS, [_step(row) for row in sorted(rows, key=lambda row: row["efficiency"])])
 
 
 def _step(row: Row) -> list[str]:
@@ -68,7 +66,7 @@ def all_reduces() -> str:
                 cells.append(_median_and_least(row["ms"], row["min_ms"]))
             if row["arm"] == "shm-copied":
                 cells.append(_median_and_least(row["peers"]["mpi4py"], row["peers_min"]["mpi4py"]))
-    return markdown(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
+    return table(head, [[_size(nbytes), *cells] for nbytes, cells in sorted(sizes.items())])
 
 
 def _median_and_least(median: float, least: float) -> str:
@@ -99,7 +97,7 @@ def shared_layers() -> str:
                         lines.append([case, *_shared_line(arms, machine_of(file), ms, saved, what)])
     columns = ["network", "on", "one rank, ms", "PyTorch, one rank", *(f"shared by {what}" for what in _SHARED)]
     filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
-    return markdown([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])
+    return table([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])
 
 
 def _least_saved(arms: dict[str, Row]) -> float:

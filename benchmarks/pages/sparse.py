@@ -1,12 +1,10 @@
-"""Tables of sparse products and of pruned networks, made from files of results for report.py."""
+"""Tables of sparse products and of pruned networks."""
 
 from __future__ import annotations
 
 import statistics
 
-from result_files import Row, load, machine_of, machines
-
-from minidl.profile.tables import markdown
+from pages.files import Row, load, machine_of, machines, table
 
 __all__ = ["compressed", "pruned", "shrunk", "sparse"]
 
@@ -34,14 +32,12 @@ def sparse(machine: str = "cpu") -> str:
                 key = _SPARSE_PEERS[peer], f"{dtype}{_SPARSE_PASSES[row['pass']]}, {row['arm'].replace('-', ' ')}"
                 if row["shape"][-1] > 1:
                     groups.setdefault(key, {}).setdefault(row["sparsity"], []).append(ms / row["ms"])
-    if not groups:
-        return "Not recorded yet."
     levels = sorted({level for found in groups.values() for level in found})
     cell = lambda ratios: f"{statistics.geometric_mean(ratios):.1f} ({min(ratios):.1f})" if ratios else ""  # noqa: E731
     order = list(dict.fromkeys(_SPARSE_PEERS.values()))
     lines = sorted(groups.items(), key=lambda item: order.index(item[0][0]))
     rows = [[*key, *(cell(found.get(level, [])) for level in levels)] for key, found in lines]
-    return markdown(["against", "pass", *(f"{level:.0%}" for level in levels)], rows)
+    return table(["against", "pass", *(f"{level:.0%}" for level in levels)], rows)
 
 
 def _pruned_arms() -> list[tuple[str, str, list[Row]]]:
@@ -78,7 +74,7 @@ def pruned() -> str:
         lines.append([first["case"], f"{machine}", arm, *facts, *_accuracy(rows), *steps])
     columns = ["network", "on", "pruned", "runs as", "parameters dropped", "FLOP left", "accuracy, % (of seeds)",
                "points lost", "step, ms", "speed against dense", "against masked"]  # fmt: skip
-    return markdown(columns, lines) if lines else "Not recorded yet."
+    return table(columns, lines)
 
 
 def _faster(row: Row, peer: str) -> str:
@@ -103,7 +99,7 @@ def shrunk() -> str:
                 lines.append([*facts, *left, *steps])
     columns = ["network", "on", "dtype", "pruned", "parameters", "FLOP left", "bytes left", "dense ms", "ms",
                "speed against dense", "against masked"]  # fmt: skip
-    return markdown(columns, lines) if lines else "Not recorded yet."
+    return table(columns, lines)
 
 
 def compressed() -> str:
@@ -119,4 +115,4 @@ def compressed() -> str:
         "network", "made from", "bytes before", "bytes", "of which", "LZMA of the same", "times smaller",
         "accuracy, % (of seeds)", "points lost",
     ]  # fmt: skip
-    return markdown(columns, lines) if lines else "Not recorded yet."
+    return table(columns, lines)

@@ -1,12 +1,10 @@
-"""Tables of plans for less memory, made from files of results for report.py."""
+"""Tables of plans for less memory."""
 
 from __future__ import annotations
 
 import statistics
 
-from result_files import Row, load
-
-from minidl.profile.tables import markdown
+from pages.files import NOTHING, Row, load, table
 
 __all__ = ["limited_steps", "pinning", "predicted_steps"]
 
@@ -34,7 +32,7 @@ def pinning() -> str:
             [case, str(len(found)), str(len(proved)), gap, _kept(found, "static"), _kept(found, "geeps"), times]
         )
     head = ["network, images, batch", "limits with a plan", "MILP proved", "gap", "kept, times static"]
-    return markdown([*head, "times GeePS", "plan ms, at most"], rows)
+    return table([*head, "times GeePS", "plan ms, at most"], rows)
 
 
 def _kept(found: list[dict[str, Row]], arm: str) -> str:
@@ -58,7 +56,7 @@ def predicted_steps() -> str:
             ratio = lambda r: f"{r['step_ms'] / r['step_unlimited_ms']:.2f}" if r and r.get("step_ms") else "-"  # noqa: E731
             if any(found.get(arm, {}).get("step_ms") for arm in arms) and case.split("/")[0] in wanted:
                 rows.append([case, f"{share:.0%}", *(ratio(found.get(arm)) for arm in arms)])
-    return markdown(["network", "limit", *arms.values()], rows)
+    return table(["network", "limit", *arms.values()], rows)
 
 
 def limited_steps() -> str:
@@ -77,7 +75,7 @@ def limited_steps() -> str:
         for row in limited
     ]  # fmt: skip
     head = ["network, images, batch", "plan, limit", "fusion", "ms", "times unlimited", "times bound", "predicted"]
-    parts = [markdown([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)]
+    parts = [table([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)]
     rows = []
     for case in dict.fromkeys(row["case"] for row in limited):  # of several runs the fastest of each
         mine = [row for row in limited if row["case"] == case]
@@ -87,7 +85,7 @@ def limited_steps() -> str:
             found_ms[name] = min((row["peers"][name], row["peer_peak_bytes"][name]) for row in theirs)
         for name, (ms, held) in sorted(found_ms.items(), key=lambda item: item[1]):
             rows.append([case, name, f"{ms:.1f}", gib(held)])
-    parts.append(markdown(["network, images, batch", "without a plan", "ms", "GiB"], rows))
+    parts.append(table(["network, images, batch", "without a plan", "ms", "GiB"], rows))
     mib = lambda count: f"{count / (1 << 20):.1f}"  # noqa: E731
     rows = [
         [row["case"], row["arm"], f"{row['ms']:.2f}", mib(row["gradient_bytes"]), gib(row["peak_bytes"])]
@@ -96,5 +94,5 @@ def limited_steps() -> str:
         for row in measured
         if "limit_bytes" not in row
     ]
-    parts.append(markdown(["network, images, batch", "gradients", "ms", "MiB of gradients", "peak GiB"], rows))
-    return "\n\n".join(parts) if limited else ""
+    parts.append(table(["network, images, batch", "gradients", "ms", "MiB of gradients", "peak GiB"], rows))
+    return "\n\n".join(parts) if limited else NOTHING

@@ -1,4 +1,4 @@
-"""Tables of choices among kernels and of fusion plans, made from files of results for report.py."""
+"""Tables of fusion plans, and the maps of the fastest."""
 
 from __future__ import annotations
 
@@ -7,36 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from result_files import Row, load, machine_of, machines
-
 from minidl.fusion import PLANS
 from minidl.profile import plots
 from minidl.profile.tables import markdown
+from pages.files import NOTHING, Row, load, machine_of, machines, table
 
-__all__ = ["choices", "each_site", "fused_convolutions", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps"]
+__all__ = [
+    "each_site", "fused_convolutions", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps", "share_of_bytes",
+]  # fmt: skip
 
 _SHOWN = 12  # rows of a table that shows the worst only
 _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes of their own
-
-
-def choices() -> str:
-    """What convolutions lose without tuning: by pass, and the worst of them."""
-    rows = [row for file in load("h200", "bench_conv_choice") for row in file["rows"]]
-    losses: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        losses.setdefault((row["pass"], row["dtype"]), []).append(row["ms"] / row["peers"]["tuned"])
-    lines = []
-    for key, some in losses.items():
-        mean, over = f"{statistics.geometric_mean(some) - 1:.1%}", f"{sum(loss > 1.1 for loss in some)} of {len(some)}"
-        lines.append([*key, mean, f"{max(some) - 1:.1%}", over])
-    head = markdown(["pass", "dtype", "behind, mean", "worst", "by over 10 %"], sorted(lines))
-    worst = sorted(rows, key=lambda row: row["peers"]["tuned"] / row["ms"])[:_SHOWN]
-    lines = []
-    for row in worst:
-        ms, tuned = row["ms"], row["peers"]["tuned"]
-        figures = f"{ms * 1e3:.1f}", f"{tuned * 1e3:.1f}", f"{ms / tuned - 1:.1%}"
-        lines.append([f"{row['case']} {row['pass']}", *figures, row["kernel"], row["tuned"]])
-    return f"{head}\n\n{markdown(['worst', 'µs', 'tuned µs', 'behind', 'kernel', 'tuned kernel'], lines)}"
 
 
 def _fusion(part: str) -> list[tuple[str, Row]]:
@@ -66,10 +47,8 @@ def fused_steps() -> str:
         beside = [f"{best[1]:.2f} ({best[0]})" if best else ""]
         times = [f"{rows[arm]['ms']:.2f}" if arm in rows else "" for arm in arms]
         lines.append((fixed / rows["adaptive"]["ms"] if "adaptive" in rows else 0.0, [*case, *times, *gains, *beside]))
-    if not lines:
-        return ""
     head = ["network", "machine", "dtype", *arms, *(f"best fixed / {arm}" for arm in chosen), "PyTorch"]
-    return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+    return table(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
 def fused_sites() -> str:
@@ -77,7 +56,7 @@ def fused_sites() -> str:
     cases: dict[tuple[str, ...], list[Row]] = {}
     for machine, row in _fusion("sites"):
         cases.setdefault((row["case"], machine, row["dtype"]), []).append(row)
-    lines = []
+    lines, plans = [], []
     for case, rows in cases.items():
         sums, best = _sums(rows)
         plans = [plan for plan in sums if plan not in ("auto", "adaptive")]
@@ -85,10 +64,8 @@ def fused_sites() -> str:
         gain = sums[fixed] / best
         cells = [f"{sums[plan]:.2f}" for plan in (*plans, "auto")]
         lines.append((gain, [*case, *cells, f"{best:.2f}", f"{gain:.3f} ({fixed})", f"{sums['auto'] / best:.3f}"]))
-    if not lines:
-        return ""
     head = ["network", "machine", "dtype", *plans, "auto", "best of each", "best fixed / best", "auto / best"]
-    return markdown(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
+    return table(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
 def each_site() -> str:
@@ -101,7 +78,7 @@ def each_site() -> str:
         lines = sorted((_site_line(rows) for rows in of_sites.values()), key=lambda line: line[0])
         head = ["batch norm", "shape", "times", *PLANS, "best", "best plan / best", "by"]
         parts.append(f"## {', '.join(case)}\n\n{markdown(head, [line for _, line in lines])}")
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or NOTHING
 
 
 def _site_line(rows: list[Row]) -> tuple[float, list[str]]:
@@ -147,9 +124,17 @@ def fusion_maps() -> dict[str, Callable[[], Any]]:
     return found
 
 
+def share_of_bytes(row: Row) -> str:
+    """How much of what a convolution takes longer the arrays explain that it reads besides, at the speed of a copy."""
+    added = row["kernel_ms"] - row["plain_ms"]
+    return f"{row['bytes_ms'] / added:.0%}" if row["bytes_ms"] and added > 0 else "–"
+
+
 def fused_convolutions() -> str:
     """What convolutions take longer for what they do for batch norms: by kind, and where that is most."""
     rows = [row for _, row in _fusion("convolutions")]
+    if not rows:
+        return NOTHING
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         kinds.setdefault((row["pass"], row["arm"].split(",")[0]), []).append(row)
@@ -161,14 +146,12 @@ def fused_convolutions() -> str:
         beyond = sum(row["cost"] - row["bytes_ms"] / row["plain_ms"] <= row["limit"] for row in some)
         limit = f"{within} of {len(some)} ({some[0]['limit']:.0%})"
         lines.append([*key, *figures, limit, str(beyond), *(f"{ms:.2f}" for ms in whole)])
-    if not lines:
-        return ""
     head = markdown(
         ["pass", "on the way", "cost, mean", "worst", "within", "beyond bytes", "ms whole", "ms apart"], sorted(lines)
     )
     lines = [
         [f"{row['case']} {row['pass']}", row["arm"], f"{1e3 * row['plain_ms']:.1f}", f"{1e3 * row['kernel_ms']:.1f}"]
-        + [f"{row['cost']:+.1%}", f"{row['bytes_ms'] / row['plain_ms']:+.1%}"]
+        + [f"{row['cost']:+.1%}", share_of_bytes(row)]
         + [f"{1e3 * ms:.1f}" for ms in (row["ms"], row["apart_ms"], row["peers"]["torch-eager"])]
         for row in sorted(rows, key=lambda row: row["limit"] - row["cost"])[:_SHOWN]
     ]
@@ -186,4 +169,4 @@ def fused_pairs() -> str:
         [*case, str(len(found)), f"{statistics.mean(found):.1%}", f"{worst:.1%}"]
         for (worst, *case), found in reversed(lines)
     ]
-    return markdown(["network", "machine", "dtype", "distinct pairs", "regret, mean", "worst"], rows) if rows else ""
+    return table(["network", "machine", "dtype", "distinct pairs", "regret, mean", "worst"], rows)

@@ -1,16 +1,20 @@
-"""The files of results that tables are made from."""
+"""The files of results, and the tables that are made from them."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
 from minidl.profile.results import load as results_of
+from minidl.profile.tables import Cells, markdown
 
-__all__ = ["RESULTS", "ROOT", "Row", "everywhere", "load", "machine_of", "machines"]
+__all__ = ["NOTHING", "RESULTS", "ROOT", "Row", "everywhere", "load", "machine_of", "machines", "results_of", "table"]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+
+NOTHING = "Nothing was recorded yet."
 
 Row = dict[str, Any]
 
@@ -35,3 +39,8 @@ def machine_of(file: dict[str, Any]) -> str:
     """In a word: the GPU, or how many cores."""
     machine = file["machine"]
     return machine.get("gpu") or f"CPU, {machine.get('cores', 2)} cores"
+
+
+def table(columns: Sequence[str], rows: Cells, words: Container[int] = (0,)) -> str:
+    """In Markdown, as `minidl.profile.tables.markdown`; a sentence where there is no row."""
+    return markdown(columns, rows, words) if rows else NOTHING

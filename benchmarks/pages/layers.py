@@ -1,27 +1,23 @@
 """docs/layers.md and docs/layers/<network>.md: where the time of each network goes, layer by layer, over batch sizes
-and ranks; made from the files of `minidl bench model` and `minidl bench layers` in benchmarks/results/.
+and ranks; of the files of `minidl bench model` and `minidl bench layers`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from minidl.profile import plots
+from minidl.profile.blocks import Block, blocks, order, singles
+from minidl.profile.plots.scaling import KINDS, curves
+from minidl.profile.runs import Run, runs
+from minidl.profile.tables import markdown
+from minidl.profile.views import networks, view
+from pages.files import NOTHING, results_of
 
-from minidl.profile import plots  # noqa: E402
-from minidl.profile.blocks import Block, blocks, order, singles  # noqa: E402
-from minidl.profile.plots.scaling import KINDS, curves  # noqa: E402
-from minidl.profile.results import load  # noqa: E402
-from minidl.profile.runs import Run, runs  # noqa: E402
-from minidl.profile.tables import markdown  # noqa: E402
-from minidl.profile.views import networks  # noqa: E402
-
-__all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures"]
+__all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures", "sample"]
 
 NETWORKS = {"resnet50": "ResNet-50", "vgg16": "VGG-16", "unet": "U-Net", "densenet121": "DenseNet-121"}
 PAGE = "docs/layers/{}.md"
@@ -66,7 +62,7 @@ def _every(results: Path) -> tuple[Run, ...]:
     """The newest last."""
     files = []
     for path in sorted([*results.glob("*/bench_layers*.json*"), *results.glob("*/bench_model*.json*")]):
-        content = load(path)
+        content = results_of(path)
         files.append((content["date"], path.relative_to(results).as_posix(), content))
     files.sort(key=lambda file: file[:2])
     found = (run for _, name, content in files for run in runs(content, name))
@@ -111,7 +107,7 @@ def of_networks(results: Path) -> dict[str, tuple[list[Run], list[list[Run]]]]:
 def overview(results: Path) -> str:
     """The generated part of docs/layers.md: a line per network, batch, dtype and number of ranks."""
     if not measured(results):
-        return "Nothing was recorded yet."
+        return NOTHING
     parts = []
     for machine in dict.fromkeys(run.machine for run in measured(results)):
         parts.append(f"### {machine}")
@@ -123,6 +119,28 @@ def overview(results: Path) -> str:
                 parts += [f"{words}, {_when(found)}: {title}.", markdown(columns, cells)]
     links = [f"[{NETWORKS.get(name, name)}](layers/{name}.md)" for name in of_networks(results)]
     return "\n\n".join([*parts, f"Each layer of {', '.join(links)}."])
+
+
+def sample(results: Path, network: str = "resnet50", dtype: str = "bf16", ranks: int = 2) -> str:
+    """What the table of a network looks like: the longest layer of each type, the optimizer, the rest and the step. Of
+    its largest batch, without fusion.
+    """
+    found = [run for run in _single(results, network) if (run.dtype, run.ranks, run.fusion) == (dtype, ranks, "none")]
+    if not found:
+        return NOTHING
+    run = max(found, key=lambda run: run.rank_batch)
+    known = {block.name: block for block in singles(run)}
+    longest = {block.type: block.name for block in sorted(known.values(), key=lambda block: block.ms) if block.ms}
+    _, columns, rows = view(run, "time")
+    lines = []
+    for name, kind, *cells in rows:
+        if name != longest.get(kind) if kind else name.startswith("loss"):
+            continue
+        told = [_intensity(known[name], run), _roof(known[name], run)] if kind else ["", ""]
+        lines.append([name, kind, *("" if cell == "-" else cell for cell in cells), *told])
+    title = f"{NETWORKS.get(network, network)}, batch {run.rank_batch} on each of {ranks} {run.machine}, {dtype}"
+    text = "the longest layer of each type; milliseconds, without fusion."
+    return f"{title}: {text}\n\n{markdown([*columns, 'FLOP/B', 'roof'], lines, words=(0, 1))}"
 
 
 def _when(found: Sequence[Run]) -> str:

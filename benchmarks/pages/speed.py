@@ -1,16 +1,11 @@
-"""The tables of speed beside other libraries, made from files of results for report.py: one of README.md, the whole of
-docs/speed.md, and the commands behind them.
-"""
+"""Tables of speed beside other libraries: one of README.md, the whole of docs/speed.md, the commands behind them."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
 
-from result_files import RESULTS, Row, everywhere, load, machine_of, machines
-
-from minidl.profile.results import load as results_of
-from minidl.profile.tables import markdown
+from pages.files import RESULTS, Row, everywhere, load, machine_of, machines, results_of, table
 
 __all__ = ["TABLES", "commands", "headline", "results"]
 
@@ -60,7 +55,7 @@ def headline() -> str:
     """Whole steps as training runs them, and the convolutions and operations that they consist of; worst first."""
     lines = sorted([*_usual_steps(), *_all_convolutions(), *_all_operations()])
     head = ["what", "on", "beside", "speed against it", "worst of them"]
-    return markdown(head, [[*what, f"{speed:.2f}", worst] for speed, *what, worst in lines], words=(0, 1, 2, 4))
+    return table(head, [[*what, f"{speed:.2f}", worst] for speed, *what, worst in lines], words=(0, 1, 2, 4))
 
 
 def _usual_steps() -> Iterator[tuple]:
@@ -109,7 +104,7 @@ def training() -> str:
         figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{speed:.2f}"]
         rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
     head = ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"]
-    return markdown(head, rows, words=range(4))
+    return table(head, rows, words=range(4))
 
 
 def operations() -> str:
@@ -125,7 +120,7 @@ def operations() -> str:
         lines.append((min(shares), [f"`{name}`", f"{min(shares):.0%}", f"{statistics.median(shares):.0%}", speed]))
     lines.sort(key=lambda line: line[0])
     head = ["memory-bound operation, H200", "worst share of copy", "median share", "speed against PyTorch's"]
-    return markdown(head, [line for _, line in lines])
+    return table(head, [line for _, line in lines])
 
 
 def convolutions() -> str:
@@ -135,7 +130,7 @@ def convolutions() -> str:
         groups.setdefault((row["case"].split()[0], machine, row["dtype"], row["pass"]), []).append(speed)
     lines = sorted((statistics.geometric_mean(speeds), *key, min(speeds)) for key, speeds in groups.items())
     head = ["convolutions of", "machine", "dtype", "pass", "speed against cuDNN or oneDNN, mean", "worst layer"]
-    return markdown(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines], words=range(4))
+    return table(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines], words=range(4))
 
 
 def learning() -> str:
@@ -148,7 +143,7 @@ def learning() -> str:
                 what = [row["case"], machine, str(row["ranks"]), row["dtype"], str(row["steps"])]
                 rows.append([*what, f"{losses[0]:.3f} → {losses[-1]:.4f}", f"{row['test_accuracy']:.3f}"])
     head = ["network", "machine", "ranks", "dtype", "steps", "loss, first → last tenth", "test accuracy"]
-    return markdown(head, rows)
+    return table(head, rows)
 
 
 TABLES = {
@@ -173,4 +168,4 @@ def commands() -> str:
             head = TABLES[name]().splitlines()[0].split("|")[1].strip()
             cells = [f"`{path.relative_to(RESULTS)}`", head, str(file["commit"]), f"`{file['command']}`"]
             lines.append(cells)
-    return markdown(["file of results", "table", "commit", "command"], lines, words=range(4))
+    return table(["file of results", "table", "commit", "command"], lines, words=range(4))

@@ -1,0 +1,85 @@
+"""What of a `minidl.train.Trainer` its checkpoints hold, and how it goes on from one, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minidl import checkpoint
+from minidl.dist.agree import require_same, require_same_arrays
+
+__all__ = ["held", "restore"]
+
+
+def held(trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(tensors by name, JSON state) of a trainer, after the collectives that bring them together on this rank."""
+    tensors = {f"model.{k}": v for k, v in trainer.model.state_dict().items()}
+    tensors |= {f"optimizer.{k}": v for k, v in trainer.optimizer.state_dict().items()}
+    if trainer.average is not None:
+        tensors |= {f"average.{k}": v for k, v in trainer.average.state_dict().items()}
+    state = _places(trainer) | {
+        "settings": trainer.settings,
+        "callbacks": {callback.key: callback.state() for callback in trainer.callbacks},
+    }
+    return tensors, state
+
+
+def _places(trainer: Any) -> dict[str, Any]:
+    """Where training stands."""
+    random = trainer.model.random
+    return {
+        "step": trainer.step,
+        "random": {"seed": random.seed, "step": random.step},
+        "loader": trainer.train_loader.state(),
+    }
+
+
+def restore(trainer: Any, path: Path) -> None:
+    """Give a trainer what `held` took of one like it; a collective.
+
+    Raises:
+        FileNotFoundError, ValueError: as `minidl.train.Trainer.resume`.
+    """
+    tensors, state = checkpoint.load(path)
+    _require_fitting(path, state, trainer.settings)
+    trainer.model.load_state_dict(_part(tensors, "model."))
+    trainer.optimizer.load_state_dict(_part(tensors, "optimizer."))
+    if trainer.average is not None:
+        trainer.average.load_state_dict(_part(tensors, "average."))
+    trainer.train_loader.restore(state["loader"])
+    trainer.step, random = state["step"], trainer.model.random
+    random.seed, random.step = state["random"]["seed"], state["random"]["step"]
+    kept = state.get("callbacks", {})
+    for callback in trainer.callbacks:
+        if kept.get(callback.key):
+            callback.restore(kept[callback.key])
+    _agree(trainer)
+
+
+def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _require_fitting(path: Path, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse what is no trainer's, or a run's with other settings."""
+    lacking = {"step", "random", "loader", "settings"} - state.keys()
+    if lacking:
+        raise ValueError(f"{path} is a checkpoint, but not a Trainer's: its state lacks {', '.join(sorted(lacking))}")
+    there = state["settings"]
+    differing = [
+        f"{key}: {there.get(key)!r} there, {value!r} here" for key, value in settings.items() if there.get(key) != value
+    ]
+    if differing:
+        raise ValueError(f"{path}: the checkpoint is of another run: {'; '.join(differing)}")
+
+
+def _agree(trainer: Any) -> None:
+    """Refuse ranks that went on from different files: folders of several hosts may hold different checkpoints."""
+    what = "the checkpoint to go on from"
+    require_same(trainer.comm, what, [f"{key} {value}" for key, value in _places(trainer).items()])
+    if trainer.comm.size > 1:
+        model = trainer.model
+        require_same_arrays(trainer.comm, what, {"weights": model.ops.to_host(model.arena.master)})

@@ -1,0 +1,72 @@
+"""Commands that the pages tell readers to type are commands: verbs and options exist, and take what they are given."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from minidl import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
+STARTS = re.compile(r"^(?:(?:mpirun|mpiexec|srun|python -m minidl\.launch)\s+(?:-n \d+\s+)?(?:-m )?)?minidl (?=[a-z])")
+SCRIPT = re.compile(r"(benchmarks/bench_\w+\.py)(.*)")
+
+
+def commands(page: Path) -> tuple[list[str], list[str]]:
+    """(lines of blocks, inline code) of a page; lines that go on are joined, comments and ellipses cut off."""
+    text = page.read_text().replace("\\\n", " ")
+    parts = re.split(r"^```.*$", text, flags=re.MULTILINE)
+    lines = [line.strip().removeprefix("! ") for block in parts[1::2] for line in block.splitlines()]
+    inline = [" ".join(code.split()) for prose in parts[::2] for code in re.findall(r"`([^`]+)`", prose)]
+    return [re.split(r"\s#|\s\.\.\.", line)[0] for line in lines], inline
+
+
+def verb_of(words: list[str]) -> argparse.ArgumentParser:
+    """The parser of a verb, or of a verb below it."""
+    parser = cli.parser()
+    for word in words:
+        below = [a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        if not below:
+            break
+        assert word in below[0], f"no verb {word} in {sorted(below[0])}"
+        parser = below[0][word]
+    return parser
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_pages_can_be_typed(page, capsys):
+    lines, inline = commands(page)
+    for line in filter(STARTS.match, lines):
+        words = shlex.split(line[STARTS.match(line).end() :])
+        if "--help" not in words:
+            try:
+                cli.parser().parse_args(words)
+            except SystemExit:
+                pytest.fail(f"{line}: {capsys.readouterr().err.strip()}")
+    for code in (code for code in inline if STARTS.match(code) and "--" in code):
+        words = [word for word in code[STARTS.match(code).end() :].split() if word != "..."]
+        known = {option for action in verb_of(words)._actions for option in action.option_strings}
+        assert {word for word in words if word.startswith("--")} <= known, code
+
+
+def test_some_commands_were_found():
+    found = [line for page in PAGES for part in commands(page) for line in part if STARTS.match(line)]
+    assert len(found) > 60
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_benchmarks_of_pages_have_these_options(page):
+    for line in (line for part in commands(page) for line in part):
+        for name, rest in SCRIPT.findall(line):
+            script = ROOT / name
+            assert script.is_file(), line
+            imported = re.findall(r"^import (\w+)$", script.read_text(), re.MULTILINE)
+            own = [script, *(script.with_name(f"{stem}.py") for stem in imported)]
+            source = "".join(path.read_text() for path in own if path.is_file())
+            for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
+                assert f'"{option}"' in source, f"{line}: {option}"
