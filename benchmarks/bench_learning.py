@@ -2,9 +2,11 @@
 
     python benchmarks/bench_learning.py --model resnet50 --precision bf16 tf32 --batch 64 [--json PATH]
     mpirun -n 2 python benchmarks/bench_learning.py --model resnet50 --precision bf16 --batch 128 [--json PATH]
+    python benchmarks/bench_learning.py --recipe scripts/resnet20_cifar10.toml --data-path DIR --epochs 20
 
 Each row holds the mean training loss of every tenth of the run and the accuracy on unseen images after it. The images
-carry a class-dependent pattern under noise (`minidl.data.synthetic`), so a network that computes right learns them.
+carry a class-dependent pattern under noise (`minidl.data.synthetic`), so a network that computes right learns them. Or
+a recipe says what is learnt; what follows it are options of `minidl train`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +41,46 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=0.05)
     p.add_argument("--workers", type=int, default=8)
     p.add_argument("--json", metavar="PATH", help="write the result file here")
+    rest = "a recipe and options of minidl train, in the place of synthetic images; the last option"
+    p.add_argument("--recipe", nargs=argparse.REMAINDER, default=[], metavar="FILE", help=rest)
     return p.parse_args()
 
 
 def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | None:
     """Train once; the row, on rank 0."""
-    command = [
-        "train", "--model", a.model, "--data", "synthetic", "--image-size", str(a.image_size),
-        "--classes", str(a.classes), "--samples", str(a.steps * a.batch), "--epochs", "1", "--batch", str(a.batch),
-        "--lr", str(a.lr), "--warmup", "0.1", "--precision", mode, "--device", a.device,
-        "--workers", str(a.workers), "--output", str(folder),
-    ]  # fmt: skip
-    parsed = cli.parser().parse_args(command)
+    images = f"{a.image_size}x{a.image_size}"
+    if a.recipe:
+        path, *options = a.recipe
+        words = tomllib.loads(Path(path).read_text())  # as on the command line
+        what, images = [*(f"--{name}={value}" for name, value in words.items()), *options], Path(path).stem
+    else:
+        what = [
+            "--model", a.model, "--data", "synthetic", "--image-size", str(a.image_size), "--classes", str(a.classes),
+            "--samples", str(a.steps * a.batch), "--epochs", "1", "--batch", str(a.batch), "--lr", str(a.lr),
+            "--warmup", "0.1",
+        ]  # fmt: skip
+    where = ["--device", a.device, "--workers", str(a.workers), "--output", str(folder)]
+    parsed = cli.parser().parse_args(["train", *what, "--precision", mode, *where])
     row = cli.train(parsed)
     if dist.world().rank != 0:
         return None
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    reports = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [report["loss"] for report in reports]
     cut = [losses[i * len(losses) // TENTHS : (i + 1) * len(losses) // TENTHS] for i in range(TENTHS)]
     tenths = [round(sum(part) / len(part), 4) for part in cut if part]
     if not tenths[-1] < tenths[0]:
-        raise AssertionError(f"{a.model} in {mode} does not learn: {tenths}")
+        raise AssertionError(f"{parsed.model} in {mode} does not learn: {tenths}")
     return {
-        "case": f"{a.model}/{a.image_size}x{a.image_size}/b{a.batch}",
+        "case": f"{parsed.model}/{images}/b{parsed.batch}",
         "pass": "train",
         "dtype": mode,
         "arm": "compiled" if device_of(a.device, dist.world()) == "cuda" else "eager",
-        "ms": 1e3 * a.batch / row["images_per_s"],
+        "ms": 1e3 * parsed.batch / row["images_per_s"],
         "spread": None,
         "floor_ms": None,
         "peers": {},
         "ranks": dist.world().size,
-        "steps": a.steps,
+        "steps": reports[-1]["step"],
         "losses_by_tenth": tenths,
         "test_accuracy": row["test_accuracy"],
         "images_per_s": row["images_per_s"],
@@ -90,7 +102,7 @@ def main() -> None:
         + [f"{row['losses_by_tenth'][-1]:.4f}", f"{row['test_accuracy']:.4f}", f"{row['images_per_s']:.0f}"]
         for row in rows
     ]
-    show(f"mean loss over {a.steps} steps", columns, table)
+    show(f"mean loss over {rows[0]['steps']} steps", columns, table)
     if a.json:
         write(a.json, result("bench_learning", rows))
 

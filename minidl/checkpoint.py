@@ -148,13 +148,16 @@ def set_aside(folder: str | os.PathLike, step: int, records: Iterable[str] = ())
     return previous
 
 
-def match(expected: Mapping[str, Any], found: Mapping[str, np.ndarray], who: str = "checkpoint") -> None:
+def match(
+    expected: Mapping[str, Any], found: Mapping[str, np.ndarray], who: str = "checkpoint", remedy: str = ""
+) -> None:
     """Check that ``found`` has exactly the names of ``expected``, each with its shape and dtype.
 
     Args:
         expected: by name, an array or a pair (shape, dtype).
         found: what was loaded.
         who: what the error message starts with, for instance the file's name.
+        remedy: what it ends with.
 
     Raises:
         ValueError: lists everything that is missing, unexpected or of another shape or dtype.
@@ -173,7 +176,7 @@ def match(expected: Mapping[str, Any], found: Mapping[str, np.ndarray], who: str
     }
     problems = [f"{len(names)} {group}: {checks.some(names)}" for group, names in groups.items() if names]
     if problems:
-        raise ValueError(f"{who} does not fit: {'; '.join(problems)}")
+        raise ValueError(f"{who} does not fit: {'; '.join([*problems, remedy] if remedy else problems)}")
 
 
 def require_json(value: Any, where: str) -> None:

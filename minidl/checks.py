@@ -14,16 +14,16 @@ from numbers import Real
 from typing import Any
 
 __all__ = [
+    "Told",
     "at_least",
     "bad_dtype",
     "bad_shape",
     "bad_value",
     "describe",
     "elsewhere",
-    "foreign",
+    "images_first",
     "impossible",
     "missing_extra",
-    "nchw",
     "number",
     "order",
     "positive_pair",
@@ -119,28 +119,6 @@ _CALLED_HERE = {
 }
 
 
-# Members of models of PyTorch and Keras that `minidl.Model` does not have, and what stands for them.
-_INSTEAD = {
-    "children": "layers",
-    "compile": "minidl.compile.CompiledStep(model, optimizer, loss)",
-    "cuda": "Model(graph, device='cuda')",
-    "fit": "minidl.train.Trainer",
-    "half": "Model(graph, precision='fp16')",
-    "modules": "layers",
-    "named_parameters": "state_dict()",
-    "parameters": "the model itself that an optimizer takes",
-    "predict": "eval(), then forward()",
-    "to": "Model(graph, device=..., precision=...)",
-    "zero_grad": "not needed: the first gradients of a step overwrite",
-}
-
-
-def foreign(who: str, name: str) -> AttributeError:
-    """``Model has no cuda; here it is Model(graph, device='cuda')``."""
-    remedy = f"here it is {_INSTEAD[name]}" if name in _INSTEAD else None
-    return AttributeError(_sentence("", f"{who} has no {name}", remedy), name=name)
-
-
 def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
     """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``."""
     near = difflib.get_close_matches(name, known, n=1)
@@ -159,8 +137,41 @@ def some(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def nchw(shape: Sequence[int], channels: int) -> str | None:
-    """What to do with images whose channels seem to come first; None where they do not."""
+# What objects of PyTorch and Keras can do and those here cannot, by class, and what is done instead.
+_OVERWRITTEN = "it is not needed: the first gradient of a step overwrites"
+_DONE_HERE = {
+    "Batch": {name: "give the Loader transfer=model.ops.from_host" for name in ("cuda", "to")},
+    "Model": {
+        "children": "read layers",
+        "compile": "a Trainer captures steps by itself; without one take compile.CompiledStep",
+        "cuda": "write Model(..., device='cuda')",
+        "evaluate": "give the Trainer a test_loader",
+        "fit": "write Trainer(model, optimizer, loss, loader, ...).fit()",
+        "half": "write Model(..., precision='fp16')",
+        "modules": "read layers",
+        "named_parameters": "state_dict() has all arrays by name",
+        "parameters": "optimizers take the model itself; state_dict() has the arrays",
+        "predict": "call forward(x, grad=False)",
+        "save": "call interchange.export_weights(model, path); a Trainer with output= writes checkpoints",
+        "to": "write Model(..., device='cuda', precision='bf16')",
+        "zero_grad": _OVERWRITTEN,
+    },
+    "SGD": {"param_groups": "write SGD(..., groups=...)", "zero_grad": _OVERWRITTEN},
+    "Totals": {"backward": "call model.backward(loss.backward())", "item": "read totals.loss"},
+}
+
+
+class Told:
+    """Objects that tell how it is done here, when asked for what others of their kind can do."""
+
+    def __getattr__(self, name: str) -> Any:
+        tables = [_DONE_HERE.get(base.__name__, {}) for base in type(self).__mro__]
+        remedy = next((table[name] for table in tables if name in table), None)
+        raise AttributeError(_sentence("", f"{type(self).__name__} has no {name}", remedy), name=name, obj=self)
+
+
+def images_first(shape: Sequence[int], channels: int) -> str | None:
+    """The remedy for images of ``shape`` that seem to be NCHW."""
     if len(shape) != 4 or shape[1] != channels or shape[3] == channels:
         return None
     return "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
@@ -195,5 +206,7 @@ def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[
     """``value`` as a (height, width) pair of integers of at least ``least``."""
     items = (value, value) if hasattr(value, "__index__") else tuple(value) if isinstance(value, Sequence) else ()
     if len(items) != 2 or any(isinstance(v, bool) or not hasattr(v, "__index__") or v < least for v in items):
-        raise bad_value(who, argument, f"an integer of at least {least} or a pair of them (height, width)", value)
+        remedy = "kernel // 2 keeps the size of an odd kernel at stride 1" if value == "same" else None
+        expected = f"an integer of at least {least} or a pair of them (height, width)"
+        raise bad_value(who, argument, expected, value, remedy)
     return int(items[0]), int(items[1])

@@ -56,6 +56,11 @@ class Node:
     def name(self) -> str:
         return self.layer.name if self.layer is not None else "input"
 
+    def __add__(self, other: object) -> Node:
+        raise TypeError("nodes are joined by layers: Add(name=...)(a, b), Mul(name=...)(a, b), Concat(name=...)(a, b)")
+
+    __mul__ = __add__
+
 
 class Graph:
     """A network: one input, one output, nodes in execution order."""
@@ -189,7 +194,9 @@ class Graph:
             if node.layer is None:
                 if len(input_shape) != len(node.shape) + 1 or input_shape[-1] != node.shape[-1]:
                     wanted = ("N, H, W, " if len(node.shape) == 3 else "N, ") + str(node.shape[-1])
-                    remedy = checks.nchw(input_shape, node.shape[-1])
+                    remedy = checks.images_first(input_shape, node.shape[-1])
+                    if len(input_shape) == len(node.shape):
+                        remedy = "one sample is x[None]"
                     raise checks.bad_shape("model", "x", f"({wanted})", input_shape, remedy)
                 found.append(tuple(input_shape))
             else:

@@ -38,7 +38,7 @@ __all__ = ["Model"]
 _FEW = 32  # samples
 
 
-class Model:
+class Model(checks.Told):
     """A network ready to train.
 
     Args:
@@ -170,6 +170,10 @@ class Model:
 
     # -- the two passes ---------------------------------------------------------------------------------------------
 
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """`forward`."""
+        return self.forward(x, **options)
+
     def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0, new_step: bool = True) -> Any:
         """Run the network.
 
@@ -197,13 +201,6 @@ class Model:
                 if left[i] == 0:
                     values[i] = None
         return materialize(self.ops, values[self.output_node.index]).array
-
-    def __call__(self, x: Any, **options: Any) -> Any:
-        """`forward`."""
-        return self.forward(x, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        raise checks.foreign("Model", name)
 
     def _run(self, node: Node, values: list[Value | None], grad: bool) -> Value:
         """One layer on its inputs, which are filled in first unless the layer takes them unfinished."""
@@ -279,7 +276,7 @@ class Model:
                 "model", "x", f"a {self.ops.name} array", checks.describe(x), "copy it with model.ops.from_host(x)"
             )
         if x.dtype != self.precision.storage:
-            remedy = "convert it with x.astype(model.precision.storage)"
+            remedy = "convert it with model.ops.cast(x, model.precision.storage)"
             raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, remedy)
         # One of several ranks may run out of samples, one alone may not.
         if x.shape[:1] == (0,) and self.comm.size == 1:
@@ -349,7 +346,8 @@ class Model:
         """
         buffers = {f"{layer.name}.{name}": array for layer in self.layers for name, array in layer.buffers.items()}
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
-        checkpoint.match(parameters | buffers, state, "state")
+        remedy = "interchange.import_weights(model, state, strict=False) loads what fits"
+        checkpoint.match(parameters | buffers, state, "state", remedy)
         self._unfold()
         weights = flattened(state, self.arena.segments, self.arena.master.size)
         self.ops.copy_into(self.arena.master, self.ops.from_host(weights))

@@ -62,7 +62,7 @@ def _finite(who: str, argument: str, value: float) -> None:
     checks.number(who, argument, value, "of at least 0, finite", lambda v: 0 <= v < math.inf)
 
 
-class SGD:
+class SGD(checks.Told):
     """Stochastic gradient descent with momentum, as torch.optim.SGD computes it.
 
         g = grad + weight_decay·w;  v = momentum·v + g;  w -= lr·(g + momentum·v if nesterov else v)
@@ -314,13 +314,13 @@ class SGD:
         weights of two steps behind: go on from a checkpoint.
 
         Args:
-            slots: messages held at once; default: 1 on one rank, 4 on several, where some are under way.
+            slots: messages held at once; default: 1 on one rank, 2 on several, where one is under way meanwhile.
 
         Raises:
             ValueError: where the whole gradient decides on each update, as `minidl.legality` has it.
         """
         legality.refuse(type(self).__name__, **self.parts() | {"ring": True})
-        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._apply)
+        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 2, self._apply)
 
     def gradients_in_momentum(self) -> None:
         """From now on backward passes add gradients to the momentum itself: they need no memory of their own.
@@ -372,7 +372,8 @@ class SGD:
             ValueError: when the names do not match this optimizer.
         """
         self.arena.restore()
-        checkpoint.match(self.state_dict(), state, "optimizer state")
+        remedy = f"it is not that of {type(self).__name__} with these options"
+        checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)
         for field in (MOMENTUM, GROWTH_INTERVAL):

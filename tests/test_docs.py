@@ -1,4 +1,9 @@
-"""The pages: the first hour runs as it is written, the site is built without a warning, links lead somewhere."""
+"""The pages: their code runs as it is written, the site is built without a warning, links lead somewhere.
+
+A page is one run in one empty folder, its blocks in their order and, of Python, in one namespace, which begins with
+what the text takes as given (given.py). Words behind the language of a block say what it takes: ``gpu``, or ``ranks=N``
+of a job of its own, ``elastic`` where those may go on without one.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +16,19 @@ from pathlib import Path
 import pytest
 
 from minidl.cuda import nvrtc
+from minidl.dist import mpiexec
 from tests.conftest import CUDA
+from tests.dist import job
+from tests.given import GIVEN
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, text) of the blocks of code of a page."""
-    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path) -> list[tuple[str, list[str], str]]:
+    """(language, what it takes, text) of the blocks of code of a page."""
+    found = re.findall(r"^```(\w+)([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [(language, marks.split(), text) for language, marks, text in found]
 
 
 @pytest.fixture
@@ -48,16 +57,24 @@ def run_page(shell, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def run(page: str) -> tuple[str, list[subprocess.CompletedProcess]]:
+    def run(page: str, device: str = "cpu") -> tuple[str, list[subprocess.CompletedProcess]]:
         if not (ROOT / "docs" / page).exists():
             pytest.skip("the pages are not here")
-        names: dict = {"__name__": page}
+        names: dict = {"__name__": page} | (GIVEN[page](device) if page in GIVEN else {})
         commands = []
-        for language, text in blocks(ROOT / "docs" / page):
-            if language == "python":
+        for language, marks, text in blocks(ROOT / "docs" / page):
+            ranks = {int(mark.removeprefix("ranks=")) for mark in marks if mark.startswith("ranks=")}
+            assert language in ("python", "sh") and len(marks) <= len(ranks) + 1, (language, marks)
+            if "gpu" in marks and device == "cpu":
+                continue
+            if language == "python" and not ranks:
                 exec(compile(text, page, "exec"), names)
                 continue
-            assert language == "sh", language
+            if "elastic" in marks and mpiexec.find().family != "Open MPI":
+                continue
+            if ranks:
+                (tmp_path / "ranks.py").write_text(text)
+                text = f"python -m minidl.launch -n {ranks.pop()} {'--elastic' * ('elastic' in marks)} ranks.py"
             done = shell(text)
             assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
             commands.append(done)
@@ -109,6 +126,37 @@ def test_the_roofline_page_runs_as_it_is_written(run_page, tmp_path):
     printed, _ = run_page("roofline.md")
     assert len(re.findall(r" ms, roof \d+%, gain [\d.]+ ms$", printed, re.MULTILINE)) == 5
     assert list((tmp_path / "plots").glob("*.png"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("page", GIVEN)
+def test_the_code_of_a_page_runs_as_it_is_written(page, device, run_page):
+    printed, _ = run_page(page, device)
+    assert re.search(TOLD[page], printed), printed
+
+
+# What the code of a page that is no tutorial prints.
+TOLD = {
+    "breadth.md": r"\n1 0\.\d+\n(.*\n)*100 loaded; 2 mismatched: fc.bias",
+    "fusion.md": r"",
+    "memory.md": r"^1\.\d+\n",
+    "sparse.md": r"@(.*\n)*.*3/3",
+}
+
+
+def test_all_code_is_run():
+    """By the test above, or by one of its own."""
+    with_code = {page.name for page in PAGES if blocks(page)}
+    assert with_code == {*GIVEN, "first_hour.md", "own_kernel.md", "cluster.md", "roofline.md", "distributed.md"}
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
+def test_the_code_of_several_ranks_runs_as_it_is_written(run_page):
+    printed, commands = run_page("distributed.md")
+    assert len(commands) >= 1 and re.search(r"^0\.\d+ \[\('fc', 0\.0\)", printed, re.MULTILINE), printed
 
 
 @pytest.mark.slow

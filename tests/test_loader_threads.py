@@ -48,7 +48,15 @@ def test_an_exception_arrives_in_order_with_its_traceback(workers, transfer):
             seen.append(batch.first_sample)
     assert seen == [0, 4, 8]
     assert any(frame.name == "__getitem__" for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert caught.value.__notes__ == ["Loader: it was item 13 of the data set"]
     assert not loader_threads()
+
+
+@pytest.mark.parametrize("item", [None, (np.zeros((2, 2, 1), np.float32),), {"image": 1, "label": 2}])
+def test_a_later_item_that_is_no_pair_is_named(item):
+    items = [(np.zeros((2, 2, 1), np.float32), 0)] * 3 + [item]
+    with pytest.raises(TypeError, match=r"Loader: dataset\[3\] must be a pair \(image, label\), got "):
+        list(Loader(items, 2, shuffle=False))
 
 
 def test_prefetching_is_bounded():

@@ -42,16 +42,45 @@ def labelled(rng, shape, dtype, label_type=np.int64):
 def test_smoothed_totals_equal_the_reference(ops, rng, dtype, shape, smoothing, weighted):
     logits, labels = labelled(rng, shape, dtype)
     weights = rng.uniform(0.2, 2, shape[-1]).astype(np.float32) if weighted else None
-    for layout in LAYOUTS:
+    for layout, top in (("dense", 5), ("dense", 1), ("pitched", 5), ("strided", 1)):
         totals, lse = ops.smoothed_cross_entropy(
             place(ops, logits, layout), ops.from_host(labels), ops.from_host(weights) if weighted else None,
-            smoothing=smoothing, ignore_index=IGNORE, top=5,
+            smoothing=smoothing, ignore_index=IGNORE, top=top,
         )  # fmt: skip
-        expected = reference.smoothed_cross_entropy(logits, labels, weights, smoothing, IGNORE, 5)
+        expected = reference.smoothed_cross_entropy(logits, labels, weights, smoothing, IGNORE, top)
         found = ops.to_host(totals)
         assert found.dtype == np.float64 and lse.dtype == float32 and lse.shape == labels.shape
         np.testing.assert_array_equal(found[2:], expected[2:])
         np.testing.assert_allclose(found[:2], expected[:2], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize("classes", [3, 21, 64, 200])
+def test_a_row_with_a_nan_is_never_right(ops, dtype, classes, top):
+    logits = np.zeros((3, classes), dtype)
+    logits[:, 1] = 5
+    logits[0, 1], logits[1, 0] = np.nan, np.nan
+    labels = ops.from_host(np.ones(3, np.int64))
+    totals, _ = ops.smoothed_cross_entropy(ops.from_host(logits), labels, smoothing=0.1, ignore_index=IGNORE, top=top)
+    found = ops.to_host(totals)
+    assert np.isnan(found[0]) and found[1:].tolist() == [3, 1, 0, 3, 1]
+
+
+@pytest.mark.parametrize("label_type", [np.uint8, np.int32, np.int64])
+@pytest.mark.parametrize("classes", [3, 21, 24])
+def test_labels_may_lie_anywhere(ops, rng, label_type, classes):
+    """Kernels copy labels in vectors; an array of them may begin at any of its elements."""
+    logits, labels = labelled(rng, (333, classes), float32, label_type)
+    x, where = ops.from_host(logits[5:]), ops.from_host(labels)[5:]
+    totals, _ = ops.softmax_cross_entropy(x, where, ignore_index=IGNORE)
+    smoothed, _ = ops.smoothed_cross_entropy(x, where, smoothing=0.1, ignore_index=IGNORE)
+    for found in (totals, smoothed):
+        expected = reference.smoothed_cross_entropy(logits[5:], labels[5:], None, 0.0, IGNORE, 1)
+        np.testing.assert_array_equal(ops.to_host(found)[1:4], expected[1:4])
+    counts = ops.to_host(ops.confusion_counts(x, where, ignore_index=IGNORE))
+    np.testing.assert_array_equal(counts, reference.confusion_counts(logits[5:], labels[5:], IGNORE))
+    sums = ops.to_host(ops.dice_sums(x, where, ignore_index=IGNORE))
+    np.testing.assert_allclose(sums, reference.dice_sums(logits[5:], labels[5:], IGNORE), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -148,11 +177,16 @@ def test_shards_of_a_weighted_loss_give_the_gradient_of_the_whole(ops, rng):
     np.testing.assert_allclose(np.concatenate(dx), expected, rtol=1e-6, atol=1e-9)
 
 
+def many(classes: int) -> tuple[int, int]:
+    """Rows so many that each block takes several groups of them, and so few that it takes one."""
+    return (1_100_001, 280_000) if classes <= 3 else (280_001, 70_000)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("classes", [1, 3, 21, 62])
 def test_many_rows_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes, weighted):
     """Blocks take several groups of rows where there are many."""
-    ops, rows = cuda_ops, 280_001
+    ops, rows, part_rows = cuda_ops, *many(classes)
     logits, labels = ops.from_host(draw(rng, (rows, classes), dtype)), rng.integers(0, classes, rows)
     labels[::5], labels[3] = IGNORE, classes
     labels = ops.from_host(labels)
@@ -162,8 +196,8 @@ def test_many_rows_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes, weighted)
     plain, plain_lse = ops.softmax_cross_entropy(logits, labels, ignore_index=IGNORE)
     dx = ops.smoothed_cross_entropy_backward(logits, labels, lse, totals, weights, **options)
     sums, plain_sums = np.zeros(6), np.zeros(4)
-    for begin in range(0, rows, 70_000):
-        few = slice(begin, min(begin + 70_000, rows))
+    for begin in range(0, rows, part_rows):
+        few = slice(begin, min(begin + part_rows, rows))
         part, norm = ops.smoothed_cross_entropy(logits[few], labels[few], weights, top=2, **options)
         plain_part, plain_norm = ops.softmax_cross_entropy(logits[few], labels[few], ignore_index=IGNORE)
         found = ops.smoothed_cross_entropy_backward(logits[few], labels[few], norm, totals, weights, **options)
@@ -175,9 +209,9 @@ def test_many_rows_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes, weighted)
     np.testing.assert_allclose(ops.to_host(plain), plain_sums, rtol=1e-12)
 
 
-@pytest.mark.parametrize("classes", [3, 21, 32, 62])
+@pytest.mark.parametrize("classes", [3, 16, 21, 24, 32, 48, 62, 64])
 def test_many_pixels_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes):
-    ops, rows = cuda_ops, 280_001
+    ops, rows, part_rows = cuda_ops, *many(classes)
     p, labels = ops.softmax(ops.from_host(draw(rng, (rows, classes), dtype))), rng.integers(0, classes, rows)
     labels[::5], labels[3] = IGNORE, classes
     labels, scale = ops.from_host(labels), ops.from_host(np.float32([3e5]))
@@ -185,13 +219,16 @@ def test_many_pixels_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes):
         ops.dice_sums(p, labels, ignore_index=IGNORE),
         ops.to_host(ops.confusion_counts(p, labels, ignore_index=IGNORE)),
     )
-    dx, counts = ops.dice_backward(p, labels, sums, scale, smooth=1.0, ignore_index=IGNORE), np.zeros(classes**2 + 1)
-    for begin in range(0, rows, 70_000):
-        few = slice(begin, min(begin + 70_000, rows))
+    dx = ops.dice_backward(p, labels, sums, scale, smooth=1.0, ignore_index=IGNORE)
+    counts, parts = np.zeros(classes**2 + 1), np.zeros(3 * classes + 1)
+    for begin in range(0, rows, part_rows):
+        few = slice(begin, min(begin + part_rows, rows))
         part = ops.dice_backward(p[few], labels[few], sums, scale, smooth=1.0, ignore_index=IGNORE)
         np.testing.assert_array_equal(ops.to_host(dx[few]), ops.to_host(part))
         counts += ops.to_host(ops.confusion_counts(p[few], labels[few], ignore_index=IGNORE))
+        parts += ops.to_host(ops.dice_sums(p[few], labels[few], ignore_index=IGNORE))
     np.testing.assert_array_equal(found, counts)
+    np.testing.assert_allclose(ops.to_host(sums), parts, rtol=1e-6)
 
 
 LOSSES = [("mse", 1.0, 0.0), ("bce_with_logits", 1.0, 0.0), ("bce_with_logits", 3.0, 0.0), ("focal", 0.25, 2.0),
@@ -237,7 +274,9 @@ def test_an_unknown_loss_names_the_known_ones(ops):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(1, 2), (2, 5, 3, 4), (1, 41, 37, 21), (500, 150), (0, 4, 4, 3)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2), (2, 5, 3, 4), (1, 41, 37, 21), (700, 32), (300, 48), (500, 150), (0, 4, 4, 3)]
+)
 def test_dice_sums_equal_the_reference(ops, rng, dtype, shape, layout):
     logits, labels = labelled(rng, shape, dtype, np.int32)
     p = (softmax_reference.softmax(logits) if logits.size else logits).astype(dtype)
@@ -261,9 +300,9 @@ def test_dice_gradient_is_the_difference(ops, rng, smooth, shape, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("label_type", [np.uint8, np.int32, np.int64])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 10), (1, 41, 37, 21), (400, 130), (0, 4, 4, 3)])
-def test_confusion_counts_equal_the_reference(ops, rng, shape, label_type, layout):
-    logits, labels = labelled(rng, shape, float32, label_type)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 10), (1, 41, 37, 21), (300, 64), (700, 24), (400, 130), (0, 4, 4, 3)])
+def test_confusion_counts_equal_the_reference(ops, rng, dtype, shape, label_type, layout):
+    logits, labels = labelled(rng, shape, dtype, label_type)
     counts = ops.to_host(ops.confusion_counts(place(ops, logits, layout), ops.from_host(labels), ignore_index=IGNORE))
     assert counts.dtype == np.float64
     np.testing.assert_array_equal(counts, reference.confusion_counts(logits, labels, IGNORE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from minidl import checkpoint, cli
+from minidl.data import cifar10
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in (ROOT / "scripts").glob("*.toml")}
@@ -52,6 +54,47 @@ def test_the_cifar_recipe_runs_on_images_like_those(tmp_path):
     command = ["train", "--config", str(RECIPES["resnet20_cifar10"]), "--output", str(tmp_path)]
     assert cli.main([*command, "--data", "synthetic", "--samples", "256", "--epochs", "1"]) == 0
     assert len(rows(tmp_path)) == 1 and (tmp_path / "best.safetensors").exists()
+
+
+@pytest.fixture
+def patches(tmp_path, monkeypatch):
+    """Patches of photographs, in files of CIFAR-10's format that are a twentieth as long."""
+    pytest.importorskip("skimage", reason="needs scikit-image")
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    script = importlib.import_module("photograph_patches")
+    for module, name in ((script, "RECORDS"), (importlib.import_module("minidl.data.cifar10"), "_RECORDS")):
+        monkeypatch.setattr(sys.modules[module.__name__], name, 500)
+    script.main([str(tmp_path / "patches")])
+    return tmp_path / "patches"
+
+
+def test_patches_of_photographs_are_read_as_cifar10(patches):
+    for split, each in (("train", 250), ("test", 50)):
+        images = cifar10(patches, split)
+        assert images.images.shape == (10 * each, 32, 32, 3)
+        np.testing.assert_array_equal(np.bincount(images.labels), np.full(10, each))
+    grey = np.isin(images.labels, [1, 4, 5])  # the brick, the grass, the gravel
+    planes = images.images.reshape(len(images.images), -1, 3)
+    np.testing.assert_array_equal((planes == planes[..., :1]).all((1, 2)), grey)
+
+
+@pytest.mark.slow
+def test_the_cifar_recipe_learns_from_such_files(patches, tmp_path):
+    command = ["train", "--config", str(RECIPES["resnet20_cifar10"]), "--data-path", str(patches), "--model", "lenet"]
+    small = [
+        "--batch",
+        "50",
+        "--lr",
+        "0.02",
+        "--schedule",
+        "cosine",
+        "--epochs",
+        "6",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    assert cli.main([*command, *small]) == 0
+    assert float(rows(tmp_path / "run")[-1]["test_accuracy"]) > 0.5
 
 
 @pytest.mark.slow

@@ -82,12 +82,14 @@ def whole_losses(dtype: str) -> Iterator[Case]:
         x, t = torch_noise((many, 1000), dtype), torch_noise((many, 1000), dtype).softmax(1)
         return torch_gradient(torch_norms().cross_entropy, x, t)
 
-    def bce(x: Any, t: Any) -> Any:
-        totals = ops.pointwise_loss(x, t, "bce_with_logits")
-        return ops.pointwise_loss_backward(x, t, totals, None, "bce_with_logits")
+    def pointwise(name: str, *options: float) -> Callable[[Any, Any], Any]:
+        def both(x: Any, t: Any) -> Any:
+            return ops.pointwise_loss_backward(x, t, ops.pointwise_loss(x, t, name, *options), None, name, *options)
 
-    def torch_bce() -> Call:
-        return torch_gradient(torch_norms().binary_cross_entropy_with_logits, torch_rows(), torch_rows().sigmoid())
+        return both
+
+    def torch_pointwise(name: str) -> Call:
+        return torch_gradient(getattr(torch_norms(), name), torch_rows(), torch_rows().sigmoid())
 
     def case(name: str, direction: str, moved: int, call: Callable[..., Any], make: Callable[[], list[Any]],
              peer: Callable[[], Call] | None = None) -> Case:  # fmt: skip
@@ -103,7 +105,11 @@ def whole_losses(dtype: str) -> Iterator[Case]:
     name = f"smoothed_cross_entropy/{label}"
     yield case(name, "forward", size * width + rows * (8 + 4), smoothed_forward, segmented)
     yield case(name, "step", 3 * size * width + rows * 2 * (8 + 4), smoothed_both, segmented, torch_smoothed)
-    yield case(f"bce_with_logits/{label}", "step", 5 * size * width, bce, pairs, torch_bce)
+    bce = partial(torch_pointwise, "binary_cross_entropy_with_logits")
+    yield case(f"bce_with_logits/{label}", "step", 5 * size * width, pointwise("bce_with_logits"), pairs, bce)
+    mse = partial(torch_pointwise, "mse_loss")
+    yield case(f"mse/{label}", "step", 5 * size * width, pointwise("mse"), pairs, mse)
+    yield case(f"focal/{label}", "step", 5 * size * width, pointwise("focal", 0.25, 2.0), pairs)
 
 
 def segmentation(dtype: str) -> Iterator[Case]:

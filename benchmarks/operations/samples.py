@@ -38,6 +38,15 @@ def within_samples(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[C
         theirs = lambda: bound(peer, [drawn(s) for s in shapes])  # noqa: E731
         return Case(f"{name}/{label}", direction, dtype, int(moved * width), make, {"torch-eager": theirs})
 
+    peers = {"relu6": "hardtanh", "leaky_relu": "leaky_relu", "sigmoid": "sigmoid", "tanh": "tanh"}
+    more = {"relu6": (0, 6), "leaky_relu": (0.1,)}
+    for function, other in peers.items():
+        theirs = lambda x, f=function, o=other: getattr(aten(), o)(x, *more.get(f, ()))  # noqa: E731
+        yield case(function, "forward", 2 * size, lambda x, f=function: ops.activate(x, f, 0.1), [shape], theirs)
+        last = {"leaky_relu": (0.1, True)}.get(function, more.get(function, ()))
+        theirs = lambda dy, y, o=other, last=last: getattr(aten(), f"{o}_backward")(dy, y, *last)  # noqa: E731
+        yield case(function, "backward_data", 3 * size,
+                   lambda dy, y, f=function: ops.activate_backward(dy, y, f, 0.1), [shape] * 2, theirs)  # fmt: skip
     for function in ("silu", "gelu", "hardswish"):
         yield case(function, "forward", 2 * size, lambda x, f=function: ops.activate(x, f), [shape],
                    lambda x, f=function: getattr(aten(), f)(x))  # fmt: skip

@@ -79,7 +79,8 @@ def smoothed_cross_entropy(
 
     Returns:
         totals (6,) float64: summed loss, sum of the labels' weights, labels that are the first largest logit, labels
-        out of range, valid labels, valid labels among the ``top`` largest; lse (...) float32.
+        out of range, valid labels, valid labels among the ``top`` largest, neither where a logit is NaN; lse (...)
+        float32.
     """
     x = rows_float32(logits).astype(np.float64)
     count, classes = x.shape
@@ -92,7 +93,8 @@ def smoothed_cross_entropy(
     terms = (1 - smoothing) * w[label] * (lse - own)
     if smoothing:
         terms += smoothing / classes * ((lse[:, None] - x) @ w)
-    columns = (terms, w[label], before == 0, np.ones(count), before < top)
+    known = ~np.isnan(lse)
+    columns = (terms, w[label], known & (before == 0), np.ones(count), known & (before < top))
     loss, weight, correct, labels_, within = (float(np.sum(column[valid])) for column in columns)
     totals = np.array([loss, weight, correct, outside, labels_, within])
     return totals, lse.astype(float32).reshape(labels.shape)

@@ -1,12 +1,14 @@
 // Elementary functions that take a few instructions and err by a few units in the last place of float32.
 #pragma once
 
-// e^x, 0 below -87.3.
-DEVICE float exponential(float x) {
+DEVICE float two_to_the(float x) {
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// e^x, 0 below -87.3.
+DEVICE float exponential(float x) { return two_to_the(x * 1.4426950408889634f); }
 
 // Exponentials around a centre, an instruction less for each: 2^(x log2(e) - centre log2(e)), in which the second product
 // is rounded once for all; `slip` is what that left out.
@@ -17,11 +19,13 @@ struct Around {
         scaled = centre * 1.4426950408889634f;
         slip = fmaf(centre, 1.4426950408889634f, -scaled);
     }
+    // (x - centre) log2(e) + slip
+    __device__ __forceinline__ float power(float x) const { return fmaf(x, 1.4426950408889634f, -scaled); }
     // e^(x - centre) * 2^slip
-    __device__ __forceinline__ float exponential(float x) const {
-        float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(fmaf(x, 1.4426950408889634f, -scaled)));
-        return y;
+    __device__ __forceinline__ float exponential(float x) const { return two_to_the(power(x)); }
+    // The sum of w (centre - x), from the sum of w power(x) and that of w.
+    __device__ __forceinline__ float below(float powers, float weights) const {
+        return 0.6931471805599453f * fmaf(weights, slip, -powers);
     }
     // The logarithm of a sum of e^(x - centre), from the sum of those.
     __device__ __forceinline__ float log_sum(float sum) const { return fmaf(slip, -0.6931471805599453f, logf(sum)); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from minidl.shapes import ceil_div
 
 __all__ = ["normalise"]
 
-BLOCK, VEC = 256, 8
+BLOCK, VEC, STEPS = 256, 8, 4  # threads, at most; elements of a thread at a time, and how often
+WARP = 32
 _SOURCES = {np.dtype(np.uint8): "u8", float32: "float"}
 
 
@@ -27,10 +29,12 @@ def normalise(images: Any, scale: Any, shift: Any, dtype: Any) -> Any:
     """
     images = contiguous(images)
     out = empty(images.shape, dtype)
-    fits = images.size % VEC == 0 and address(images) % ACCESS == 0
-    vec = VEC if fits else 1
+    vec = VEC if address(images) % ACCESS == 0 else 1
+    channels = images.shape[-1]
+    period = math.lcm(WARP, max(channels, 1) // math.gcd(channels or 1, vec))  # of the channels that warps begin with
+    block = BLOCK // period * period or BLOCK
     defines = {"DTYPE": dtype_code(out, "normalise"), "SOURCE": _SOURCES[images.dtype], "VEC": vec}
-    sizes = np.int64(images.size), np.int32(images.shape[-1])
-    grid = ceil_div(images.size, BLOCK * vec)
-    launch("image", "normalise_kernel", grid, BLOCK, images, scale, shift, out, *sizes, defines=defines)
+    sizes = np.int64(images.size), np.int32(channels)
+    grid = ceil_div(images.size, block * vec * STEPS)
+    launch("image", "normalise_kernel", grid, block, images, scale, shift, out, *sizes, defines=defines)
     return out

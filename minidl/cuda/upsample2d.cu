@@ -15,6 +15,7 @@
 // weights and 48 operations for each output, as the formula has it, take twice as long as the memory.
 #include "common.cuh"
 #include "grid.cuh"
+#include "mma.cuh"
 
 struct Axis {
     int a, b, d, size, out;
@@ -153,8 +154,19 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 
 #else
 
-// READERS: the most outputs that read one input, along a row. Up to HELD, all are loaded before the first is used.
-constexpr int HELD = READERS <= 8 ? READERS : 1;
+// READERS: the most outputs that read one input, along a row. HELD of them, of AHEAD rows, are on their way, each thread's
+// through its own part of shared memory: registers that loads are to fill cannot be told apart, so that whoever waits for the
+// oldest waits for all. L1 serves the neighbours, which need half of them too.
+constexpr int VECTOR = VEC * int(sizeof(T));
+
+DEVICE void start_copy(T* to, const T* __restrict__ from) {
+    if constexpr (VECTOR >= 4) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(VECTOR)
+                     : "memory");
+    } else {  // too little for the instruction
+        store_raw(to, load_raw<VEC>(from));
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
@@ -166,20 +178,30 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
     const i64 line = across.out * pitch;
     const T* image = dy + at.n * down.out * line + first * pitch + at.c;
     T* out = dx + ((i64(at.n) * down.size + at.begin) * across.size + at.column) * channels + at.c;
-    // Behind the last reader: the same once more, with no weight. That every load is made keeps them from being copied.
+    // Behind the last reader: the same once more, with no weight.
     float weight[HELD];
-    const T* from[HELD];
+    int offset[HELD];
     int p = reader(down, at.begin - BILINEAR), h = at.begin - BILINEAR;
     const int last = readers > 0 ? reader(down, at.end) : p;
 #pragma unroll
     for (int k = 0; k < HELD; ++k) {
         weight[k] = k < readers ? share(across, first + k, at.column) : 0.0f;
-        from[k] = image + p * line + min(k, readers - 1) * pitch;
+        offset[k] = min(k, readers - 1) * int(pitch);
     }
+    extern __shared__ uint4 memory[];
+    const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    T* const parts = reinterpret_cast<T*>(memory) + thread * VEC;  // of reader k of the row in place r at [r][k]
+    const int part = threads * VEC;
     float here[VEC] = {}, below[VEC] = {};  // sums of rows h and h + 1
-    const auto fetch = [&](Raw<T, VEC>(&row)[HELD]) {
+    const T* from = image + p * line;  // of the next row to be asked for
+    int asked = p;
+    const auto fetch = [&](T* to) {
+        if (asked++ < last) {
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) row[k] = load_raw<VEC>(from[k]);
+            for (int k = 0; k < HELD; ++k) start_copy(to + k * part, from + offset[k]);
+            from += line;
+        }
+        commit_copies();
     };
     const auto finish_row = [&] {
         if (h >= at.begin) {
@@ -199,15 +221,17 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
 #pragma unroll
         for (int e = 0; e < VEC; ++e) sum[e] = fmaf(g[e], factor, sum[e]);
     };
-    // Adds row p, while `next` arrives.
-    const auto add_row = [&](const Raw<T, VEC>(&row)[HELD], Raw<T, VEC>(&next)[HELD]) {
-        const i64 step = p + 1 < last ? line : 0;
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) from[k] += step;
-        fetch(next);
+    for (int r = 0; r < AHEAD; ++r) fetch(parts + r * HELD * part);
+    T* row = parts;
+#pragma unroll 1
+    while (p < last) {
+        await_copies<AHEAD - 1>();
         float sum[VEC] = {};
 #pragma unroll
-        for (int k = 0; k < HELD; ++k) gather(row[k], weight[k], sum);
+        for (int k = 0; k < HELD; ++k) gather(load_raw<VEC>(row + k * part), weight[k], sum);
+        fetch(row);
+        row = row == parts + (AHEAD - 1) * HELD * part ? parts : row + HELD * part;
         if (READERS > HELD)
             for (int k = HELD; k < readers; ++k)
                 gather(load_raw<VEC>(image + p * line + k * pitch), share(across, first + k, at.column), sum);
@@ -220,14 +244,6 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
             here[e] = fmaf(sum[e], 1.0f - lower, here[e]);
             if (BILINEAR) below[e] = fmaf(sum[e], lower, below[e]);
         }
-    };
-    Raw<T, VEC> even[HELD], odd[HELD];
-    if (p < last) fetch(even);
-#pragma unroll 1
-    while (p < last) {
-        add_row(even, odd);
-        if (p >= last) break;
-        add_row(odd, even);
     }
     while (h < at.end) finish_row();
 }

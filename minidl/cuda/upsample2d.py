@@ -15,6 +15,8 @@ from minidl.shapes import Pair, ceil_div, resize_axis
 __all__ = ["upsample2d", "upsample2d_backward"]
 
 FIXED = 8  # largest divisor that is compiled in: resizing by whole numbers up to 4, and by simple fractions
+MOST_HELD = 8  # outputs along a row that read one input, up to which all of them are on their way at once
+AHEAD = 3  # and those of so many rows
 LONGEST = 8  # rows of a strip: each row of the other array is read once for a strip, and twice where strips meet
 
 _AXIS = np.dtype([(name, np.int32) for name in ("a", "b", "d", "size", "out")])
@@ -42,26 +44,19 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
     return min(out, ceil_div((1 + bilinear) * d, a)) if a else out
 
 
-def _gathering(readers: int, bilinear: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of a thread's vector and blocks of a multiprocessor, backward: what two rows of readers leave room for."""
-    if itemsize + 1 < readers <= 8:
-        return ACCESS // 2, 3 if readers <= 5 else 2
-    return ACCESS, 4 if readers + bilinear <= 2 else 3 if readers <= 4 else 2
-
-
-def _resize(
-    name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, access: int = ACCESS, **defines: int
-) -> None:
-    """``longest``: rows of a thread's strip, at most; ``access``: bytes of its vector, at most."""
-    vec = min(vector_width(x, y), access // x.itemsize)
+def _resize(name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, held: int = 0, **defines: int) -> None:
+    """``longest``: rows of a thread's strip, at most; ``held``: its vectors in shared memory."""
+    vec = min(vector_width(x, y), ACCESS // x.itemsize)
     n, height, width, channels = y.shape
     items = width * (channels // vec)
     strip = strip_length(n * height * items, height, longest)
     strips = ceil_div(height, strip)
+    strip = ceil_div(height, strips)  # alike, as far as they can be
     grid, block = row_grid(n * strips, items)
     sizes = *ints(n * strips, strips, strip, channels), np.int64(rows(x)[2])
     defines |= {"DTYPE": dtype_code(x, name), "VEC": vec, **_fixed(*axes)}
-    launch("upsample2d", name, grid, block, x, y, *sizes, *axes, defines=defines)
+    shared = block[0] * block[1] * held * vec * x.itemsize
+    launch("upsample2d", name, grid, block, x, y, *sizes, *axes, defines=defines, shared=shared)
 
 
 def upsample2d(x: Any, size: Pair, mode: str, align_corners: bool = False) -> Any:
@@ -88,7 +83,8 @@ def upsample2d_backward(dy: Any, shape: tuple[int, int, int, int], mode: str, al
         axes = [_axis(i, o, mode, align_corners) for i, o in zip(shape[1:3], dy.shape[1:3], strict=True)]
         bilinear = int(mode == "bilinear")
         readers = _readers(axes[1], bilinear)
-        access, blocks = _gathering(readers, bilinear, dy.itemsize)
-        defines = {"BILINEAR": bilinear, "READERS": readers, "BLOCKS": blocks}
-        _resize("upsample2d_backward", dy, dx, axes, LONGEST, access, **defines)
+        held = readers if readers <= MOST_HELD else 1
+        blocks = 4 if readers <= 2 else 3 if readers <= 4 else 2  # of a multiprocessor, as its registers have room
+        defines = {"BILINEAR": bilinear, "READERS": readers, "HELD": held, "AHEAD": AHEAD, "BLOCKS": blocks}
+        _resize("upsample2d_backward", dy, dx, axes, LONGEST, held * AHEAD, **defines)
     return dx

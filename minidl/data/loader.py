@@ -24,7 +24,7 @@ _WHO = "Loader"
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(checks.Told):
     """This rank's part of one global batch.
 
     Attributes:
@@ -38,6 +38,10 @@ class Batch:
     labels: Any
     first_sample: int
     global_size: int
+
+    def __iter__(self) -> Iterator[Any]:
+        """``for images, labels in loader``."""
+        return iter((self.images, self.labels))
 
 
 def shard(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -289,12 +293,25 @@ class Loader:
         images = np.empty((len(indices), *self._image.shape), self._image.dtype)
         labels = np.empty((len(indices), *self._label.shape), np.int32)
         for row, index in enumerate(indices):
-            image, label = self.dataset[int(index)]
-            image, label = np.asarray(image), np.asarray(label)
+            image, label = _pair(self._item(int(index)), index)
             _require_same(f"image of item {index}", image, self._image)
             _require_same(f"label of item {index}", label, self._label)
             images[row], labels[row] = image, label
         return images, labels
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            error.add_note(f"{_WHO}: it was item {index} of the data set")
+            raise
+
+
+def _pair(item: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Image and label of an item."""
+    if not (isinstance(item, Sequence) and len(item) == 2):
+        raise checks.bad_dtype(_WHO, f"dataset[{index}]", "a pair (image, label)", type(item).__name__)
+    return np.asarray(item[0]), np.asarray(item[1])
 
 
 def _succeeded(future: Future) -> bool:
@@ -311,9 +328,7 @@ def _require_same(argument: str, found: np.ndarray, first: np.ndarray) -> None:
 
 def _check_first(item: Any) -> tuple[np.ndarray, np.ndarray]:
     """The first item of a data set, checked against the protocol."""
-    if not (isinstance(item, Sequence) and len(item) == 2):
-        raise checks.bad_dtype(_WHO, "dataset[0]", "a pair (image, label)", type(item).__name__)
-    image, label = np.asarray(item[0]), np.asarray(item[1])
+    image, label = _pair(item, 0)
     if image.dtype not in (np.float32, np.uint8):
         raise checks.bad_dtype(_WHO, "image of item 0", "float32 or uint8", image.dtype)
     if image.ndim != 3:

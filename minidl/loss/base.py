@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Totals:
+class Totals(checks.Told):
     """What a loss adds up, still on the device.
 
     Reading any property waits for the device; training loops read only the steps they report.
@@ -181,7 +181,11 @@ def check_labels(logits: Any, labels: Any) -> int:
     if logits.ndim < 2 or logits.shape[-1] < 1:
         raise checks.bad_shape("loss", "logits", "(N, K) or (N, H, W, K) with at least one class", logits.shape)
     if labels.shape != logits.shape[:-1]:
-        raise checks.bad_shape("loss", "labels", f"{logits.shape[:-1]} (the logits without classes)", labels.shape)
+        remedy = "labels of pixels take a network with logits of pixels, such as unet" if labels.ndim == 3 else None
+        if labels.shape == logits.shape:
+            remedy = "labels.argmax(-1), or probabilities in float32"
+        expected = f"{logits.shape[:-1]} (the logits without classes)"
+        raise checks.bad_shape("loss", "labels", expected, labels.shape, remedy)
     if str(labels.dtype) not in _LABELS:
         raise checks.bad_dtype("loss", "labels", "int32, int64 or uint8", labels.dtype)
     return logits.shape[-1]

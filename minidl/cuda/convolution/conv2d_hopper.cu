@@ -45,9 +45,6 @@
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
-#if NORMALIZED
-#include "conv2d_input.cuh"
-#endif
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
@@ -56,7 +53,7 @@ constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
-constexpr bool IN_PLACE = NORMALIZED && FLAT && !MADE;  // stages are normalised where they lie
+constexpr bool IN_PLACE = NORMALIZED && FLAT;  // stages are normalised where they lie
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
@@ -205,19 +202,8 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
 }
 #endif
 
-using Sum = float[BLOCKS][TILE_N / 2];
-
-constexpr int WARPS = 3;  // that normalise, if any
-
-#if MADE
-#include "conv2d_hopper_made.cuh"
-#elif NORMALIZED
-#include "conv2d_hopper_input.cuh"
-#endif
-
-// One thread: fills stage after stage. await(i, channel): until the source is there, for a tile from a channel on.
-template <class Await>
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last, Await await) {
+// One thread: fills stage after stage.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
     Ring<STAGES> ring;
     for (int i = first; i < last; i += p.group) {
         const Tile tile(p, i);
@@ -227,8 +213,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
         // A class without taps gets one stage of zeros, from behind the last channel.
         const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
-        for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH) {
-            await(i, channel);
+        for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH)
             for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
                 for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
@@ -250,12 +235,19 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     }
                     ring.advance();
                 }
-        }
 #if MASKED
         fill_below(at, maps, p, ring, tile);
 #endif
     }
 }
+
+using Sum = float[BLOCKS][TILE_N / 2];
+
+constexpr int WARPS = 3;  // that normalise in place, if any
+
+#if NORMALIZED
+#include "conv2d_hopper_input.cuh"
+#endif
 
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
@@ -384,11 +376,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
-                     const float* __restrict__ beta, const __grid_constant__ Problem p
-#if MADE
-                     , const T* __restrict__ raw, T* made, u32* counts, const __grid_constant__ Making making
-#endif
-) {
+                     const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) {
@@ -405,25 +393,14 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<MADE ? 96 : IN_PLACE ? 88 : 40>();
-#if MADE
-        if (threadIdx.x == 128 * WARPGROUPS) {
-            int known = 0;
-            fill(at, maps, p, first, last, [&](int tile, int channel) {
-                await_made(making, counts, known, tile / p.group * ceil_div(p.depth, DEPTH) + channel / DEPTH);
-            });
-        } else if (threadIdx.x >= 128 * WARPGROUPS + 32) {
-            make_all(p, making, {moments, gamma, beta, p.depth}, raw, made, counts);
-        }
-#else
-        if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last, [](int, int) {});
-#endif
-#if NORMALIZED && !MADE
+        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : 40>();
+        if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+#if NORMALIZED
         if (IN_PLACE && threadIdx.x >= 128 * WARPGROUPS + 32)
             normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<IN_PLACE || MADE ? 208 : 232>();
+        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         const int chunks = ceil_div(p.depth, DEPTH);
@@ -432,7 +409,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             const Class& c = p.classes[tile.index];
             Sum sum;
             output.prepare(tile);
-#if NORMALIZED && !MADE
+#if NORMALIZED
             if constexpr (!IN_PLACE)
                 accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
             else

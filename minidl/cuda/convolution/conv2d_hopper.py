@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import as_rows, copy_into, empty, zeros
+from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
-    DEPTH,
     STAGE_ROW,
     Planned,
     Walk,
@@ -73,8 +71,6 @@ _PROBLEM = struct(
     "added",
     ("classes", _CLASS, CLASSES),
 )
-_MAKING = struct("", "pitch pieces steps")
-PIECE = 64  # pixels, of conv2d_hopper_made.cuh
 
 
 class Below(NamedTuple):
@@ -178,19 +174,15 @@ def plan(
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        problem = _problem(conv, backward, part, tile, share, group, added)
-        making = None
-        if tile.made:
-            making = _making(conv, part[0], tile, problem, pitches[0])
-            pitches = conv.channels, *pitches[1:]
         views = _views(conv, code, backward, part, pitches, tile)
         assert views.legal, (conv, pitches)
+        problem = _problem(conv, backward, part, tile, share, group, added)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
         defines |= tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
-        rest = problem, defines, tile.shared_bytes, patches, making
+        rest = problem, defines, tile.shared_bytes, patches
         launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
@@ -321,38 +313,12 @@ def start(
         partial: for what patches leave, (R, 2, C) float32.
         below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
     """
-    making = ()
-    if planned.making is not None:
-        made, counts = empty(source.shape, source.dtype), zeros(1 + int(planned.making["steps"][0]), np.uint32)
-        making = source, made, counts, planned.making
-        source = made
     maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, *making,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-
-
-def _making(
-    conv: Convolution, walk: tuple[Walk, Walk], tile: HopperTile, problem: np.ndarray, pitch: int
-) -> np.ndarray:
-    """The structure of that name: how the source is cut that is normalised beside the products."""
-    h, w = walk
-    tiles, group, tiles_n = (int(problem[name][0]) for name in ("tiles", "group", "tiles_n"))
-
-    def reach(wave: int) -> int:
-        """Pixels of the source that tiles of waves up to this one read."""
-        last = min((wave + 1) * group, tiles) - 1
-        line, _ = divmod(min((last // tiles_n + 1) * tile.rows, conv.images * h.count * w.count) - 1, w.count)
-        image, y = divmod(line, h.count)
-        lowest = h.first + h.offset + y * h.step + (h.taps - 1) * h.delta
-        return (image * h.source + max(min(lowest, h.source - 1), -1) + 1) * w.source
-
-    ends = [0, *(reach(wave) for wave in range(ceil_div(tiles, group)))]
-    longest = max(end - begin for begin, end in pairwise(ends))
-    steps = (len(ends) - 1) * ceil_div(conv.channels, DEPTH)
-    return argument(_MAKING, pitch=pitch, pieces=max(1, ceil_div(longest, PIECE)), steps=steps)
 
 
 def _spread(walks: list[tuple[Walk, Walk]]) -> bool:

@@ -38,8 +38,7 @@ class Planned(NamedTuple):
     """A launch of ``<stem>_kernel`` of ``<stem>.cu``.
 
     ``views``: of filters, source, output, what is added to it, and of a batch norm below its input and its ReLU's
-    output. ``patches``: parts of the output that leave two values per channel. ``making``: the structure of that name,
-    where the source is normalised beside the products.
+    output. ``patches``: parts of the output that leave two values per channel.
     """
 
     stem: str
@@ -50,7 +49,6 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     patches: int
-    making: np.ndarray | None = None
 
 
 class Walk(NamedTuple):

@@ -4,7 +4,8 @@
 //   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; weights (K,) float or null for ones; lse
 //   (rows,) float: log of the sum of exponentials; dlogits (rows, K) dense; totals double[COLUMNS]: loss, weights of the
 //   labels that count, labels that are the first largest logit of their row, labels out of range; SMOOTHED: labels that
-//   count, labels among the first `top`; partial (blocks, COLUMNS) double: totals of each block's fixed run of rows.
+//   count, labels among the first `top`, both without rows whose loss is no number; partial (blocks, COLUMNS) double: totals
+//   of each block's fixed run of rows.
 //
 //   loss of a row with label y, e = smoothing, w = weights: (1 - e) w_y (lse - x_y) + e/K sum_k w_k (lse - x_k)
 //   (Szegedy et al., "Rethinking the Inception architecture", CVPR 2016; divided by the sum of w_y, as in torch.nn)
@@ -13,7 +14,7 @@
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
 // -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh; the forward pass
-//              with STAGES tiles for a warp. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
+//              in RESIDENT blocks of a multiprocessor. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
 //              thirds of the time of the bytes. -DWEIGHTED=1 where there are weights.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
@@ -52,17 +53,16 @@ struct Totals {
         write_totals<BLOCK>(sums, partial);
     }
 
-    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k.
-    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread,
-                                        double all, float smoothing, int classes) {
-        double term = double(log_sum) + double(below);
+    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k. No term is negative.
+    __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread, float all,
+                                        float smoothing, int classes) {
+        float term = log_sum + below;
         if (SMOOTHED) {
             term *= weight;
-            if (smoothing > 0.0f)
-                term = (1.0 - smoothing) * term + double(smoothing) / classes * (all * log_sum + spread);
+            if (smoothing > 0.0f) term = fmaf(1.0f - smoothing, term, smoothing / classes * fmaf(all, log_sum, spread));
             mass += counted ? weight : 0.0f;
         }
-        loss += counted ? term : 0.0;
+        loss += counted ? term : 0.0f;
         valid += counted;
     }
 };
@@ -82,60 +82,66 @@ DEVICE const float* share_weights(const float* __restrict__ weights) {
 DEVICE float weight_at(const float* shared, int k) { return WEIGHTED ? shared[k] : 1.0f; }
 
 // The sum of all weights, in the order of the classes.
-template <class X>
-DEVICE X all_weights(const float* shared) {
-    if (!WEIGHTED) return X(CLASSES);
-    X all = 0;
+DEVICE float all_weights(const float* shared) {
+    if (!WEIGHTED) return CLASSES;
+    float all = 0.0f;
     for (int k = 0; k < CLASSES; ++k) all += shared[k];
     return all;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
+#ifdef RESIDENT
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
                       float* __restrict__ lse, double* __restrict__ partial, i64 rows, int passes, i64 ignore_index,
                       float smoothing, int top) {
     extern __shared__ uint4 memory[];
     const float* shared = share_weights(weights);
-    const double all = SMOOTHED ? all_weights<double>(shared) : 0.0;
+    const float all = SMOOTHED ? all_weights(shared) : 0.0f;
     Totals mine;
     for_labelled_rows(memory, logits, labels, rows, passes, ignore_index,
-                      [&](i64 row, const T* x, const i64(&label)[RUN]) {
-        const Run run(x);
+                      [&](i64 row, int count, const T* tile, int at, const i64(&label)[RUN]) {
+        const Run run(tile, at);
         float log_sums[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             const float peak = run.peak(r);
             const Around around(peak);
-            float sum = 0.0f, spread = 0.0f;
+            float sum = 0.0f, spread = 0.0f;  // the latter of w (x - peak) log2(e)
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) {
-                const float v = run.at(r, k);
-                sum += around.exponential(v);
-                if (SMOOTHED) spread = fmaf(weight_at(shared, k), peak - v, spread);
+                const float power = around.power(run.at(r, k));
+                sum += two_to_the(power);
+                if (SMOOTHED) spread = WEIGHTED ? fmaf(shared[k], power, spread) : spread + power;
             }
             const float log_sum = around.log_sum(sum);
             log_sums[r] = peak + log_sum;
             const bool inside = u64(label[r]) < CLASSES, ignored = label[r] == ignore_index;
             const int target = inside ? int(label[r]) : 0;
-            const T own = x[r * CLASSES + target];
-            const u32 wanted = in_every_lane(own);
-            int ahead = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target);
-            if (SMOOTHED) ahead += run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all();
-            const bool counted = inside && !ignored;
+            const T own = tile[element((at + r) * CLASSES + target)];
+            const bool counted = inside && !ignored, known = !SMOOTHED || log_sum == log_sum;
+            const bool first = run.first_equal(r, in_every_lane(from_float<T>(peak))) == target;
             mine.outside += !inside && !ignored;
-            mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), spread, all, smoothing, CLASSES);
-            mine.correct += counted && ahead == 0 && (SMOOTHED || to_float(own) == peak);
-            mine.among_top += counted && ahead < top;
+            mine.add(counted, log_sum, peak - to_float(own), weight_at(shared, target), around.below(spread, all), all,
+                     smoothing, CLASSES);
+            mine.correct += counted && known && first;
+            bool among = first;
+            if (SMOOTHED && top > 1) {
+                const u32 wanted = in_every_lane(own);
+                among = run.marks(r, [&](u32 word) { return lane_greater(word, wanted); }).all() +
+                        run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).before(target) < top;
+            }
+            mine.among_top += counted && known && among;
         }
-        if (row + RUN <= rows) {
+        if (RUN <= count) {
             store(lse + row, log_sums);
-        } else {
+        } else if (count > 0) {
             lse[row] = log_sums[0];
         }
     });
     mine.write(partial);
 }
 
+#else
 extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES > 32 ? 3 : SMOOTHED || CLASSES > 24 ? 6 : 8)
 softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __restrict__ labels,
                                const float* __restrict__ weights, const float* __restrict__ lse,
@@ -144,28 +150,36 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
     extern __shared__ uint4 memory[];
     const Rewrite at(memory, logits, rows);
     const float* shared = share_weights(weights);
-    i64 label[RUN];
-    float norm[RUN];
+    i64 label[RUNS][RUN];
+    float norm[RUNS][RUN];
     at.fetch(labels, ignore_index, label);
     at.fetch(lse, 0.0f, norm);
     const float share = SMOOTHED ? smoothing / CLASSES : 0.0f;
-    const float spread_out = SMOOTHED ? share * all_weights<float>(shared) : 0.0f;
+    const float spread_out = SMOOTHED ? share * all_weights(shared) : 0.0f;
     const float whole = gradient_factor(totals, scale);
-    float factor[RUN], own[RUN];
-#pragma unroll
-    for (int r = 0; r < RUN; ++r) {
-        const bool valid = counts(label[r], CLASSES, ignore_index);
-        factor[r] = valid ? whole : 0.0f;
-        own[r] = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_at(shared, int(label[r])) : 0.0f;
-    }
     await_copies<0>();
-    const Run run(at.tile + at.row * CLASSES);
-    at.finish(dlogits, [&](int r, int k) {
-        const float p = exponential(run.at(r, k) - norm[r]), taken = k == int(label[r]) ? own[r] : 0.0f;
-        const float less = SMOOTHED ? fmaf(share, weight_at(shared, k), taken) : taken;
-        return factor[r] == 0.0f ? 0.0f : fmaf(own[r] + spread_out, p, -less) * factor[r];
-    });
+    __syncwarp();
+#pragma unroll
+    for (int part = 0; part < RUNS; ++part) {
+        if (at.row(part) >= at.count) break;
+        float factor[RUN], own[RUN];
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) {
+            const i64 of = label[part][r];
+            const bool valid = counts(of, CLASSES, ignore_index);
+            factor[r] = valid ? whole : 0.0f;
+            own[r] = !SMOOTHED ? 1.0f : valid ? (1.0f - smoothing) * weight_at(shared, int(of)) : 0.0f;
+        }
+        const Run run(at.tile, at.row(part));
+        at.change(part, [&](int r, int k) {
+            const float p = exponential(run.at(r, k) - norm[part][r]), taken = k == int(label[part][r]) ? own[r] : 0.0f;
+            const float less = SMOOTHED ? fmaf(share, weight_at(shared, k), taken) : taken;
+            return factor[r] == 0.0f ? 0.0f : fmaf(own[r] + spread_out, p, -less) * factor[r];
+        });
+    }
+    at.finish(dlogits);
 }
+#endif
 
 #elif defined(LANES)
 // ------------------------------------------------------------------------------------------------ many threads per row
@@ -285,8 +299,9 @@ softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ la
         }
         const float weight = SMOOTHED ? weight_of(weights, int(label)) : 1.0f;
         mine.add(true, log_sum, peak - own, weight, spread, all, smoothing, classes);
-        mine.correct += SMOOTHED ? ahead == 0.0f : is_first_largest(x, int(label), own, peak, where);
-        mine.among_top += ahead < float(top);
+        const bool known = !SMOOTHED || log_sum == log_sum;
+        mine.correct += SMOOTHED ? known && ahead == 0.0f : is_first_largest(x, int(label), own, peak, where);
+        mine.among_top += known && ahead < float(top);
     }
     __syncthreads();
     mine.write(partial);

@@ -9,6 +9,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.launch import launch
+from minidl.cuda.loss import short_rows
 from minidl.cuda.rows import ACCESS, address, dtype_code, rows
 from minidl.cuda.totals import column_totals
 from minidl.precision import float32
@@ -16,9 +17,7 @@ from minidl.shapes import ceil_div
 
 __all__ = [
     "LABELS",
-    "STAGED_BLOCK",
     "count_labels",
-    "short_rows",
     "smoothed_cross_entropy",
     "smoothed_cross_entropy_backward",
     "softmax_cross_entropy",
@@ -26,47 +25,24 @@ __all__ = [
 ]
 
 BLOCK = 256
-STAGED_BLOCK = 128  # where a thread takes whole rows
-STAGED_CLASSES = 64  # longest row that one thread holds in registers
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
-STAGED_BYTES = 48 * 1024  # shared memory up to which a block has room for the rows to come
 MOST_PARTIALS = 512  # blocks whose totals one more launch adds in a microsecond or two
 LABELS_PER_THREAD = 16  # to count, where they are few; more are taken by the same blocks
 LABELS = {np.dtype(np.uint8): "u8", np.dtype(np.int32): "int", np.dtype(np.int64): "i64"}
 
 
-class ShortRows(NamedTuple):
-    """How threads take short, unaligned rows (short_rows.cuh): macros, rows of a block, shared memory in bytes."""
-
-    defines: dict[str, int | str]
-    block_rows: int
-    shared: int
-
-
-def short_rows(logits: Any, staged: bool) -> ShortRows | None:
-    """How a thread takes whole rows of ``logits``; None where they are long, aligned, or at a pitch.
-
-    Args:
-        staged: copy the next rows during the work on these, where shared memory has room for both.
-    """
-    _, classes, pitch = rows(logits)
-    size = logits.itemsize
-    if classes > STAGED_CLASSES or classes % (ACCESS // size) == 0 or pitch != classes or address(logits) % ACCESS:
-        return None
-    block_rows = STAGED_BLOCK * (2 if size == 2 and classes % 2 else 1)
-    tile = block_rows * classes * size
-    stages = 2 if 2 * tile <= STAGED_BYTES else 1
-    return ShortRows({"CLASSES": classes, "STAGES": stages}, block_rows, tile * (stages if staged else 1))
-
-
 class _Plan(NamedTuple):
-    """Which kernel takes rows of this form: macros, threads and rows of a block, shared memory in bytes, arguments."""
+    """Which kernel takes rows of this form, forward in blocks of ``passes`` groups of rows each.
+
+    Macros, blocks, threads of a block, shared memory in bytes, arguments.
+    """
 
     defines: dict[str, int | str]
+    blocks: int
     block: int
-    block_rows: int
     shared: int
     layout: tuple[Any, ...]
+    passes: int
 
 
 def _label(labels: Any) -> str:
@@ -87,10 +63,13 @@ def _plan(logits: Any, labels: Any, weights: Any | None, smoothed: bool, out: An
         "SMOOTHED": int(smoothed),
     }
     vec = ACCESS // size
-    short = short_rows(logits, staged=out is None)
+    if out is None:
+        short = short_rows.labelled_rows(logits, labels, _resident(classes, smoothed))
+    else:
+        short = short_rows.rewritten_rows(logits)
     if short is not None:
         defines |= {"WEIGHTED": int(weights is not None), **short.defines}
-        return _Plan(defines, STAGED_BLOCK, short.block_rows, short.shared, ())
+        return _Plan(defines, short.blocks, short_rows.BLOCK, short.shared, (), short.passes)
     if out is not None:
         # One vector boundary has to serve the row that is read and the one that is written.
         while ((address(logits) - address(out)) // size) % vec or (pitch - classes) % vec:
@@ -100,15 +79,19 @@ def _plan(logits: Any, labels: Any, weights: Any | None, smoothed: bool, out: An
     lanes = BLOCK if classes >= BLOCK_CLASSES else min(32, 1 << (vectors - 1).bit_length())
     steps = 1 << (min(4, ceil_div(vectors, lanes)) - 1).bit_length()
     defines |= {"VEC": vec, "ALIGNED": int(aligned), "LANES": lanes, "STEPS": steps}
-    return _Plan(defines, BLOCK, BLOCK // lanes, 0, (np.int32(classes), np.int64(pitch)))
+    # A block's run of rows depends on their number only, never on the device.
+    groups = ceil_div(count, BLOCK // lanes)
+    passes = ceil_div(groups, MOST_PARTIALS) if out is None else 1
+    return _Plan(defines, ceil_div(groups, passes), BLOCK, 0, (np.int32(classes), np.int64(pitch)), passes)
+
+
+def _resident(classes: int, smoothed: bool) -> int:
+    """Blocks of a multiprocessor, where each thread holds a row of ``classes`` and sums."""
+    return 3 if classes > 32 else 6 if smoothed or classes > 24 else 8
 
 
 def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
-    """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
-
-    Args:
-        labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
-    """
+    """As `minidl.cpu.loss.count_labels`."""
     labels = contiguous(labels)
     count = labels.size
     if count == 0:
@@ -121,35 +104,14 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
 
 
 def softmax_cross_entropy(logits: Any, labels: Any, *, ignore_index: int) -> tuple[Any, Any]:
-    """Totals of the loss over this rank's rows, to be added over ranks before anything is divided.
-
-    Args:
-        logits: (..., K), any storage dtype, dense or pitched.
-        labels: (...) int32, int64 or uint8; ``ignore_index`` marks rows that do not count. Labels outside ``0 .. K-1``
-            are reported in ``totals[3]`` and do not count either.
-
-    Returns:
-        totals (4,) float64: sum of ``-log p[label]``, valid labels, labels that are the first largest logit of their
-        row, labels out of range; lse (...) float32: the logarithm of each row's sum of exponentials.
-    """
+    """As `minidl.cpu.loss.softmax_cross_entropy`."""
     return _forward(logits, labels, None, False, ignore_index)
 
 
 def smoothed_cross_entropy(
     logits: Any, labels: Any, weights: Any | None = None, *, smoothing: float, ignore_index: int, top: int = 1
 ) -> tuple[Any, Any]:
-    """Totals over this rank's rows, to be added over ranks before anything is divided.
-
-    Args:
-        logits: (..., K), any storage dtype; labels: (...) int32, int64 or uint8.
-        weights: (K,) float32, of the classes; None for ones.
-        smoothing: share of every label that is spread over all classes.
-        top: how many of the largest logits the last total looks at; equal ones in the order of their classes.
-
-    Returns:
-        totals (6,) float64: summed loss, sum of the labels' weights, labels that are the first largest logit, labels
-        out of range, valid labels, valid labels among the ``top`` largest; lse (...) float32.
-    """
+    """As `minidl.cpu.loss.smoothed_cross_entropy`."""
     return _forward(logits, labels, weights, True, ignore_index, smoothing, top)
 
 
@@ -167,14 +129,13 @@ def _forward(
     if count == 0:
         return zeros((columns,), np.float64), lse
     plan = _plan(logits, labels, weights, smoothed, None)
-    # A block's run of rows depends on their number only, never on the device.
-    passes = ceil_div(count, plan.block_rows * MOST_PARTIALS)
-    blocks = ceil_div(count, plan.block_rows * passes)
-    partial = empty((blocks, columns), np.float64)
+    if "CLASSES" in plan.defines:
+        labels = short_rows.aligned(labels)
+    partial = empty((plan.blocks, columns), np.float64)
     launch(
-        "loss", "softmax_cross_entropy", blocks, plan.block, logits, labels, weights, lse, partial, np.int64(count),
-        *plan.layout, np.int32(passes), np.int64(ignore_index), np.float32(smoothing), np.int32(top),
-        defines=plan.defines, shared=plan.shared,
+        "loss", "softmax_cross_entropy", plan.blocks, plan.block, logits, labels, weights, lse, partial,
+        np.int64(count), *plan.layout, np.int32(plan.passes), np.int64(ignore_index), np.float32(smoothing),
+        np.int32(top), defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
     return column_totals(partial), lse
 
@@ -182,12 +143,7 @@ def _forward(
 def softmax_cross_entropy_backward(
     logits: Any, labels: Any, lse: Any, totals: Any, scale: Any | None = None, *, ignore_index: int
 ) -> Any:
-    """``(softmax - onehot) * scale / totals[1]`` in the dtype of ``logits``; 0 where the label does not count.
-
-    Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
-    """
+    """As `minidl.cpu.loss.softmax_cross_entropy_backward`."""
     assert totals.shape == (4,), totals.shape
     return _backward(logits, labels, lse, totals, None, scale, False, ignore_index)
 
@@ -203,12 +159,7 @@ def smoothed_cross_entropy_backward(
     smoothing: float,
     ignore_index: int,
 ) -> Any:
-    """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
-
-    Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
-    """
+    """As `minidl.cpu.loss.smoothed_cross_entropy_backward`."""
     assert totals.shape == (6,), totals.shape
     return _backward(logits, labels, lse, totals, weights, scale, True, ignore_index, smoothing)
 
@@ -232,7 +183,7 @@ def _backward(
     if logits.size:
         plan, count = _plan(logits, labels, weights, smoothed, dlogits), labels.size
         launch(
-            "loss", "softmax_cross_entropy_backward", ceil_div(count, plan.block_rows), plan.block, logits, labels,
+            "loss", "softmax_cross_entropy_backward", plan.blocks, plan.block, logits, labels,
             weights, lse, totals, scale, dlogits, np.int64(count), *plan.layout, np.int64(ignore_index),
             np.float32(smoothing), defines=plan.defines, shared=plan.shared,
         )  # fmt: skip

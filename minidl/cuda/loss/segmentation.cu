@@ -4,7 +4,8 @@
 //   for each class the probability on its pixels, the probability on all valid pixels, its pixels; then the labels out of
 //   range. partial (chunks, 3K + 1) double. found (blocks or 1, K*K + 1) u32: [label, prediction], then the labels out of range.
 //
-// dice_sums       -DCLASSES=K: short_rows.cuh; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
+// dice_sums       -DCLASSES=K: short_rows.cuh, also where rows are aligned: a thread that has a whole row needs a third of the
+//                 instructions of four that share it; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
 //                 chunks of rows, which follow from the sizes).
 // dice_backward   -DCLASSES=K: short_rows.cuh, else row.cuh. With D = sums[1] + sums[2] + smooth and p the softmax of the logits:
 //                 dL/dp_k = (-2 [k = label] + (2 sums[0] + smooth) / D) / (K D);  dlogits = p (dL/dp - sum of dL/dp p)
@@ -21,7 +22,7 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
     __shared__ u64 scratch[32][33];
     const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 total = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int row = warp; row < rows; row += 32)
         if (column < size) total += partial[i64(row) * size + column];
     scratch[threadIdx.x % 32][warp] = total;
@@ -35,39 +36,45 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
 
 #if defined(SUMS)
 
-// A thread's sums by label lie in shared memory, where no other thread's are; in front of the tiles.
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 5 : 2)
+// A thread's sums by label lie in shared memory, where no other thread's are, and the block's counts of pixels behind them;
+// then the tiles.
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, int passes,
           i64 ignore_index) {
+    constexpr int IN_FRONT = CLASSES * BLOCK / 4 + (CLASSES + 4) / 4;
     extern __shared__ uint4 memory[];
     float* hits = reinterpret_cast<float*>(memory) + threadIdx.x;  // of class k at k * BLOCK
-    float* pixels = hits + CLASSES * BLOCK;
+    u32* pixels = reinterpret_cast<u32*>(memory) + CLASSES * BLOCK;  // and in the last those that do not count
     float mass[CLASSES] = {};
     int outside = 0;
 #pragma unroll
-    for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = pixels[k * BLOCK] = 0.0f;
-    for_labelled_rows(memory + 2 * CLASSES * BLOCK / 4, p, labels, rows, passes, ignore_index,
-                      [&](i64, const T* x, const i64(&label)[RUN]) {
-        const Run run(x);
+    for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = 0.0f;
+    if (threadIdx.x <= CLASSES) pixels[threadIdx.x] = 0;
+    __syncthreads();
+    for_labelled_rows(memory + IN_FRONT, p, labels, rows, passes, ignore_index,
+                      [&](i64, int, const T* tile, int at, const i64(&label)[RUN]) {
+        Run run(tile, at);
+        u32 keep[RUN];
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
             const bool valid = counts(label[r], CLASSES, ignore_index);
+            const int own = valid ? int(label[r]) : 0;
+            keep[r] = valid ? ~0u : 0u;
             outside += !valid && label[r] != ignore_index;
-            if (valid) {
-                hits[int(label[r]) * BLOCK] += to_float(x[r * CLASSES + int(label[r])]);
-                pixels[int(label[r]) * BLOCK] += 1.0f;
-            }
-#pragma unroll
-            for (int k = 0; k < CLASSES; ++k) mass[k] += valid ? run.at(r, k) : 0.0f;
+            hits[own * BLOCK] += valid ? to_float(tile[element((at + r) * CLASSES + own)]) : 0.0f;
+            atomicAdd(pixels + (valid ? own : CLASSES), 1u);
         }
+        run.clear(keep);
+#pragma unroll
+        for (int r = 0; r < RUN; ++r)
+#pragma unroll
+            for (int k = 0; k < CLASSES; ++k) mass[k] += run.at(r, k);
     });
 
     // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto totals = [&](int of) {  // 3K + 1 of a warp, in the place of its tile
-        return reinterpret_cast<double*>(reinterpret_cast<T*>(memory + 2 * CLASSES * BLOCK / 4) + of * (STAGES * TILE * CLASSES));
-    };
-    const auto sum_columns = [&](int columns, auto place) {
+    double* totals = reinterpret_cast<double*>(of_warp(memory + IN_FRONT));  // hits, masses, outside
+    const auto sum_columns = [&](int columns, int place) {
         __syncwarp();
         for (int k = lane; k < columns; k += 32) {
             double sum = 0.0;
@@ -76,47 +83,61 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
                 const float4 v = reinterpret_cast<const float4*>(memory)[(k * BLOCK + warp * 32) / 4 + (i + lane) % 8];
                 sum += double((v.x + v.y) + (v.z + v.w));
             }
-            totals(warp)[place(k)] = sum;
+            totals[place + k] = sum;
         }
         __syncwarp();
     };
-    sum_columns(2 * CLASSES, [](int k) { return k < CLASSES ? k : k + CLASSES; });
+    sum_columns(CLASSES, 0);
 #pragma unroll
     for (int k = 0; k < CLASSES; ++k) hits[k * BLOCK] = mass[k];
-    pixels[0] = outside;
-    sum_columns(CLASSES + 1, [](int k) { return k < CLASSES ? CLASSES + k : 3 * CLASSES; });
+    sum_columns(CLASSES, CLASSES);
+    outside = warp_sum(outside);
+    if (lane == 0) totals[2 * CLASSES] = outside;
     __syncthreads();
     for (int k = threadIdx.x; k < 3 * CLASSES + 1; k += BLOCK) {
-        double sum = 0.0;
+        const bool counted = k / CLASSES == 2;
+        double sum = counted ? double(pixels[k - 2 * CLASSES]) : 0.0;
 #pragma unroll
-        for (int w = 0; w < BLOCK / 32; ++w) sum += totals(w)[k];
+        for (int w = 0; w < BLOCK / 32; ++w)
+            if (!counted) sum += reinterpret_cast<const double*>(of_warp(memory + IN_FRONT, w))[k < 2 * CLASSES ? k : 2 * CLASSES];
         partial[i64(blockIdx.x) * (3 * CLASSES + 1) + k] = sum;
     }
 }
 
 #elif defined(CONFUSION)
 
+DEVICE bool is_number(T x) { return to_float(x) == to_float(x); }
+
 // Shared memory: the block's counts, up to a multiple of 16 bytes, then the tiles.
-extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 6 : 3)
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ found, i64 rows, int passes,
           i64 ignore_index) {
     constexpr int SIZE = CLASSES * CLASSES + 1;
     extern __shared__ uint4 memory[];
     u32* local = reinterpret_cast<u32*>(memory);
-    for (int i = threadIdx.x; i < SIZE; i += BLOCK) local[i] = 0;
+    for (int i = threadIdx.x; i <= SIZE; i += BLOCK) local[i] = 0;  // the last: of rows that do not count
     __syncthreads();
-    for_labelled_rows(memory + ceil_div(SIZE, 4), p, labels, rows, passes, ignore_index,
-                      [&](i64, const T* x, const i64(&label)[RUN]) {
-        const Run run(x);
+    for_labelled_rows(memory + SIZE / 4 + 1, p, labels, rows, passes, ignore_index,
+                      [&](i64, int, const T* tile, int at, const i64(&label)[RUN]) {
+        const Run run(tile, at);
+        int where[RUN];
+        bool known = true;
 #pragma unroll
         for (int r = 0; r < RUN; ++r) {
-            if (label[r] == ignore_index) continue;
             const float peak = run.peak(r);
-            const u32 wanted = in_every_lane(from_float<T>(peak));
-            int where = run.marks(r, [&](u32 word) { return lane_equal(word, wanted); }).first();
-            if (peak != peak)  // the first NaN
-                for (where = 0; to_float(x[r * CLASSES + where]) == to_float(x[r * CLASSES + where]);) ++where;
-            atomicAdd(local + (u64(label[r]) < CLASSES ? int(label[r]) * CLASSES + where : SIZE - 1), 1u);
+            where[r] = run.first_equal(r, in_every_lane(from_float<T>(peak)));
+            known &= peak == peak;
+        }
+        if (!known)  // the first NaN
+#pragma unroll
+            for (int r = 0; r < RUN; ++r)
+#pragma unroll 1
+                for (int k = CLASSES - 1; k >= 0; --k)
+                    if (!is_number(tile[element((at + r) * CLASSES + k)])) where[r] = k;
+#pragma unroll
+        for (int r = 0; r < RUN; ++r) {
+            const int cell = u64(label[r]) < CLASSES ? int(label[r]) * CLASSES + where[r] : SIZE - 1;
+            atomicAdd(local + (label[r] == ignore_index ? SIZE : cell), 1u);
         }
     });
     __syncthreads();
@@ -131,32 +152,37 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
     extern __shared__ uint4 memory[];
     __shared__ float slopes[CLASSES], less[CLASSES];  // dL/dp of a class, and by how much less it is on its own pixels
     const Rewrite at(memory, p, rows);
+    i64 given[RUNS][RUN];
+    at.fetch(labels, ignore_index, given);
     const float factor = (scale ? scale[0] : 1.0f) / CLASSES;
     for (int k = threadIdx.x; k < CLASSES; k += BLOCK) {
         const float inverse = 1.0f / (float(sums[CLASSES + k] + sums[2 * CLASSES + k]) + smooth);
         slopes[k] = (2.0f * float(sums[k]) + smooth) * inverse * inverse * factor;
         less[k] = 2.0f * inverse * factor;
     }
-    i64 given[RUN];
-    at.fetch(labels, ignore_index, given);
-    __syncthreads();
     await_copies<0>();
-    const Run run(at.tile + at.row * CLASSES);
-    int label[RUN];  // -1 where nothing counts
-    float own[RUN], total[RUN];
+    __syncthreads();
 #pragma unroll
-    for (int r = 0; r < RUN; ++r) {
-        label[r] = counts(given[r], CLASSES, ignore_index) ? int(given[r]) : -1;
-        own[r] = label[r] >= 0 ? less[label[r]] : 0.0f;
-        total[r] = 0.0f;
+    for (int part = 0; part < RUNS; ++part) {
+        if (at.row(part) >= at.count) break;
+        const Run run(at.tile, at.row(part));
+        int label[RUN];  // -1 where nothing counts
+        float own[RUN], total[RUN];
 #pragma unroll
-        for (int k = 0; k < CLASSES; ++k)
-            total[r] = fmaf(slopes[k] - (k == label[r] ? own[r] : 0.0f), run.at(r, k), total[r]);
+        for (int r = 0; r < RUN; ++r) {
+            label[r] = counts(given[part][r], CLASSES, ignore_index) ? int(given[part][r]) : -1;
+            own[r] = label[r] >= 0 ? less[label[r]] : 0.0f;
+            total[r] = 0.0f;
+#pragma unroll
+            for (int k = 0; k < CLASSES; ++k)
+                total[r] = fmaf(slopes[k] - (k == label[r] ? own[r] : 0.0f), run.at(r, k), total[r]);
+        }
+        at.change(part, [&](int r, int k) {
+            const float slope = slopes[k] - (k == label[r] ? own[r] : 0.0f);
+            return label[r] < 0 ? 0.0f : run.at(r, k) * (slope - total[r]);
+        });
     }
-    at.finish(dlogits, [&](int r, int k) {
-        const float slope = slopes[k] - (k == label[r] ? own[r] : 0.0f);
-        return label[r] < 0 ? 0.0f : run.at(r, k) * (slope - total[r]);
-    });
+    at.finish(dlogits);
 }
 
 #endif
@@ -218,6 +244,27 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
 #else
 #include "row.cuh"
 
+// work(row, first, part, label) for this thread's part of each row of the block's `passes` groups, which begins at element
+// `first`; all threads of a row take part, also of those behind the last.
+template <class F>
+DEVICE void for_labelled_parts(const T* __restrict__ p, const LABEL* __restrict__ labels, i64 rows, int channels, i64 pitch,
+                               int passes, i64 ignore_index, F work) {
+    const HeldRows at;
+    for (int pass = 0; pass < passes; ++pass) {
+        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
+        RowPart<> part[PER];
+        i64 label[PER];
+#pragma unroll
+        for (int j = 0; j < PER; ++j) {
+            const i64 row = begin + at.row(j);
+            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
+            label[j] = row < rows ? i64(labels[row]) : ignore_index;
+        }
+#pragma unroll
+        for (int j = 0; j < PER; ++j) work(begin + at.row(j), at.first, part[j], label[j]);
+    }
+}
+
 #if defined(CONFUSION)
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
@@ -231,38 +278,26 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
     }
     u32* own = SHARED ? local : found;
     const float least = __uint_as_float(0xff800000u);
-    const HeldRows at;
-    for (int pass = 0; pass < passes; ++pass) {
-        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
-        RowPart<> part[PER];
-        i64 label[PER];
+    for_labelled_parts(p, labels, rows, channels, pitch, passes, ignore_index,
+                       [&](i64, int first, const RowPart<>& part, i64 label) {
+        float v[RUN], peak = least, where = 1e9f;
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, least, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            const i64 row = begin + at.row(j);
-            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
-            label[j] = row < rows && at.first == 0 ? i64(labels[row]) : ignore_index;
-        }
+            for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
+        });
+        peak = over_row<true>(peak);
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, least, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            float v[RUN], peak = least, where = 1e9f;
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, least, v);
-#pragma unroll
-                for (int e = 0; e < RUN; ++e) peak = larger(peak, v[e]);
-            });
-            peak = over_row<true>(peak);
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, least, v);
-#pragma unroll
-                for (int e = RUN - 1; e >= 0; --e)
-                    if (within(i + e, channels) && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
-            });
-            where = -over_row<true>(-where);
-            if (label[j] == ignore_index) continue;
-            const bool valid = counts(label[j], channels, ignore_index) && where < float(channels);
-            atomicAdd(own + (valid ? int(label[j]) * channels + int(where) : size - 1), 1u);
-        }
-    }
+            for (int e = RUN - 1; e >= 0; --e)
+                if (within(i + e, channels) && (v[e] == peak || v[e] != v[e])) where = fminf(where, float(i + e));
+        });
+        where = -over_row<true>(-where);
+        if (first > 0 || label == ignore_index) return;
+        const bool valid = counts(label, channels, ignore_index) && where < float(channels);
+        atomicAdd(own + (valid ? int(label) * channels + int(where) : size - 1), 1u);
+    });
     if (!SHARED) return;
     __syncthreads();
     for (int i = threadIdx.x; i < size; i += BLOCK) found[i64(blockIdx.x) * size + i] = local[i];
@@ -284,42 +319,30 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
         for (int k = threadIdx.x; k < channels; k += BLOCK) slopes[k] = slope(k);
         __syncthreads();
     }
-    const HeldRows at;
-    for (int pass = 0; pass < passes; ++pass) {
-        const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows
-        RowPart<> part[PER];
-        i64 label[PER];
+    for_labelled_parts(p, labels, rows, channels, pitch, passes, ignore_index,
+                       [&](i64 row, int first, const RowPart<>& part, i64 label) {
+        const bool valid = counts(label, channels, ignore_index);
+        const auto of = [&](int k) {
+            const float2 both = SHARED ? slopes[k] : slope(k);
+            return both.x - (k == int(label) ? both.y : 0.0f);
+        };
+        float v[RUN], total = 0.0f;
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, 0.0f, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            const i64 row = begin + at.row(j);
-            part[j].fetch(p + (row < rows ? row : 0) * pitch, at.first, channels);
-            label[j] = row < rows ? i64(labels[row]) : ignore_index;
-        }
+            for (int e = 0; e < RUN; ++e)
+                if (within(i + e, channels)) total = fmaf(of(i + e), v[e], total);
+        });
+        total = over_row(total);
+        if (row >= rows) return;
+        for_runs(first, channels, [&](int r, int i) {
+            part.run(r, i, channels, 0.0f, v);
 #pragma unroll
-        for (int j = 0; j < PER; ++j) {
-            const bool valid = counts(label[j], channels, ignore_index);
-            const auto of = [&](int k) {
-                const float2 both = SHARED ? slopes[k] : slope(k);
-                return both.x - (k == int(label[j]) ? both.y : 0.0f);
-            };
-            float v[RUN], total = 0.0f;
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, 0.0f, v);
-#pragma unroll
-                for (int e = 0; e < RUN; ++e)
-                    if (within(i + e, channels)) total = fmaf(of(i + e), v[e], total);
-            });
-            total = over_row(total);
-            if (begin + at.row(j) >= rows) continue;
-            for_runs(at.first, channels, [&](int r, int i) {
-                part[j].run(r, i, channels, 0.0f, v);
-#pragma unroll
-                for (int e = 0; e < RUN; ++e)
-                    if (within(i + e, channels)) v[e] = valid ? v[e] * (of(i + e) - total) : 0.0f;
-                store_run(dlogits + (begin + at.row(j)) * channels, i, channels, v);
-            });
-        }
-    }
+            for (int e = 0; e < RUN; ++e)
+                if (within(i + e, channels)) v[e] = valid ? v[e] * (of(i + e) - total) : 0.0f;
+            store_run(dlogits + row * channels, i, channels, v);
+        });
+    });
 }
 
 #endif

@@ -47,17 +47,7 @@ def _held(logits: Any, *more: Any) -> tuple[dict[str, int | str], int]:
 def soft_cross_entropy(
     logits: Any, targets: Any, weights: Any | None = None, *, smoothing: float = 0.0
 ) -> tuple[Any, Any]:
-    """Totals over this rank's rows, to be added over ranks before anything is divided.
-
-    Args:
-        logits: (..., K), any storage dtype; targets: (..., K) float32, the probability of each class.
-        weights: (K,) float32, of the classes; None for ones.
-        smoothing: share of every row's targets that is spread over all classes.
-
-    Returns:
-        totals (4,) float64: summed loss, rows, rows whose first largest logit stands where the first largest target
-        does, 0; lse (...) float32.
-    """
+    """As `minidl.cpu.soft_loss.soft_cross_entropy`."""
     logits, targets = _arrays(logits, targets)
     count, channels, pitch = rows(logits)
     lse = empty(logits.shape[:-1], float32)
@@ -83,12 +73,7 @@ def soft_cross_entropy_backward(
     *,
     smoothing: float = 0.0,
 ) -> Any:
-    """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
-
-    Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
-    """
+    """As `minidl.cpu.soft_loss.soft_cross_entropy_backward`."""
     logits, targets = _arrays(logits, targets)
     assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)
     dlogits = empty(logits.shape, logits.dtype)
