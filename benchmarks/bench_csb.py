@@ -110,14 +110,16 @@ def check(way: str, got: np.ndarray, others: list[np.ndarray]) -> None:
 
 
 def interleaved(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each round; in a round every way runs once, after one unmeasured call."""
+    """Milliseconds of each round; in a round every way runs twice, and the second call counts: before the first another
+    way has filled the caches.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(rounds + 1):
+    for _ in range(rounds):
         for name, call in ways.items():
+            call()
             begin = time.perf_counter()
             call()
-            if i:
-                times[name].append(1e3 * (time.perf_counter() - begin))
+            times[name].append(1e3 * (time.perf_counter() - begin))
     return times
 
 

@@ -37,13 +37,12 @@ from minidl import fusion
 from minidl.bench import warm
 from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
-from minidl.fusion import chain
 from minidl.fusion.apply import machine_of
 from minidl.fusion.cost import heuristic
 from minidl.fusion.map import compile_map, measure_map
 from minidl.fusion.piece import cut
-from minidl.fusion.plans import candidates, fingerprint
-from minidl.fusion.tune import BUDGET, PASSES, DeviceClock, Group, compile_ahead, groups, measure
+from minidl.fusion.tune import BUDGET, PASSES, DeviceClock, Group, compile_ahead, groups, measure, told
+from minidl.fusion.tune import fastest as fastest_plan
 from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import load, result, write
@@ -86,7 +85,7 @@ def setup_of(a: argparse.Namespace, case: str) -> Setup:
 
 
 class Tuned:
-    """A network whose batch norms were measured in all ways.
+    """A network whose batch norms were measured: in all ways with ``everything``, else in those worth it.
 
     Attributes:
         groups: with the ways that the model does not rule out.
@@ -94,20 +93,20 @@ class Tuned:
         seconds: that measuring took.
     """
 
-    def __init__(self, setup: Setup, samples: int):
+    def __init__(self, setup: Setup, samples: int, everything: bool):
         self.setup, self.graph, self.mode = setup, setup.graph(), precision(setup.precision)
         machine = machine_of(ops)
-        everything = groups(self.graph, setup.batch, self.mode, machine, everything=True)
         self.groups = groups(self.graph, setup.batch, self.mode, machine)
-        compile_ahead(self.graph, setup.batch, self.mode, everything)
+        timed = groups(self.graph, setup.batch, self.mode, machine, everything=everything)
+        compile_ahead(self.graph, setup.batch, self.mode, timed)
         self.clock = DeviceClock(ops, self.mode, replace(BUDGET, samples=samples))
         started = time.perf_counter()
-        self.found = measure(self.graph, setup.batch, everything, self.clock)
+        self.found = measure(self.graph, setup.batch, timed, self.clock)
+        self.plan = fastest_plan(self.graph, setup.batch, self.mode, machine, timed, self.found, self.clock)
         self.clock.release()
         self.seconds = time.perf_counter() - started
         self.sites = fusion.find_sites(self.graph)
-        ways = chain.best({site.name: candidates(site) for site in self.sites}, self.found.terms)
-        self.plan = fusion.Plan(ways, fingerprint(self.sites))
+        print(f"{setup.title}: tuned in {self.seconds:.1f} s; {told(self.plan)}", flush=True)
 
 
 _tuned: dict[str, Tuned] = {}  # of the case that is at work
@@ -116,7 +115,7 @@ _tuned: dict[str, Tuned] = {}  # of the case that is at work
 def tuned(a: argparse.Namespace, case: str) -> Tuned:
     if case not in _tuned:
         _tuned.clear()
-        _tuned[case] = Tuned(setup_of(a, case), a.samples)
+        _tuned[case] = Tuned(setup_of(a, case), a.samples, everything="sites" in a.parts)
     return _tuned[case]
 
 
@@ -246,7 +245,8 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
         "ms": found[how].ms, "spread": found[how].spread, "floor_ms": None, "peers": peers,
         "images_per_s": setup.batch / found[how].ms * 1e3, "losses": losses[how],
         "agrees": bool(np.allclose(losses[how], losses[a.arms[0]], rtol=TOLERANCE)),
-        "ways": dict(Counter(plans[how].sites.values())), "tuning_s": measured.seconds if how == "adaptive" else None,
+        "ways": dict(Counter(plans[how].sites.values())), "contest": plans[how].contest,
+        "tuning_s": measured.seconds if how == "adaptive" else None,
     } for how in a.arms]  # fmt: skip
     columns = ["plan", "ms", "spread", "images/s", *peers, "ways"]
     table = [

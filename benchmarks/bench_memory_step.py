@@ -69,6 +69,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--limit", nargs="*", default=["25%"], help="of GPU memory, or of what a step needs")
     p.add_argument("--held", choices=list(GRADIENTS), help="how steps within limits hold gradients; default: all")
     p.add_argument("--arms", nargs="+", default=["joint", "moved"], choices=["joint", "moved"])
+    p.add_argument(
+        "--ample", action="store_true", help="a limit above the need too, its steps in turn with those without"
+    )
     p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that the planner takes a pass to reach")
     p.add_argument("--blocks", type=int, default=7, help="timed blocks of steps")
@@ -77,12 +80,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-save-on-cpu", "torch-checkpoint"])
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
-    a.image_size = a.image_size or (256 if a.model == "unet" else 224)
+    a.image_size, a.classes = models.usual_task(a.model, a.image_size)
     return a
 
 
 def graph(a: argparse.Namespace) -> Any:
-    return models.build(a.model, (a.image_size, a.image_size, 3), 2 if a.model == "unet" else 1000)
+    return models.build(a.model, (a.image_size, a.image_size, 3), a.classes)
 
 
 # -- what the driver says ---------------------------------------------------------------------------------------------
@@ -136,17 +139,24 @@ def link_rate(count: int = 256 << 20) -> float:
 
 def timed(step: Step, a: argparse.Namespace, wait: Callable[[], None]) -> Timing:
     """Of blocks of steps, on the slowest rank."""
-    samples = []
-    step()  # allocates, loads kernels
+    return in_turn([step], a, wait)[0]
+
+
+def in_turn(steps: list[Step], a: argparse.Namespace, wait: Callable[[], None]) -> list[Timing]:
+    """Of blocks of each, one after the other: the clock of a GPU at its power limit drifts for all alike."""
+    samples: list[list[float]] = [[] for _ in steps]
+    for step in steps:
+        step()  # allocates, loads kernels
     for _ in range(a.blocks):
-        wait()
-        a.comm.barrier()
-        begun = time.perf_counter()
-        for _ in range(a.steps):
-            step()
-        wait()
-        samples.append(max(a.comm.share((time.perf_counter() - begun) / a.steps * 1e3)))
-    return Timing(tuple(samples))
+        for step, found in zip(steps, samples, strict=True):
+            wait()
+            a.comm.barrier()
+            begun = time.perf_counter()
+            for _ in range(a.steps):
+                step()
+            wait()
+            found.append(max(a.comm.share((time.perf_counter() - begun) / a.steps * 1e3)))
+    return [Timing(tuple(found)) for found in samples]
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------
@@ -193,8 +203,10 @@ def ours(
     gradients: str | None = None,
     fusion: str | None = None,
     group: int | None = None,
+    turns: bool = False,
 ) -> dict[str, Any]:
-    """One arm: bits of the first steps, times of the replayed graph, peak of the driver."""
+    """One arm: bits of the first steps, times of the replayed graph, peak of the driver; with ``turns`` also times of
+    steps without a limit, taken in turn."""
     empty()
     before = used_bytes()
     step = started(a, fusion, group)
@@ -221,8 +233,13 @@ def ours(
     eager = used_bytes() - before
     empty()  # the graph is captured on another stream, with a pool of its own
     replay = step.capture()
-    found["timing"] = timed(replay, a, _synchronize)
+    replay()
+    _synchronize()
     found["peak_bytes"] = max(used_bytes() - before, eager)
+    if turns:
+        found["unlimited"], found["timing"] = in_turn([started(a, group=group).capture(), replay], a, _synchronize)
+    else:
+        found["timing"] = timed(replay, a, _synchronize)
     if limit is None:
         found["forward_ms"] = forward_ms(a, step)
         found["state"] = step.model.state_dict()
@@ -387,6 +404,9 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
         except Infeasible as error:
             tell(a, f"{arm} {limit}: {error}")
         report(a, found, {}, rate)
+    if a.ample:
+        found["a limit above the need"] = ours(a, "1TB", group=plain["group"], turns=True)
+        report(a, found, {}, rate)
     peers: dict[str, dict[str, Any]] = {}
     for arm in a.peers:
         for runs in a.checkpoints if arm == "torch-checkpoint" else [0]:
@@ -415,7 +435,8 @@ def report(a: argparse.Namespace, found: dict[str, Any], peers: Any, rate: float
 
 
 def row(a: Any, found: Any, plain: Any, peers: Any, rate: float, arm: str) -> dict[str, Any]:
-    timing, whole, forward = found["timing"], plain["timing"].ms, plain["forward_ms"]
+    timing, forward = found["timing"], plain["forward_ms"]
+    whole = found.get("unlimited", plain["timing"]).ms
     script, more = found.get("script"), {}
     identical = None  # another fusion rounds elsewhere
     if found["fusion"] == plain["fusion"]:

@@ -179,6 +179,7 @@ LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.1
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
     layers = [layer for layer in bench_conv.NETWORKS[a.network](a.batch) if layer.channels > 4]
+    layers.sort(key=lambda layer: layer.bytes(2))  # the quick ones first: --minutes cuts off few
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
     rows, started = [], time.perf_counter()
     for layer in layers:
@@ -221,13 +222,16 @@ def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row
     from minidl.bench.torch_calls import time_calls
 
     arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
-    bf16 = bench_conv.PRECISIONS["bf16"]
+    bf16, peers = bench_conv.PRECISIONS["bf16"], {}
     for which, (pass_, kind) in PASSES.items():
         times = {}
         for arm in ("plain", "kernel", "whole", "apart"):
             with _left_as_they_are(arm == "kernel"):
                 times[arm] = DeviceTimer().replayed(getattr(arrays, which)(arm), budget)
-        peer = time_calls(getattr(arrays, f"{which}_peer")(), budget, "replayed", "cuda")
+        name = f"{which}_peer"
+        peer = getattr(Arrays, name)  # of two parts it is the same
+        if peer not in peers:
+            peers[peer] = time_calls(getattr(arrays, name)(), budget, "replayed", "cuda")
         added, addend = arrays.added_bytes(kind), arrays.x[0].nbytes * (kind == "gradients" and arrays.joined)
         floor = max((layer.bytes(2) + added + addend) / bandwidth, layer.flop / (bf16.tflops * 1e12))
         rows.append({
@@ -236,7 +240,7 @@ def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row
             "ms": times["whole"].ms, "spread": times["whole"].spread, "count": layer.count,
             "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
             "cost": times["kernel"].ms / times["plain"].ms - 1, "limit": LIMITS[kind],
-            "bytes_ms": 1e3 * added / bandwidth, "floor_ms": 1e3 * floor, "peers": {"torch-eager": peer.ms},
+            "bytes_ms": 1e3 * added / bandwidth, "floor_ms": 1e3 * floor, "peers": {"torch-eager": peers[peer].ms},
         })  # fmt: skip
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()

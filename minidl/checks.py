@@ -21,9 +21,9 @@ __all__ = [
     "bad_value",
     "describe",
     "elsewhere",
+    "images_first",
     "impossible",
     "missing_extra",
-    "nchw",
     "number",
     "order",
     "positive_pair",
@@ -130,18 +130,25 @@ def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
     return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
 
 
+def some(names: Iterable[str], most: int = 8) -> str:
+    """``a, b and 7 more``."""
+    names = list(names)
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 # What objects of PyTorch and Keras can do and those here cannot, by class, and what is done instead.
 _OVERWRITTEN = "it is not needed: the first gradient of a step overwrites"
 _DONE_HERE = {
     "Batch": {name: "give the Loader transfer=model.ops.from_host" for name in ("cuda", "to")},
     "Model": {
-        "children": "layers has them in order",
+        "children": "read layers",
         "compile": "a Trainer captures steps by itself; without one take compile.CompiledStep",
         "cuda": "write Model(..., device='cuda')",
         "evaluate": "give the Trainer a test_loader",
         "fit": "write Trainer(model, optimizer, loss, loader, ...).fit()",
         "half": "write Model(..., precision='fp16')",
-        "modules": "layers has them in order",
+        "modules": "read layers",
         "named_parameters": "state_dict() has all arrays by name",
         "parameters": "optimizers take the model itself; state_dict() has the arrays",
         "predict": "call forward(x, grad=False)",
@@ -163,15 +170,8 @@ class Told:
         raise AttributeError(_sentence("", f"{type(self).__name__} has no {name}", remedy), name=name, obj=self)
 
 
-def some(names: Iterable[str], most: int = 8) -> str:
-    """``a, b and 7 more``."""
-    names = list(names)
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def nchw(shape: Sequence[int], channels: int) -> str | None:
-    """What to do with images whose channels seem to come first; None where they do not."""
+def images_first(shape: Sequence[int], channels: int) -> str | None:
+    """The remedy for images of ``shape`` that seem to be NCHW."""
     if len(shape) != 4 or shape[1] != channels or shape[3] == channels:
         return None
     return "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"

@@ -194,7 +194,7 @@ class Graph:
             if node.layer is None:
                 if len(input_shape) != len(node.shape) + 1 or input_shape[-1] != node.shape[-1]:
                     wanted = ("N, H, W, " if len(node.shape) == 3 else "N, ") + str(node.shape[-1])
-                    remedy = checks.nchw(input_shape, node.shape[-1])
+                    remedy = checks.images_first(input_shape, node.shape[-1])
                     if len(input_shape) == len(node.shape):
                         remedy = "one sample is x[None]"
                     raise checks.bad_shape("model", "x", f"({wanted})", input_shape, remedy)

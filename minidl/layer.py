@@ -453,7 +453,7 @@ class Layer:
         if len(shape) != 4:
             raise checks.bad_shape(self.name, "x", wanted, shape, "minidl's images are NHWC")
         if channels is not None and shape[3] != channels:
-            raise checks.bad_shape(self.name, "x", wanted, shape, checks.nchw(shape, channels))
+            raise checks.bad_shape(self.name, "x", wanted, shape, checks.images_first(shape, channels))
         return shape
 
     def require_output(self, shape: tuple[int, ...], out: Pair) -> Pair:

@@ -170,6 +170,10 @@ class Model(checks.Told):
 
     # -- the two passes ---------------------------------------------------------------------------------------------
 
+    def __call__(self, x: Any, **options: Any) -> Any:
+        """`forward`."""
+        return self.forward(x, **options)
+
     def forward(self, x: Any, *, grad: bool | None = None, first_sample: int = 0, new_step: bool = True) -> Any:
         """Run the network.
 
@@ -197,10 +201,6 @@ class Model(checks.Told):
                 if left[i] == 0:
                     values[i] = None
         return materialize(self.ops, values[self.output_node.index]).array
-
-    def __call__(self, x: Any, **options: Any) -> Any:
-        """`forward`."""
-        return self.forward(x, **options)
 
     def _run(self, node: Node, values: list[Value | None], grad: bool) -> Value:
         """One layer on its inputs, which are filled in first unless the layer takes them unfinished."""
@@ -276,7 +276,7 @@ class Model(checks.Told):
                 "model", "x", f"a {self.ops.name} array", checks.describe(x), "copy it with model.ops.from_host(x)"
             )
         if x.dtype != self.precision.storage:
-            remedy = "convert it with x.astype(model.precision.storage)"
+            remedy = "convert it with model.ops.cast(x, model.precision.storage)"
             raise checks.bad_dtype("model", "x", self.precision.storage, x.dtype, remedy)
         # One of several ranks may run out of samples, one alone may not.
         if x.shape[:1] == (0,) and self.comm.size == 1:

@@ -314,13 +314,13 @@ class SGD(checks.Told):
         weights of two steps behind: go on from a checkpoint.
 
         Args:
-            slots: messages held at once; default: 1 on one rank, 4 on several, where some are under way.
+            slots: messages held at once; default: 1 on one rank, 2 on several, where one is under way meanwhile.
 
         Raises:
             ValueError: where the whole gradient decides on each update, as `minidl.legality` has it.
         """
         legality.refuse(type(self).__name__, **self.parts() | {"ring": True})
-        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 4, self._apply)
+        self.arena.ring(slots if slots is not None else 1 if self.arena.comm.size == 1 else 2, self._apply)
 
     def gradients_in_momentum(self) -> None:
         """From now on backward passes add gradients to the momentum itself: they need no memory of their own.

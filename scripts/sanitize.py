@@ -32,10 +32,15 @@ LAWS = (
 )  # fmt: skip
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9  # the exit status of a process in which memcheck found something
-# Reports of racecheck that are none. Warps hand stages on by barriers in shared memory (mbarrier), which copies
-# complete by cp.async.mbarrier.arrive or by the copy engine: it does not see those arrive. Lists of csb_dots.cu compare
-# the upper halves of words whose lowest bit is being set.
-KNOWN = re.compile(r" in (hopper\.cuh|csb_tensor\.cuh|csb_rows\.cu):| at list\(.* in csb_dots\.cu:")
+# Places of accesses whose races are none, with the reason; a report is left out where all of its accesses are in such
+# places. In the kernels of Hopper (conv2d_hopper, conv2d_halo, their weight gradients, csb_sampled_hopper) stages are
+# filled by the copy engine and handed on by barriers in shared memory: racecheck does not see the engine arrive.
+KNOWN = {
+    r" in hopper\.cuh:": "the loads and stores of those stages, and none of another kernel, are functions of this file",
+    r" in csb_tensor\.cuh:": "copies that cp.async.mbarrier.arrive completes, which it does not see either",
+    r" in csb_rows\.cu:": "reads of what those copies brought",
+    r" at list\(.* in csb_dots\.cu:": "lists compare the upper halves of words whose lowest bit is being set",
+}
 MARK = "========= "  # how the tool begins its lines
 SMALL = "not large and not to_the_31 and not at_size and not every_16_bit"
 
@@ -103,12 +108,12 @@ def run(tool: str, a: argparse.Namespace) -> bool:
 
 
 def races(text: str) -> list[str]:
-    """Errors that racecheck reported, a line each, but for those that are `KNOWN`."""
+    """Errors that racecheck reported, a line each, but for those whose every access is `KNOWN`."""
     found = []
     for report in re.split(f"{MARK}(?=Error|Warning)", text)[1:]:
         first, *rest = report.splitlines()
         lines = [first, *(line.removeprefix(MARK).strip() for line in rest if line.startswith(f"{MARK}    and "))]
-        if first.startswith("Error") and not KNOWN.search("\n".join(lines)):
+        if first.startswith("Error") and not all(any(re.search(place, line) for place in KNOWN) for line in lines):
             found.append(" ".join(lines))
     return found
 

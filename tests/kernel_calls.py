@@ -159,7 +159,8 @@ def call_pool2d() -> None:
             window = {"kernel": kernel, "stride": stride, "padding": padding}
             y, index = ops.max_pool2d(x, dilation=(1, 1), ceil_mode=True, **window)
             assert index.dtype == (np.uint16 if kernel[0] * kernel[1] > 256 else np.uint8)
-            ops.max_pool2d_backward(y, index, x.shape, dilation=(1, 1), **window)
+            for add in (None, x):
+                ops.max_pool2d_backward(y, index, x.shape, dilation=(1, 1), **window, add=add)
             y = ops.avg_pool2d(x, ceil_mode=True, count_include_pad=False, **window)
             ops.avg_pool2d_backward(y, x.shape, ceil_mode=True, count_include_pad=False, **window)
         for x, (kernel, stride, padding) in itertools.product(arrays[::4], windows[:3]):

@@ -223,7 +223,7 @@ def test_the_weight_gradient_of_a_small_image_is_preceded_by_a_pass(side, pays):
 
 
 @pytest.mark.parametrize(
-    ("images", "side", "kernel", "pays"), [(256, 56, 3, True), (256, 56, 1, True), (256, 7, 3, True), (4, 7, 3, False)]
+    ("images", "side", "kernel", "pays"), [(256, 56, 3, True), (256, 56, 1, True), (256, 7, 3, False), (4, 7, 3, False)]
 )
 def test_the_input_of_a_few_small_images_is_normalised_before(images, side, kernel, pays, monkeypatch):
     from minidl import cuda as ops

@@ -137,12 +137,12 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
-TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 2, 16), (8, 1, 4), (16, 2, 8)]  # warps, vec, run
+TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 3, 8), (4, 2, 16), (8, 1, 4), (16, 3, 16)]  # units, vec, run
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
-@pytest.mark.parametrize("part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (301, 332)), (128, 0.03, (9, 301))])
+@pytest.mark.parametrize("part,density,shape", [(64, 0.3, (300, 332)), (128, 0.03, (301, 332))])
 def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, transposed, features_last):
     """Whichever tile sizes choose, also where each thread block takes several."""
     from minidl.cuda.device import current_device
@@ -156,9 +156,9 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for warps, vec, run in TILES:
-            tile = csb_rows.RowsTile(warps, vec, part, run, part * density >= 4, 0, 0)
-            tile = csb_rows.sized(tile, density, device)
+        for units, vec, run in TILES:
+            vec = 2 if vec == 3 and not features_last else vec
+            tile = csb_rows.RowsTile(units, vec, part, run, part * density >= 4, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
@@ -390,16 +390,19 @@ def test_tiles_fit_the_device():
         (1, 64, 100, 2048), (1, 33, 100, 4096, 10**6), (0.0, 0.02, 0.2, 1.0), (False, True)
     ):
         tile = csb_rows.choose_tile(features, 2048, samples, density, last, H200)
-        used = tile.stages * tile.stage_bytes + 32 + 4 * tile.samples
-        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.list_slots
+        used = tile.stages * tile.stage_bytes(last) + 32
+        assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.unit_slots
+        assert last or tile.vec != 3
     for samples in (1, 16, 17, 64):
         tile = csb_skinny.choose_tile(samples, 8192, 8192)
         assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block
 
 
 def test_tiles_fill_the_device_in_few_rounds():
-    """256 output features of 8448 samples: 66 tiles of 128 would leave half of the multiprocessors idle."""
-    assert csb_rows.choose_tile(256, 2304, 8448, 0.02, True, H200)[:2] == (16, 2)
+    """256 output features of 12544 samples: one round of 131 thread blocks instead of two of smaller ones."""
+    tile = csb_rows.choose_tile(256, 2304, 12544, 0.02, True, H200)
+    assert (tile.units, tile.vec) == (16, 3)
+    assert csb_rows.choose_tile(256, 2304, 12544, 0.02, False, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(2048, 2048, 4096, 0.05, True, H200)[:2] == (16, 4)
     assert csb_rows.choose_tile(40, 64, 8, 0.1, True, H200)[:2] == (4, 1)
 

@@ -64,14 +64,42 @@ def test_what_is_pooled_is_not_written(cpu_ops, monkeypatch):
     assert calls.count("batch_norm_relu_backward_stats") == 1  # of the one without parameters
 
 
+def skipping():
+    """A U-Net of one level: a pooling reads the ReLU that is passed by, too."""
+    graph = m.Graph()
+
+    def block(x, name, width):
+        x = m.Conv2d(x.shape[-1], width, 3, padding=1, bias=False, name=f"{name}.conv")(x)
+        return m.ReLU(name=f"{name}.relu")(m.BatchNorm2d(width, name=f"{name}.bn")(x))
+
+    skip = block(graph.input((6, 6, 3)), "down", 8)
+    x = block(m.MaxPool2d(2, name="pool")(skip), "bottom", 16)
+    x = m.Concat(name="join")(skip, m.ConvTranspose2d(16, 8, 2, stride=2, name="up")(x))
+    return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(block(x, "top", 8))))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("how", ["none", "statistics", "bnff"])
-def test_buffers_that_concatenations_share_change_no_bit(ops, how, precision):
-    apart, shared = (fused(dense, how, ops, precision=precision) for _ in range(2))
+@pytest.mark.parametrize("build", [dense, skipping])
+def test_buffers_that_concatenations_share_change_no_bit(ops, build, how, precision):
+    apart, shared = (fused(build, how, ops, precision=precision) for _ in range(2))
     for layer in apart.layers:
-        if isinstance(layer, m.Concat):
+        if hasattr(layer, "room"):
             layer.room, layer.continues = 0, False
     close(run(apart), run(shared), 0.0)
+
+
+def test_what_a_concatenation_continues_is_written_into_its_buffer(cpu_ops, monkeypatch):
+    copied = []
+    own = cpu_ops.copy_into
+    monkeypatch.setattr(cpu_ops, "copy_into", lambda out, x: copied.append(x.shape) or own(out, x))
+    model = fused(skipping, "elementwise", cpu_ops)
+    copied.clear()
+    x = np.ones((2, 6, 6, 3), np.float32)
+    model.forward(x)
+    assert copied == [(2, 6, 6, 8)], "the other part alone"
+    model.forward(x, grad=False)
+    assert len(copied) == 1, "nobody waits for a buffer that nothing keeps"
 
 
 def test_concatenations_of_a_block_lie_in_one_buffer(cpu_ops, monkeypatch):

@@ -12,12 +12,18 @@ import pytest
 
 import minidl as m
 from minidl import cli, data, fusion, models
+from minidl.backend import get_ops
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
+from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
 from minidl.fusion import chain, cost, kept
 from minidl.fusion.apply import machine_of
+from minidl.fusion.contest import Whole, can_run_alone
 from minidl.fusion.map import between, measure_map, points
 from minidl.fusion.piece import Piece, cut
-from minidl.fusion.plans import candidates, fingerprint, modes_of, switches, way_of
+from minidl.fusion.plans import candidates, fingerprint, modes_of, modes_on, switches, way_of
 from minidl.fusion.tune import DeviceClock, groups, measure, tune
+from minidl.layers.parallel_conv2d import ChannelParallelConv2d
 from minidl.precision import precision
 from minidl.profile.results import load
 from minidl.profile.timing import Budget, Timing
@@ -30,10 +36,13 @@ BF16, FP32 = precision("bf16"), precision("fp32")
 
 
 class Fake:
-    """A clock whose times are random numbers of what is timed: equal work, equal time."""
+    """A clock whose times are random numbers of what is timed: equal work, equal time; it runs no whole network."""
 
     def __init__(self, seed=0):
         self.seed, self.asked = seed, []
+
+    def whole(self, graph, batch, variants):
+        return None
 
     def __call__(self, cut, which, variants):
         self.asked += [(cut.key, which, on) for on in variants]
@@ -83,8 +92,11 @@ def piece_groups(graph, precision):
 
 @pytest.mark.parametrize("build", [stack, residual, wide, preactivation])
 def test_a_piece_computes_the_same_in_every_way(ops, build):
+    assert_same_in_every_way(ops, build())
+
+
+def assert_same_in_every_way(ops, graph):
     """In 16 bits against the same piece in float32: what is fused errs no more."""
-    graph = build()
     for group in groups(graph, 2, BF16, H200, everything=True):
         exact, narrow = (
             {ways: outcome(Piece(cut(graph, group.sites, 2), ops, mode, 0), group, ways) for ways in group.ways}
@@ -130,12 +142,18 @@ def test_a_piece_holds_what_the_modes_reach_and_belongs_to_nobody(cpu_ops):
     assert not model.state_dict()["main1.bn.running_mean"].any()
 
 
-def test_layers_that_may_talk_to_other_ranks_are_not_timed():
-    class Watched(m.ReLU):
-        pass
+class Watched(m.ReLU):
+    """A layer of a kind that nobody knows."""
 
+
+def watched():
     graph = stack()
     graph.replace("relu1", Watched(name="other"))
+    return graph
+
+
+def test_layers_that_may_talk_to_other_ranks_are_not_timed():
+    graph = watched()
     sites = fusion.find_sites(graph)
     assert cut(graph, [sites[1]], 2) is None and cut(graph, [sites[2]], 2) is not None
     clock = Fake()
@@ -269,6 +287,87 @@ def test_statistics_that_a_piece_does_not_see_are_the_models():
         plan = tune(graph, 8, BF16, H200, Fake(seed), everything=True)
         joined = [site for site in fusion.find_sites(graph) if site.joined]
         assert joined and all("joined" in modes_of(plan.sites[site.name]) for site in joined)
+
+
+# -- the contest ----------------------------------------------------------------------------------------------------
+
+
+class Racing(Fake):
+    """Whole networks take random times, too."""
+
+    def whole(self, graph, batch, variants):
+        self.ran = variants
+        times = 1 + np.random.default_rng(self.seed).random(len(variants))
+        return [Timing((ms, ms)) for ms in times]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_plans_that_ran_as_a_whole_the_fastest_is_taken(seed):
+    graph = models.build("resnet50", (64, 64, 3), 10)
+    sites, clock = fusion.find_sites(graph), Racing(seed)
+    plan = tune(graph, 8, BF16, H200, clock)
+    terms = measure(graph, 8, groups(graph, 8, BF16, H200), Fake(seed)).terms
+    composed = tune(graph, 8, BF16, H200, Fake(seed))
+    assert composed.contest == [] and plan.evidence == composed.evidence
+    known = {how: fusion.choose(sites, how) for how in fusion.PLANS}
+    known |= {"auto": cost.heuristic(graph, sites, BF16, H200), "composed": composed}
+    ran = dict(zip((row["plan"] for row in plan.contest), clock.ran, strict=True))
+    assert next(iter(ran)) == "composed" and len(set(ran.values())) == len(ran)
+    assert all(modes_on(sites, known[how]) == on for how, on in ran.items())
+    fastest = min(plan.contest, key=lambda row: row["ms"])
+    assert plan.sites == known[fastest["plan"]].sites
+    # Who did not run is behind by a tenth in what was measured, or is one of those who did.
+    limit = 1.1 * chain.total(composed.sites, terms)
+    for how, other in known.items():
+        alike = [group.runs(other) for group in groups(graph, 8, BF16, H200)]
+        twins = [h for h in ran if alike == [group.runs(known[h]) for group in groups(graph, 8, BF16, H200)]]
+        assert how in ran or twins or chain.total(other.sites, terms) > limit
+
+
+def test_a_network_runs_as_a_whole_without_its_model_noticing(ops):
+    model = m.Model(residual(), device=ops.name)
+    before, modes = model.state_dict(), model.modes()
+    clock = DeviceClock(ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=1e-4))
+    sites = fusion.find_sites(model.graph)
+    variants = [modes_on(sites, fusion.choose(sites, how)) for how in ("none", "elementwise")]
+    timings = clock.whole(model.graph, 2, variants)
+    assert len(timings) == 2 and all(timing.ms > 0 for timing in timings)
+    assert model.modes() == modes and all((model.state_dict()[name] == x).all() for name, x in before.items())
+
+
+@pytest.mark.parametrize("name", ["resnet20", "densenet121", "unet", "mobilenet_v2"])
+def test_every_model_of_the_library_runs_as_a_whole(name):
+    """In a dry run, as kernels are compiled ahead."""
+    graph = models.build(name, (32, 32, 3), 2)
+    assert can_run_alone(graph)
+    with dry_run(BUILT_IN["H200"]) as log:
+        sites, network = fusion.find_sites(graph), Whole(graph, 2, get_ops("cuda"), BF16)
+        for how in fusion.PLANS:
+            network(modes_on(sites, fusion.choose(sites, how)))
+    assert log.variants
+
+
+def test_layers_that_may_talk_to_other_ranks_are_not_run_as_a_whole(cpu_ops):
+    graph = watched()
+    assert can_run_alone(stack()) and not can_run_alone(graph)
+    comm, shared, spread = SimulatedCommunicator(2, AlphaBeta(1e-3, 1e6), clock=VirtualClock()), stack(), stack()
+    shared.replace("bn1", m.BatchNorm2d(7, sync=comm, affine=False, name="other"))
+    assert can_run_alone(shared), "its twin keeps to itself"
+    options = {"stride": 2, "padding": 1, "bias": False, "name": "other"}
+    spread.replace("conv1", ChannelParallelConv2d(6, 7, 3, **options, group=comm))
+    assert not can_run_alone(spread)
+    clock = DeviceClock(cpu_ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=1e-4))
+    assert clock.whole(graph, 2, [frozenset()]) is None
+
+
+def test_without_room_for_a_whole_network_the_composed_plan_is_taken(cpu_ops, monkeypatch):
+    def full(*_):
+        raise MemoryError("no bytes left")
+
+    monkeypatch.setattr("minidl.fusion.tune.Whole", full)
+    clock = DeviceClock(cpu_ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=0.01))
+    plan = tune(residual(), 2, FP32, cost.Machine.of(None), clock)
+    assert plan.contest == [] and plan.evidence
 
 
 # -- the plan that is kept ------------------------------------------------------------------------------------------

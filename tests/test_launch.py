@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -320,11 +321,14 @@ def test_dense_walk_visits_each_element_once(size, dtype):
     "channels, pitch, offset", [(8, 8, 0), (3, 3, 0), (24, 40, 8), (6, 11, 5), (4100, 4104, 4), (1, 9, 2)]
 )
 @pytest.mark.parametrize("count", [0, 1, 37])
-def test_channel_walk_visits_each_element_once(count, channels, pitch, offset):
+@pytest.mark.parametrize("lasting", [False, True])
+def test_channel_walk_visits_each_element_once(count, channels, pitch, offset, lasting):
     x = _pitched(count, channels, pitch, offset, float16)
     out = np.empty((count, channels), float16)
-    with dry_run():
-        plan = walk_channels(x, out, per_sm=4, unroll=4)
+    with dry_run(dataclasses.replace(device.BUILT_IN["A100"], multiprocessors=1)):
+        plan = walk_channels(x, out, lasting=lasting, unroll=4)
+    groups = -(-count // (4 * plan.block[1]))
+    assert plan.grid[0] < groups if lasting and groups > 3 else plan.grid[0] == groups
     expected = [row * pitch + channel for row in range(count) for channel in range(channels)]
     assert sorted(_visits(plan)) == expected
     assert sorted(_visits(plan, 1)) == list(range(count * channels))

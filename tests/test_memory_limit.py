@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
-from math import prod
 
 import numpy as np
 import pytest
@@ -308,17 +307,6 @@ SIX = [
 ]  # fmt: skip
 
 
-def _kept_in_vain(model, batch: int) -> int:
-    """Bytes of the outputs that ReLUs keep though the pool over them masks their gradients: a plan lets them go."""
-    total = 0
-    for node in model.graph.nodes:
-        below = [model.graph.nodes[i] for i in node.inputs]
-        if isinstance(node.layer, m.MaxPool2d) and isinstance(below[0].layer, m.ReLU):
-            conv = model.graph.nodes[below[0].inputs[0]].layer
-            total += batch * prod(below[0].shape) * 2 if getattr(conv, "rectifies", False) else 0
-    return total
-
-
 @pytest.mark.parametrize("fusion", ["none", "auto"])
 @pytest.mark.parametrize(("name", "image", "batch"), SIX)
 def test_planned_peaks_are_those_of_the_steps_that_run(name, image, batch, fusion):
@@ -340,7 +328,7 @@ def test_planned_peaks_are_those_of_the_steps_that_run(name, image, batch, fusio
         step()
         memory = limit_memory(model, batch, 1.0, engine=DryEngine)
         # What Python holds a moment longer than a kernel reads it.
-        assert memory.need <= live.most <= 1.005 * memory.need + _kept_in_vain(model, batch)
+        assert memory.need <= live.most <= 1.005 * memory.need
         floor = problem(memory.script.trace, (0, 0)).floor
         memory = limit_memory(model, batch, (floor + memory.need) // 2, engine=DryEngine)
         with memory.step():

@@ -61,6 +61,10 @@ def test_max_pool_backward_equals_the_reference(ops, rng, dtype, shape, w):
     assert dx.dtype == dtype
     expected = reference.max_pool2d_backward(dy, ops.to_host(index), shape, **w)
     assert_close(ops.to_host(dx), expected, dtype, terms=9)
+    add = draw(rng, shape, dtype)
+    dx = ops.max_pool2d_backward(ops.from_host(dy), index, shape, **backward_options(w), add=ops.from_host(add))
+    assert dx.dtype == dtype
+    assert_close(ops.to_host(dx), expected + add.astype(np.float64), dtype, terms=10)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,7 +77,10 @@ def test_max_pool_of_any_layout(ops, rng, dtype, layout):
     np.testing.assert_array_equal(ops.to_host(index), position)
     dy = draw(rng, y.shape, dtype)
     dx = ops.max_pool2d_backward(place(ops, dy, layout), index, x.shape, **backward_options(w))
-    assert_close(ops.to_host(dx), reference.max_pool2d_backward(dy, position, x.shape, **w), dtype, terms=4)
+    expected = reference.max_pool2d_backward(dy, position, x.shape, **w)
+    assert_close(ops.to_host(dx), expected, dtype, terms=4)
+    dx = ops.max_pool2d_backward(ops.from_host(dy), index, x.shape, **backward_options(w), add=place(ops, x, layout))
+    assert_close(ops.to_host(dx), expected + x.astype(np.float64), dtype, terms=5)
 
 
 def test_max_pool_of_large_windows_has_wide_indices(ops, rng):

@@ -53,6 +53,7 @@ def test_races_are_told_but_where_racecheck_sees_no_barrier(few):
     (one,) = races(text + RACE.replace("Error", "Warning").format(*["csb.cu"] * 3, ""))
     assert one.startswith("Error: Race reported between Write") and one.count("csb.cu:85") == 2
     assert len(races(RACE.format("mma.cuh", "stem.cuh", "stem.cuh", ""))) == 1
+    assert len(races(RACE.format("hopper.cuh", "hopper.cuh", "stem.cuh", ""))) == 1, "every access has to be known"
     assert not races("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 
 

@@ -60,39 +60,55 @@ def predicted_steps() -> str:
 
 
 def limited_steps() -> str:
-    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them."""
-    files = [file["rows"] for file in load("h200", "bench_memory_step")]
-    found = [row for rows in files for row in rows]
+    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them;
+    ways to hold gradients, on one rank and two."""
+    found = [row for file in load("h200", "bench_memory_step") for row in file["rows"]]
     limited = sorted((row for row in found if "limit_bytes" in row), key=lambda row: -row["ratio"])
-    gib = lambda count: f"{count / (1 << 30):.2f}"  # noqa: E731
+    return "\n\n".join([_limited(limited), _without_a_plan(limited), _gradients()]) if limited else NOTHING
+
+
+def _limited(limited: list[Row]) -> str:
     rows = [
         [
             row["case"], row["arm"], row.get("fusion") or "none", f"{row['ms']:.1f}", f"{row['ratio']:.2f}",
-            f"{row['ratio_to_bound']:.2f}",
-            f"{row['predicted_ratio']:.2f}", gib(row["need_bytes"]),
-            gib(row["limit_bytes"]), gib(row["peak_bytes"]), gib(row["moved_bytes"]), gib(row["made_again_bytes"]),
+            f"{row['ratio_to_bound']:.2f}", f"{row['predicted_ratio']:.2f}", _gib(row["need_bytes"]),
+            _gib(row["limit_bytes"]), _gib(row["peak_bytes"]), _gib(row["moved_bytes"]), _gib(row["made_again_bytes"]),
         ]
         for row in limited
     ]  # fmt: skip
     head = ["network, images, batch", "plan, limit", "fusion", "ms", "times unlimited", "times bound", "predicted"]
-    parts = [table([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)]
+    return table([*head, "need GiB", "limit GiB", "peak GiB", "moved GiB", "made again GiB"], rows)
+
+
+def _without_a_plan(limited: list[Row]) -> str:
+    """Of several runs the fastest of each."""
     rows = []
-    for case in dict.fromkeys(row["case"] for row in limited):  # of several runs the fastest of each
+    for case in dict.fromkeys(row["case"] for row in limited):
         mine = [row for row in limited if row["case"] == case]
         found_ms = {"minidl": min((row["unlimited_ms"], row["need_bytes"]) for row in mine)}
         for name in sorted({name for row in mine for name in row["peers"]}):
             theirs = [row for row in mine if name in row["peers"]]
             found_ms[name] = min((row["peers"][name], row["peer_peak_bytes"][name]) for row in theirs)
         for name, (ms, held) in sorted(found_ms.items(), key=lambda item: item[1]):
-            rows.append([case, name, f"{ms:.1f}", gib(held)])
-    parts.append(table(["network, images, batch", "without a plan", "ms", "GiB"], rows))
-    mib = lambda count: f"{count / (1 << 20):.1f}"  # noqa: E731
-    rows = [
-        [row["case"], row["arm"], f"{row['ms']:.2f}", mib(row["gradient_bytes"]), gib(row["peak_bytes"])]
-        for measured in files
-        if any(row["arm"].startswith("gradients") for row in measured)
-        for row in measured
-        if "limit_bytes" not in row
-    ]
-    parts.append(table(["network, images, batch", "gradients", "ms", "MiB of gradients", "peak GiB"], rows))
-    return "\n\n".join(parts) if limited else NOTHING
+            rows.append([case, name, f"{ms:.1f}", _gib(held)])
+    return table(["network, images, batch", "without a plan", "ms", "GiB"], rows)
+
+
+def _gradients() -> str:
+    rows = []
+    for machine in ("h200", "h200-x2"):
+        for file in load(machine, "bench_memory_step"):
+            if any(row["arm"].startswith("gradients") for row in file["rows"]):
+                rows += [
+                    [
+                        row["case"], str(row.get("ranks", 1)), row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}",
+                        f"{row['gradient_bytes'] / (1 << 20):.1f}", _gib(row["peak_bytes"]),
+                    ]
+                    for row in file["rows"] if "limit_bytes" not in row
+                ]  # fmt: skip
+    head = ["network, images, batch of a rank", "ranks", "gradients", "ms", "spread", "MiB of gradients", "peak GiB"]
+    return table(head, rows)
+
+
+def _gib(count: float) -> str:
+    return f"{count / (1 << 30):.2f}"

@@ -27,7 +27,7 @@ typedef int csb_i8 __attribute__((vector_size(32)));
 enum {
     CSB_MOST_SIDE = 256,
     CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
-    CSB_SCATTER = 16, /* samples up to which a transposed block is not worth sorting */
+    CSB_STREAM = 16,  /* samples up to which a block runs as it lies */
 };
 
 typedef struct {
@@ -193,9 +193,8 @@ typedef struct {
     ptrdiff_t step;
 } CsbTile;
 
-/* One tile of `parts` vectors. rows: y[r] += sum over the nonzeros of row r of value * x[item], in registers; rows lie
- * `apart` floats from each other, and are set where they are `fresh`.
- * scatter: the same for a block as it lies, transposed: y[column] += value * x[row]. */
+/* One tile of several vectors: y[r] += sum over the nonzeros of row r of value * x[item], in registers; rows lie
+ * `apart` floats from each other, and are set where they are `fresh`. */
 #define DEFINE_CSB_KERNELS(lanes, vec, parts)                                                                          \
     MINIDL_INLINE void csb_rows_##lanes(                                                                               \
         const int32_t *first, ptrdiff_t rows, const uint16_t *items, const float *values, CsbTile tile, float *y,      \
@@ -213,23 +212,37 @@ typedef struct {
             }                                                                                                          \
             UNROLL for (int p = 0; p < (parts); p++) *(vec *)(y + p * width) = sum[p];                                 \
         }                                                                                                              \
-    }                                                                                                                  \
-    MINIDL_INLINE void csb_scatter_##lanes(                                                                            \
-        ptrdiff_t count, const uint16_t *items, const float *values, CsbTile tile, float *y)                           \
-    {                                                                                                                  \
-        const ptrdiff_t width = sizeof(vec) / sizeof(float);                                                           \
-        for (ptrdiff_t i = 0; i < count; i++) {                                                                        \
-            const float *x = tile.x + (items[i] >> 8) * tile.step;                                                     \
-            float *to = y + (items[i] & 255) * lanes;                                                                  \
-            UNROLL for (int p = 0; p < (parts); p++)                                                                   \
-                *(vec *)(to + p * width) += values[i] * *(const vec *)(x + p * width);                                 \
-        }                                                                                                              \
     }
-DEFINE_CSB_KERNELS(1, float, 1)
-DEFINE_CSB_KERNELS(8, csb_v8, 1)
-DEFINE_CSB_KERNELS(16, csb_v16, 1)
 DEFINE_CSB_KERNELS(32, csb_v16, 2)
 DEFINE_CSB_KERNELS(64, csb_v16, 4)
+
+/* One tile of a single vector, a block as it lies: y[row] += value * x[column], or transposed. Outputs stay in memory:
+ * few nonzeros have one in common, and loops over them would end too often to be foreseen. Those that have would wait
+ * for each other; so, not transposed, four runs of whole rows go side by side. */
+#define DEFINE_CSB_STREAM(lanes, vec)                                                                                  \
+    MINIDL_INLINE void csb_stream_##lanes(                                                                             \
+        ptrdiff_t count, const uint16_t *items, const float *values, CsbTile tile, float *y, int transposed)           \
+    {                                                                                                                  \
+        ptrdiff_t at[5], least = count;                                                                                \
+        for (int q = 0; q < 5; q++) {                                                                                  \
+            at[q] = transposed && q < 4 ? 0 : count * q / 4;                                                           \
+            while (0 < at[q] && at[q] < count && items[at[q]] >> 8 == items[at[q] - 1] >> 8) at[q]++;                  \
+            if (q > 0) least = csb_least(least, at[q] - at[q - 1]);                                                    \
+        }                                                                                                              \
+        for (ptrdiff_t i = 0; i < least; i++)                                                                          \
+            UNROLL for (int q = 0; q < 4; q++)                                                                         \
+                CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);                  \
+        for (int q = 0; q < 4 && !transposed; q++)                                                                     \
+            for (ptrdiff_t i = at[q] + least; i < at[q + 1]; i++)                                                      \
+                CSB_STREAM_ONE(lanes, vec, i, items[i] >> 8, items[i] & 255);                                          \
+        for (ptrdiff_t i = 0; i < count && transposed; i++)                                                            \
+            CSB_STREAM_ONE(lanes, vec, i, items[i] & 255, items[i] >> 8);                                              \
+    }
+#define CSB_STREAM_ONE(lanes, vec, i, out, in)                                                                         \
+    (*(vec *)(y + (out) * (lanes)) += values[i] * *(const vec *)(tile.x + (in) * tile.step))
+DEFINE_CSB_STREAM(1, float)
+DEFINE_CSB_STREAM(8, csb_v8)
+DEFINE_CSB_STREAM(16, csb_v16)
 
 typedef struct {
     CsbMatrix a;
@@ -288,13 +301,12 @@ static void minidl_csb_product(
     const ptrdiff_t side = a->side, lanes = p->lanes;
     const ptrdiff_t blocks = p->transposed ? p->taps * a->block_rows : a->block_columns;
     const ptrdiff_t rows = csb_least(side, p->features - block * side);
-    /* Sorting pays from a few vectors on; below that the outputs are cheaper to load and store each time. */
-    const int scatter = p->transposed && (last - first) * lanes <= CSB_SCATTER;
+    const int stream = lanes <= CSB_STREAM;
     /* Sums of a single block need no scratch: features first, whole tiles go where they belong. */
-    const ptrdiff_t there = csb_least(total, sample + last * lanes), ready = blocks == 1 && !p->features_last && !scatter
+    const ptrdiff_t there = csb_least(total, sample + last * lanes), ready = blocks == 1 && !p->features_last && !stream
         ? csb_least(last, (total - sample) / lanes) : first;
-    int fresh = !scatter; /* nothing has been summed yet */
-    if (scatter) memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
+    int fresh = !stream; /* nothing has been summed yet */
+    if (stream) memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
     for (ptrdiff_t b = 0; b < blocks; b++) {
         /* Transposed: down the tap's block column. */
         const ptrdiff_t tap = p->transposed ? b / a->block_rows : 0, row = b - tap * a->block_rows;
@@ -305,15 +317,15 @@ static void minidl_csb_product(
         if (count == 0 && ready == first) continue;
         const uint16_t *items = a->indices + begin;
         const float *values = a->values + begin;
-        if (!p->transposed)
+        if (!p->transposed && !stream)
             csb_row_starts(items, count, rows, scratch->first);
-        else if (!scatter) {
+        else if (!stream) {
             csb_by_column(items, values, count, side, scratch);
             items = scratch->items;
             values = scratch->values;
         }
         /* Where tiles lie side by side in memory a row of outputs runs through all of them: long reads, few pages. */
-        const ptrdiff_t strip = tile == lanes && !scatter ? 1 : rows;
+        const ptrdiff_t strip = tile == lanes && !stream ? 1 : rows;
         for (ptrdiff_t r = 0; r < rows; r += strip)
         for (ptrdiff_t t = first; t < last; t++) {
             const CsbTile from = {x + t * tile + feature * step, step};
@@ -321,23 +333,20 @@ static void minidl_csb_product(
             const ptrdiff_t apart = placed ? p->pitch : lanes;
             float *y = placed ? p->y + (block * side + r) * p->pitch + sample + t * lanes
                               : scratch->outputs + ((t - first) * side + r) * lanes;
-#define CSB_RUN(lanes)                                                                                                 \
-    do {                                                                                                               \
-        if (scatter)                                                                                                   \
-            csb_scatter_##lanes(count, items, values, from, y);                                                        \
-        else                                                                                                           \
-            csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh);                         \
-    } while (0)
+#define CSB_ROWS(lanes)                                                                                                \
+    csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh)
+#define CSB_RUN(lanes) csb_stream_##lanes(count, items, values, from, y, p->transposed)
             if (lanes == 64)
-                CSB_RUN(64);
+                CSB_ROWS(64);
             else if (lanes == 32)
-                CSB_RUN(32);
+                CSB_ROWS(32);
             else if (lanes == 16)
                 CSB_RUN(16);
             else if (lanes == 8)
                 CSB_RUN(8);
             else
                 CSB_RUN(1);
+#undef CSB_ROWS
 #undef CSB_RUN
             for (ptrdiff_t i = 0; i < strip && placed; i++) csb_finish(p, y + i * apart, block * side + r + i);
         }

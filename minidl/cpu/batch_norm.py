@@ -102,6 +102,7 @@ def batch_norm_apply(
     add_gamma: Array | None = None,
     add_beta: Array | None = None,
     relu: bool = False,
+    out: Array | None = None,
 ) -> Array:
     """``(x - mean) * rstd * gamma + beta``, then ``+ add``, then ``max(., 0)``; float32 with one rounding at the end.
 
@@ -112,6 +113,7 @@ def batch_norm_apply(
         add: shape and dtype of ``x``.
         add_moments, add_gamma, add_beta: with moments ``add`` is batch-normalised too: the join of a residual block
             with a projection.
+        out: shape and dtype of ``x``, pitched or dense: where the result is to lie.
     """
     assert moments.shape == (2, x.shape[-1]) and (add is None or add.shape == x.shape), "shapes disagree"
     assert add is not None or add_moments is None, "moments of nothing"
@@ -124,7 +126,12 @@ def batch_norm_apply(
         add_rows = normalised
     y = empty(x_rows.shape, float32)
     _batch_norm.apply(x_rows, moments, gamma, beta, add_rows, relu, y)
-    return stored(y, x.shape, x.dtype)
+    y = stored(y, x.shape, x.dtype)
+    if out is None:
+        return y
+    assert out.shape == x.shape and out.dtype == x.dtype, (out.shape, out.dtype)
+    out[...] = y
+    return out
 
 
 def batch_norm_backward_stats(

@@ -49,9 +49,10 @@ def max_pool2d(
 
 
 def max_pool2d_backward(
-    dy: Array, index: Array, x_shape: Sequence[int], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Array:
-    """Gradient of `max_pool2d` for ``x`` of shape ``x_shape``: each ``dy`` goes where its maximum was."""
+    dy: Array, index: Array, x_shape: Sequence[int], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    add: Array | None = None,
+) -> Array:  # fmt: skip
+    """Gradient of `max_pool2d` for ``x`` of shape ``x_shape``: each ``dy`` goes where its maximum was (+ ``add``)."""
     n, height, width, channels = x_shape
     assert dy.shape == index.shape and dy.shape[::3] == (n, channels), (dy.shape, index.shape, x_shape)
     if dy.size == 0:
@@ -59,6 +60,8 @@ def max_pool2d_backward(
     dx = empty((n * height * width, channels), float32)
     axes = zip((height, width), dy.shape[1:3], kernel, stride, padding, dilation, strict=True)
     _pool2d.max_pool_backward(_dense_rows(dy), _bytes(contiguous(index)), *axes, dx)
+    if add is not None:
+        dx += rows_float32(add)
     return stored(dx, x_shape, dy.dtype)
 
 

@@ -139,21 +139,6 @@ DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;
 // Orders this thread's own writes to shared memory before what the engine does after the next barrier.
 DEVICE void fence_for_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The same of all memory, and of what other threads have written that this one knows of.
-DEVICE void fence_all_for_engine() { asm volatile("fence.proxy.async;" ::: "memory"); }
-
-// ---- counters in global memory: what a thread wrote before it counts is seen by whoever finds the count
-
-DEVICE void count_released(u32* counter) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-}
-
-DEVICE u32 load_acquired(const u32* counter) {
-    u32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-    return value;
-}
-
 // ---- matrix loads and stores: four 8x8 matrices of 16-bit values, lane i gives the address of row i % 8 of matrix i / 8.
 // ACROSS: what lies in memory as rows are the columns of the matrices in registers.
 

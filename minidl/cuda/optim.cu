@@ -9,7 +9,6 @@
 //                      w -= lr * lr_scale * (NESTEROV ? g + momentum * buf : buf)    (without momentum: * g)
 //                  where momentum is the control's times the segment's. Sutskever et al., "On the importance of
 //                  initialization and momentum in deep learning" (ICML 2013), the learning rate outside the buffer.
-//                  One thread: UNROLL groups of four neighbours, all of whose loads are issued before the first use.
 //                  bytes per element: grad 4 + master 8 + momentum 8 + working 2 or 4 + segment number 1/16; 8 FLOP.
 //                  Without GRADIENT the last term of buf is there already and buf is only read: 4 + 8 + working.
 // sgd_begin        buf = momentum * buf + weight_decay * w, to which backward passes then add: the bits of sgd_update
@@ -30,6 +29,23 @@ enum { LEARNING_RATE, MOMENTUM_FACTOR, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPE
 DEVICE float decayed(float w, float buf, float decay, float momentum) {
     return __fmaf_rn(momentum, buf, __fmul_rn(decay, w));
 }
+
+// A thread's groups of four neighbours, all of whose loads are issued before the first use: load(u, i) of each group that
+// begins at an element i below n, then store(u, i).
+template <int UNROLL, class Load, class Store>
+DEVICE void for_groups(i64 n, Load load, Store store) {
+    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+        if (first + u * (BLOCK * 4) < n) load(u, first + u * (BLOCK * 4));
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+        if (first + u * (BLOCK * 4) < n) store(u, first + u * (BLOCK * 4));
+}
+
+DEVICE float4 four(const float* p) { return *reinterpret_cast<const float4*>(p); }
+
+DEVICE void put_four(float* p, const float4& v) { *reinterpret_cast<float4*>(p) = v; }
 
 #ifdef MOMENTUM
 #define UNROLL 2
@@ -52,36 +68,30 @@ sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __
            T* __restrict__ working, const int* __restrict__ segment_of, const float4* __restrict__ segments,
            const float* __restrict__ control, i64 n) {
     if (control[NONFINITE] != 0.0f) return;
-    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
-    float4 w[UNROLL], g[UNROLL], buf[UNROLL], segment[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const i64 i = first + u * (BLOCK * 4);
-        if (i >= n) continue;
-        segment[u] = segments[segment_of[i / CHUNK]];
-        w[u] = *reinterpret_cast<const float4*>(master + i);
-        if (GRADIENT) g[u] = *reinterpret_cast<const float4*>(grad + i);
-        if (MOMENTUM) buf[u] = *reinterpret_cast<const float4*>(momentum_buffer + i);
-    }
-    const float lr = control[LEARNING_RATE];
+    const float lr = control[LEARNING_RATE], unscale = 1.0f / control[LOSS_SCALE];
     const float momentum = control[MOMENTUM_FACTOR];
-    const float unscale = 1.0f / control[LOSS_SCALE];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const i64 i = first + u * (BLOCK * 4);
-        if (i >= n) continue;
-        const float rate = lr * segment[u].x, decay = segment[u].y, factor = momentum * segment[u].z;
-        step(w[u].x, buf[u].x, g[u].x, rate, decay, factor, unscale);
-        step(w[u].y, buf[u].y, g[u].y, rate, decay, factor, unscale);
-        step(w[u].z, buf[u].z, g[u].z, rate, decay, factor, unscale);
-        step(w[u].w, buf[u].w, g[u].w, rate, decay, factor, unscale);
-        *reinterpret_cast<float4*>(master + i) = w[u];
-        if (MOMENTUM && GRADIENT) *reinterpret_cast<float4*>(momentum_buffer + i) = buf[u];
-        if (WORKING) {
-            const float rounded[4] = {w[u].x, w[u].y, w[u].z, w[u].w};
-            store(working + i, rounded);
-        }
-    }
+    float4 w[UNROLL], g[UNROLL], buf[UNROLL], segment[UNROLL];
+    for_groups<UNROLL>(
+        n,
+        [&](int u, i64 i) {
+            segment[u] = segments[segment_of[i / CHUNK]];
+            w[u] = four(master + i);
+            if (GRADIENT) g[u] = four(grad + i);
+            if (MOMENTUM) buf[u] = four(momentum_buffer + i);
+        },
+        [&](int u, i64 i) {
+            const float rate = lr * segment[u].x, decay = segment[u].y, factor = momentum * segment[u].z;
+            step(w[u].x, buf[u].x, g[u].x, rate, decay, factor, unscale);
+            step(w[u].y, buf[u].y, g[u].y, rate, decay, factor, unscale);
+            step(w[u].z, buf[u].z, g[u].z, rate, decay, factor, unscale);
+            step(w[u].w, buf[u].w, g[u].w, rate, decay, factor, unscale);
+            put_four(master + i, w[u]);
+            if (MOMENTUM && GRADIENT) put_four(momentum_buffer + i, buf[u]);
+            if (WORKING) {
+                const float rounded[4] = {w[u].x, w[u].y, w[u].z, w[u].w};
+                store(working + i, rounded);
+            }
+        });
 }
 
 #else
@@ -91,28 +101,23 @@ sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __
 extern "C" __global__ void __launch_bounds__(BLOCK)
 sgd_begin(const float* __restrict__ master, float* __restrict__ momentum_buffer, const int* __restrict__ segment_of,
           const float4* __restrict__ segments, const float* __restrict__ control, i64 n) {
-    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
-    float4 w[UNROLL], buf[UNROLL], segment[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const i64 i = first + u * (BLOCK * 4);
-        if (i >= n) continue;
-        segment[u] = segments[segment_of[i / CHUNK]];
-        w[u] = *reinterpret_cast<const float4*>(master + i);
-        buf[u] = *reinterpret_cast<const float4*>(momentum_buffer + i);
-    }
     const float momentum = control[MOMENTUM_FACTOR];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const i64 i = first + u * (BLOCK * 4);
-        if (i >= n) continue;
-        const float decay = segment[u].y, factor = momentum * segment[u].z;
-        buf[u].x = decayed(w[u].x, buf[u].x, decay, factor);
-        buf[u].y = decayed(w[u].y, buf[u].y, decay, factor);
-        buf[u].z = decayed(w[u].z, buf[u].z, decay, factor);
-        buf[u].w = decayed(w[u].w, buf[u].w, decay, factor);
-        *reinterpret_cast<float4*>(momentum_buffer + i) = buf[u];
-    }
+    float4 w[UNROLL], buf[UNROLL], segment[UNROLL];
+    for_groups<UNROLL>(
+        n,
+        [&](int u, i64 i) {
+            segment[u] = segments[segment_of[i / CHUNK]];
+            w[u] = four(master + i);
+            buf[u] = four(momentum_buffer + i);
+        },
+        [&](int u, i64 i) {
+            const float decay = segment[u].y, factor = momentum * segment[u].z;
+            buf[u].x = decayed(w[u].x, buf[u].x, decay, factor);
+            buf[u].y = decayed(w[u].y, buf[u].y, decay, factor);
+            buf[u].z = decayed(w[u].z, buf[u].z, decay, factor);
+            buf[u].w = decayed(w[u].w, buf[u].w, decay, factor);
+            put_four(momentum_buffer + i, buf[u]);
+        });
 }
 
 extern "C" __global__ void clear_nonfinite(float* control) {
@@ -126,19 +131,18 @@ DEVICE u32 magnitude(float value) {
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 find_nonfinite(const float* __restrict__ grad, float* __restrict__ control, i64 n) {
-    const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;
     u32 largest = 0;
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-        const i64 i = first + u * (BLOCK * 4);
-        if (i >= n) continue;
-        if (i + 4 <= n) {
-            const float4 g = *reinterpret_cast<const float4*>(grad + i);
-            largest = max(largest, max(max(magnitude(g.x), magnitude(g.y)), max(magnitude(g.z), magnitude(g.w))));
-        } else {
-            for (i64 k = i; k < n; ++k) largest = max(largest, magnitude(grad[k]));
-        }
-    }
+    for_groups<UNROLL>(
+        n,
+        [&](int, i64 i) {
+            if (i + 4 <= n) {
+                const float4 g = four(grad + i);
+                largest = max(largest, max(max(magnitude(g.x), magnitude(g.y)), max(magnitude(g.z), magnitude(g.w))));
+            } else {
+                for (i64 k = i; k < n; ++k) largest = max(largest, magnitude(grad[k]));
+            }
+        },
+        [](int, i64) {});
     if (largest >= 0x7f800000u) control[NONFINITE] = 1.0f;
 }
 

@@ -9,8 +9,9 @@
 //                       bytes: x once + y + index; R*S comparisons per output
 // max_pool2d_backward   thread: `strip` tiles below each other, of TILE_H by STRIDE_W pixels that the same windows
 //                       cover. Each pixel gathers, in window order, the gradients of the windows whose maximum it is.
-//                       bytes: dy + index once + dx. Bound by instructions (3x3, stride 2: 410 per tile of 8 channels),
-//                       hence addresses from one line to the next and one comparison per tap and channel
+//                       bytes: dy + index once + dx (+ a gradient that is added, with ADD). Bound by instructions (3x3,
+//                       stride 2: 410 per tile of 8 channels), hence addresses from one line to the next and one
+//                       comparison per tap and channel
 // avg_pool2d            as max_pool2d; divisor as in PyTorch: the window clipped to the image, or (count_include_pad)
 //                       to the padded image. bytes: x once + y
 // avg_pool2d_backward   as max_pool2d_backward. bytes: dy once + dx
@@ -19,13 +20,15 @@
 //
 // With NORMALIZED the maximum is over what a ReLU makes of a batch norm's output, which is never written:
 //
-// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums
+// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums.
+//                       Bound by instructions (3x3, stride 2: 550 per output of 8 channels): a row of taps that the next
+//                       window has too is normalised once, and its maximum carried down the strip
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
 //                       bytes: dy + index + x once + dx
 //
-// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1; of the batch
-// norm -DBATCH=1, or 0 where its moments are constants.
+// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1, -DADD=0|1; of
+// the batch norm -DBATCH=1, or 0 where its moments are constants.
 #include "common.cuh"
 #include "grid.cuh"
 #include "lanes.cuh"
@@ -43,13 +46,14 @@ constexpr int COVER_W = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;
 constexpr int TAP_ROWS = KERNEL_H * KERNEL_W <= 9 ? KERNEL_H : 1;
 constexpr int TAPS = KERNEL_W <= 5 ? KERNEL_W : 4;
 
-// Loads taps r0 .. r0 + TAP_ROWS, s0 .. s0 + TAPS of the window at (h0, w0); `blank` is what a tap off the image holds.
-template <int DILATE_H, int DILATE_W>
-DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int r0, int s0, int height, int width, i64 pitch,
-                      const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[TAP_ROWS][TAPS]) {
+// Loads taps s0 .. s0 + TAPS of some rows of a window whose first tap is at (h0, w0); `blank` is what a tap off the image
+// holds.
+template <int DILATE_H, int DILATE_W, int ROWS>
+DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int s0, int height, int width, i64 pitch,
+                      const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[ROWS][TAPS]) {
 #pragma unroll
-    for (int r = 0; r < TAP_ROWS; ++r) {
-        const int h = h0 + (r0 + r) * DILATE_H;
+    for (int r = 0; r < ROWS; ++r) {
+        const int h = h0 + r * DILATE_H;
         const T* line = image + i64(h) * width * pitch;
 #pragma unroll
         for (int s = 0; s < TAPS; ++s) {
@@ -62,97 +66,7 @@ DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int r0, int s
 }
 
 #ifdef TILE_H
-// Windows that may cover a tile, of those the ones whose values are loaded before the first is used.
-constexpr int AHEAD_H = COVER_H * COVER_W <= 4 ? COVER_H : 1;
-constexpr int AHEAD_W = COVER_W <= 4 ? COVER_W : 1;
-static_assert(TILE_H == 1 || TILE_H == STRIDE_H, "pixels of a tile are covered by the same windows");
-
-struct Geometry {
-    int rows, strips, strip;  // of tiles: a thread takes `strip` tiles below each other, an image has `strips` of them
-    int height, width, channels, out_h, out_w, pad_h, pad_w;
-};
-
-// Where a gathering thread works: image, column of windows, first channel.
-struct Column {
-    int n, b, c;
-};
-
-// Writes sums as they are. `begin` is told the channels that a thread keeps to; `expect`, before the sums of a tile are
-// taken, each of its pixels.
-struct Plainly {
-    __device__ __forceinline__ void begin(int) {}
-    __device__ __forceinline__ void expect(int, int, const T*) {}
-    __device__ __forceinline__ void operator()(int, int, T* place, float (&sum)[VEC]) const { store(place, sum); }
-};
-
-// The gather of the backward kernels. For each window that may cover a tile, `up` above and `left` of window (a, b),
-// fetch(column, a, up, left) gives what it holds (a default Window is one off the image); then comes
-// add(window, tap, sum) for each pixel of the tile and the window's tap on it, windows in row order; then
-// write(ih, iw, place, sum).
-template <class Window, class Fetch, class Add, class Write = Plainly>
-DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, Write write = Write()) {
-    const int vectors = g.channels / VEC, lines = TILE_H == 1 ? g.height : ceil_div(g.height + g.pad_h, TILE_H);
-    const Place at = place(g.rows, ceil_div(g.width + g.pad_w, STRIDE_W) * vectors);
-    if (!at.inside) return;
-    const int n = at.row / g.strips, b = at.item / vectors, c = (at.item - b * vectors) * VEC;
-    const int begin = (at.row - n * g.strips) * g.strip, end = min(begin + g.strip, lines);
-    const Column here = {n, b, c};
-    write.begin(c);
-    const int w0 = b * STRIDE_W - g.pad_w;
-    T* image = dx + (i64(n) * g.height * g.width + w0) * g.channels + c;
-    const i64 dx_line = i64(g.width) * g.channels;
-#pragma unroll 1
-    for (int line = begin; line < end; ++line) {
-        const int top = TILE_H == 1 ? line + g.pad_h : line * STRIDE_H;  // of the tile, on the padded image
-        const int a = top / STRIDE_H, phase = TILE_H == 1 ? top - a * STRIDE_H : 0;
-
-        // Calls pixel(ih, iw, place) for those on the image.
-        const auto for_pixels = [&](auto pixel) {
-#pragma unroll
-            for (int ih = 0; ih < TILE_H; ++ih)
-#pragma unroll
-                for (int iw = 0; iw < STRIDE_W; ++iw) {
-                    const int h = top - g.pad_h + ih, w = w0 + iw;
-                    if (u32(h) < u32(g.height) && u32(w) < u32(g.width))
-                        pixel(ih, iw, image + (top - g.pad_h) * dx_line + (ih * dx_line + iw * g.channels));
-                }
-        };
-        for_pixels([&](int ih, int iw, T* at) { write.expect(ih, iw, at); });
-        float sum[TILE_H][STRIDE_W][VEC] = {};
-        // Window a - j reaches row i of the tile with tap r where r * DILATION_H = phase + i + j * STRIDE_H; columns
-        // likewise. j descends, so that windows come in row order.
-#pragma unroll UNROLLED(COVER_H / AHEAD_H)
-        for (int j0 = COVER_H - 1; j0 >= 0; j0 -= AHEAD_H)
-#pragma unroll UNROLLED(COVER_W / AHEAD_W)
-            for (int k0 = COVER_W - 1; k0 >= 0; k0 -= AHEAD_W) {
-                Window windows[AHEAD_H][AHEAD_W];
-#pragma unroll
-                for (int j = 0; j < AHEAD_H; ++j)
-#pragma unroll
-                    for (int k = 0; k < AHEAD_W; ++k) {
-                        const int up = j0 - j, left = k0 - k;
-                        windows[j][k] = Window();
-                        if (u32(a - up) < u32(g.out_h) && u32(b - left) < u32(g.out_w))
-                            windows[j][k] = fetch(here, a, up, left);
-                    }
-#pragma unroll
-                for (int j = 0; j < AHEAD_H; ++j)
-#pragma unroll
-                    for (int k = 0; k < AHEAD_W; ++k)
-#pragma unroll
-                        for (int ih = 0; ih < TILE_H; ++ih)
-#pragma unroll
-                            for (int iw = 0; iw < STRIDE_W; ++iw) {
-                                const int reach_h = phase + ih + (j0 - j) * STRIDE_H, r = reach_h / DILATION_H;
-                                const int reach_w = iw + (k0 - k) * STRIDE_W, s = reach_w / DILATION_W;
-                                const bool tap = r * DILATION_H == reach_h && s * DILATION_W == reach_w;
-                                if (tap && r < KERNEL_H && s < KERNEL_W)
-                                    add(windows[j][k], r * KERNEL_W + s, sum[ih][iw]);
-                            }
-            }
-        for_pixels([&](int ih, int iw, T* at) { write(ih, iw, at, sum[ih][iw]); });
-    }
-}
+#include "pool2d_gather.cuh"
 #endif
 
 #ifdef INDEX_BITS
@@ -195,11 +109,53 @@ DEVICE void place_nans(const T* __restrict__ image, index_t* __restrict__ index,
     }
 }
 
+// The largest of some taps in each lane: its value, where it was and (NORMALIZED) what was read there.
+struct Maximum {
+    u32 best[WORDS], where[WORDS], source[NORMALIZED ? WORDS : 1];
+
+    __device__ __forceinline__ Maximum() {}
+    __device__ __forceinline__ explicit Maximum(int first) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            best[i] = LOWEST;
+            where[i] = first * ONE_PER_LANE;
+            if (NORMALIZED) source[i] = 0;
+        }
+    }
+
+    // Strictly greater: the first of equal maxima keeps its place.
+    __device__ __forceinline__ void take(int i, u32 value, u32 position, u32 raw) {
+        if (NORMALIZED) source[i] = lane_select(value, best[i], raw, source[i]);
+        where[i] = lane_select(value, best[i], position, where[i]);
+        best[i] = lane_max(best[i], value);
+    }
+    __device__ __forceinline__ void take(const Lanes& values, int position, const Lanes& raw) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) take(i, values.pairs[i], position * ONE_PER_LANE, raw.pairs[i]);
+    }
+    __device__ __forceinline__ void take(const Lanes& values, int position) { take(values, position, values); }
+    __device__ __forceinline__ void take(const Maximum& other, int offset) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            take(i, other.best[i], other.where[i] + offset * ONE_PER_LANE, other.source[NORMALIZED ? i : 0]);
+    }
+};
+
 #if NORMALIZED
 #include "batch_norm_pool.cuh"
-#endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK, NORMALIZED ? 2 : 3)
+// Rows that a window has in common with the next: normalised once by a thread that holds the whole window.
+constexpr bool WHOLE = TAP_ROWS == KERNEL_H && TAPS >= KERNEL_W && DILATION_H == 1;
+constexpr int OVERLAP = WHOLE && KERNEL_H > STRIDE_H ? KERNEL_H - STRIDE_H : 0;
+#else
+constexpr int OVERLAP = 0;
+#endif
+constexpr int ROWS = OVERLAP > 0 ? STRIDE_H : TAP_ROWS;
+
+// Without a packed comparison (bfloat16 before Hopper) two blocks would spill.
+constexpr int RESIDENT = !NORMALIZED ? 3 : DTYPE == 1 && __CUDA_ARCH__ < 900 ? 1 : 2;
+
+extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ index, T* __restrict__ largest,
            const float* __restrict__ moments, const float* __restrict__ gamma, const float* __restrict__ beta, int rows,
            int strips, int strip, int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h,
@@ -217,65 +173,78 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     for (int i = 0; i < WORDS; ++i) lowest.pairs[i] = LOWEST;
 #if NORMALIZED
     const Normalizer normalized(moments, gamma, beta, channels, c);
+    // The largest of one row's taps of a window whose first tap is at (h, w0), what is off the image left out.
+    const auto row_maximum = [&](const Lanes (&taps)[TAPS], int h, int s0) {
+        Maximum row(first_s);
+#pragma unroll
+        for (int s = 0; s < TAPS; ++s) {
+            const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w0 + (s0 + s) * DILATION_W) < u32(width);
+            Lanes values = normalized(taps[s]);
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) values.pairs[i] = inside ? values.pairs[i] : LOWEST;
+            row.take(values, s0 + s, taps[s]);
+        }
+        return row;
+    };
+    Maximum carried[OVERLAP > 0 ? OVERLAP : 1];  // of the rows that the window before has, too
+    if (OVERLAP > 0) {
+        Lanes taps[OVERLAP > 0 ? OVERLAP : 1][TAPS];
+        const int h0 = p_begin * STRIDE_H - pad_h;
+        load_taps<1, DILATION_W>(image, h0, w0, 0, height, width, pitch, lowest, taps);
+#pragma unroll
+        for (int r = 0; r < OVERLAP; ++r) carried[r] = row_maximum(taps[r], h0 + r, 0);
+    }
 #endif
-
     for (int p = p_begin; p < p_end; ++p) {
         const int h0 = p * STRIDE_H - pad_h;
         const int first_r = h0 < 0 ? ceil_div(-h0, DILATION_H) : 0;
-        u32 best[WORDS], where[WORDS], source[NORMALIZED ? WORDS : 1] = {};
+        Maximum found(first_r * KERNEL_W + first_s);
+#if NORMALIZED
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            best[i] = LOWEST;
-            where[i] = (first_r * KERNEL_W + first_s) * ONE_PER_LANE;
+        for (int r = 0; r < OVERLAP; ++r) {
+            found.take(carried[r], r * KERNEL_W);
+            if (r >= STRIDE_H) carried[r - STRIDE_H] = carried[r];
         }
-#pragma unroll UNROLLED(KERNEL_H / TAP_ROWS)
-        for (int r0 = 0; r0 < KERNEL_H; r0 += TAP_ROWS)
+#endif
+#pragma unroll UNROLLED(KERNEL_H / ROWS)
+        for (int r0 = OVERLAP; r0 < KERNEL_H; r0 += ROWS)
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
-                Lanes taps[TAP_ROWS][TAPS];
-                load_taps<DILATION_H, DILATION_W>(image, h0, w0, r0, s0, height, width, pitch, lowest, taps);
-                // Strictly greater: the first of equal maxima keeps its place.
+                Lanes taps[ROWS][TAPS];
+                const int h = h0 + r0 * DILATION_H;
+                load_taps<DILATION_H, DILATION_W>(image, h, w0, s0, height, width, pitch, lowest, taps);
 #pragma unroll
-                for (int r = 0; r < TAP_ROWS; ++r)
-#pragma unroll
-                    for (int s = 0; s < TAPS; ++s) {
-                        Lanes values = taps[r][s];
+                for (int r = 0; r < ROWS; ++r) {
 #if NORMALIZED
-                        const int h = h0 + (r0 + r) * DILATION_H, w = w0 + (s0 + s) * DILATION_W;
-                        const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w) < u32(width);
-                        values = inside ? normalized(values) : lowest;
-#endif
+                    const Maximum row = row_maximum(taps[r], h + r * DILATION_H, s0);
+                    found.take(row, (r0 + r) * KERNEL_W);
+                    if (OVERLAP > 0 && OVERLAP + r >= STRIDE_H) carried[OVERLAP + r - STRIDE_H] = row;
+#else
 #pragma unroll
-                        for (int i = 0; i < WORDS; ++i) {
-                            const u32 tap = values.pairs[i], position = (r0 + r) * KERNEL_W + s0 + s;
-#if NORMALIZED
-                            source[i] = lane_select(tap, best[i], taps[r][s].pairs[i], source[i]);
+                    for (int s = 0; s < TAPS; ++s) found.take(taps[r][s], (r0 + r) * KERNEL_W + s0 + s);
 #endif
-                            where[i] = lane_select(tap, best[i], position * ONE_PER_LANE, where[i]);
-                            best[i] = lane_max(best[i], tap);
-                        }
-                    }
+                }
             }
         const i64 out = ((i64(n) * out_h + p) * out_w + q) * channels + c;
         Raw<T, VEC> maximum;
         Raw<index_t, VEC> position;
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) maximum.pairs[i] = best[i];
+        for (int i = 0; i < WORDS; ++i) maximum.pairs[i] = found.best[i];
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) position.items[i] = index_t(lane(where, i));
+        for (int i = 0; i < VEC; ++i) position.items[i] = index_t(lane(found.where, i));
         store_raw<VEC>(y + out, maximum);
         store_raw<VEC>(index + out, position);
 #if NORMALIZED
         Raw<T, VEC> raw;
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) raw.pairs[i] = source[i];
+        for (int i = 0; i < WORDS; ++i) raw.pairs[i] = found.source[i];
         store_raw<VEC>(largest + out, raw);
 #endif
 #if !NORMALIZED  // where the place of a NaN is of no consequence: the ReLU stops its gradient
         // A NaN is greater than nothing, so its place (of several, the last) is looked up off the common path.
-        u32 all = best[0];
+        u32 all = found.best[0];
 #pragma unroll
-        for (int i = 1; i < WORDS; ++i) all = lane_max(all, best[i]);
+        for (int i = 1; i < WORDS; ++i) all = lane_max(all, found.best[i]);
         if (any_nan(all)) place_nans(image, index + out, h0, w0, height, width, pitch);
 #endif
     }
@@ -329,9 +298,13 @@ DEVICE void gather_maxima(const T* __restrict__ dy, const index_t* __restrict__ 
 
 #if !NORMALIZED
 extern "C" __global__ void __launch_bounds__(BLOCK, 3)
-max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx, Geometry g,
-                    i64 pitch) {
+max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, const T* __restrict__ add,
+                    T* __restrict__ dx, Geometry g, i64 pitch, i64 add_pitch) {
+#if ADD
+    gather_maxima(dy, index, dx, g, pitch, Adding{add, add_pitch});
+#else
     gather_maxima(dy, index, dx, g, pitch, Plainly());
+#endif
 }
 #else
 extern "C" __global__ void __launch_bounds__(BLOCK, 2)
@@ -379,7 +352,7 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
                 Raw<T, VEC> taps[TAP_ROWS][TAPS];
-                load_taps<1, 1>(image, h0, w0, r0, s0, height, width, pitch, zero, taps);
+                load_taps<1, 1>(image, h0 + r0, w0, s0, height, width, pitch, zero, taps);
 #pragma unroll
                 for (int r = 0; r < TAP_ROWS; ++r)
 #pragma unroll

@@ -31,6 +31,7 @@ __all__ = [
 ACCUMULATORS = 32  # float registers that a gathering thread may spend on its pixels
 FULL_DEVICE = 2**17  # threads that keep any current GPU busy; a constant, so that sums are cut alike on all of them
 PIXELS_PER_THREAD = 4
+NORMALIZED_STRIP = 8  # rows of a thread that normalises: what it knows of its channels, and a row, serve more of them
 
 
 def _defines(x: Any, who: str, vec: int, kernel: Pair, stride: Pair, dilation: Pair) -> dict[str, int]:
@@ -69,10 +70,10 @@ class _Gather(NamedTuple):
     geometry: np.ndarray
 
 
-def _gather(dy: Any, dx: Any, stride: Pair, padding: Pair, widest: int) -> _Gather:
+def _gather(dy: Any, dx: Any, stride: Pair, padding: Pair, widest: int, longest: int = 4) -> _Gather:
     """Tiles of stride[0] by stride[1] pixels while a thread has the registers for their sums, else of one row.
 
-    ``widest``: the most channels per thread that other arrays allow.
+    ``widest``: the most channels per thread that other arrays allow; ``longest``: the most tiles.
     """
     n, height, width, channels = dx.shape
     vec = min(vector_width(dy, dx), widest)
@@ -81,7 +82,7 @@ def _gather(dy: Any, dx: Any, stride: Pair, padding: Pair, widest: int) -> _Gath
     tile_h = stride[0] if vec * math.prod(stride) <= ACCUMULATORS else 1
     lines = height if tile_h == 1 else ceil_div(height + padding[0], tile_h)
     items = ceil_div(width + padding[1], stride[1]) * (channels // vec)
-    strip = strip_length(n * lines * items, lines)
+    strip = strip_length(n * lines * items, lines, longest)
     strips = ceil_div(lines, strip)
     sizes = n * strips, strips, strip, height, width, channels, *dy.shape[1:3], *padding
     return _Gather(vec, tile_h, *row_grid(n * strips, items), np.array([sizes], _GEOMETRY))
@@ -129,7 +130,7 @@ def _max_pool2d(
     index = empty(shape, np.uint8 if math.prod(kernel) <= 256 else np.uint16)
     vec = vector_width(*(array for array in (x, y, *norm) if array is not None))
     items = out_w * (channels // vec)
-    strip = strip_length(n * out_h * items, out_h)
+    strip = strip_length(n * out_h * items, out_h, *((NORMALIZED_STRIP,) if normalized else ()))
     strips = ceil_div(out_h, strip)
     grid, block = row_grid(n * strips, items)
     defines = _defines(x, who, vec, kernel, stride, dilation)
@@ -143,17 +144,21 @@ def _max_pool2d(
 
 
 def max_pool2d_backward(
-    dy: Any, index: Any, x_shape: tuple[int, ...], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Any:
-    """dx (N, H, W, C): each pixel gathers the gradients of the windows whose maximum it was."""
+    dy: Any, index: Any, x_shape: tuple[int, ...], *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
+    add: Any = None,
+) -> Any:  # fmt: skip
+    """dx (N, H, W, C): each pixel gathers the gradients of the windows whose maximum it was (+ ``add``)."""
     dy = as_rows(dy)
     assert index.shape == dy.shape and index.flags.c_contiguous, (index.shape, dy.shape)
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx = empty(x_shape, dy.dtype)
-    plan = _gather(dy, dx, stride, padding, vector_width(index))
+    add = add if add is None else as_rows(add)
+    assert add is None or (add.shape == dx.shape and add.dtype == dx.dtype), (add.shape, add.dtype)
+    plan = _gather(dy, dx, stride, padding, vector_width(index, *(() if add is None else (add,))))
     defines = _defines(dy, "max_pool2d_backward", plan.vec, kernel, stride, dilation)
-    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 0}
-    args = (dy, index, dx, plan.geometry, np.int64(rows(dy)[2]))
+    defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 0, "ADD": int(add is not None)}
+    pitches = np.int64(rows(dy)[2]), np.int64(0 if add is None else rows(add)[2])
+    args = (dy, index, add, dx, plan.geometry, *pitches)
     launch("pool2d", "max_pool2d_backward", plan.grid, plan.block, *args, defines=defines)
     return dx
 
@@ -174,7 +179,7 @@ def batch_norm_max_pool2d_backward(
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx, batch = empty(x.shape, x.dtype), sums is not None
     widest = vector_width(index, *(array for array in (x, moments, gamma, sums) if array is not None))
-    plan = _gather(dy, dx, stride, padding, widest)
+    plan = _gather(dy, dx, stride, padding, widest, NORMALIZED_STRIP)
     defines = _defines(dy, "batch_norm_max_pool2d_backward", plan.vec, kernel, stride, dilation)
     defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 1, "BATCH": int(batch)}
     args = dy, index, x, moments, gamma, sums, count, dx, plan.geometry, np.int64(rows(dy)[2])

@@ -20,6 +20,8 @@ __all__ = ["DTYPE", "Walk", "address", "dtype_code", "rows", "vector_width", "wa
 THREADS = 256
 ACCESS = 16  # bytes that one load or store moves at most
 ROW_LIMIT = 2**30  # kernels count rows in an int
+LASTING = 8  # groups of rows of a thread that stays
+BLOCKS = (3, 24)  # then on a multiprocessor: what runs at a time, and enough to even out their speeds
 DTYPE = {float32: 0, bfloat16: 1, float16: 2}  # the macro DTYPE of common.cuh
 
 
@@ -146,13 +148,13 @@ def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: i
     return _sampled(count, samples, channels, pitches, vec, unroll, groups)
 
 
-def walk_channels(*arrays: Any, unroll: int, per_sm: int | None = None, parameters: tuple[Any, ...] = ()) -> Walk:
+def walk_channels(*arrays: Any, unroll: int, lasting: bool = False, parameters: tuple[Any, ...] = ()) -> Walk:
     """The pass over arrays of one shape in which each thread keeps to its channels.
 
     Args:
         unroll: rows in a group.
-        per_sm: most blocks per multiprocessor, for kernels whose parameters cost as much as some rows: threads then
-            take several groups. None: one group each, as in `walk`.
+        lasting: for kernels whose parameters cost as much as some rows: threads take several groups, `LASTING` of
+            them where that leaves blocks enough. Else one each, as in `walk`.
         parameters: dense arrays of values per channel (or None) that the threads read in vectors, too.
     """
     spans = [rows(x) for x in arrays]
@@ -162,8 +164,8 @@ def walk_channels(*arrays: Any, unroll: int, per_sm: int | None = None, paramete
     alignments += [math.gcd(address(x), ACCESS) for x in present]
     itemsizes = tuple(x.itemsize for x in (*arrays, *present))
     pitches = tuple(span[2] for span in spans)
-    most = per_sm * current_device().multiprocessors if per_sm else None
-    return _pitched(count, channels, pitches, _widest(itemsizes, tuple(alignments), channels), unroll, most)
+    multiprocessors = current_device().multiprocessors if lasting else 0
+    return _pitched(count, channels, pitches, _widest(itemsizes, tuple(alignments), channels), unroll, multiprocessors)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,7 +179,7 @@ def _dense(size: int, itemsizes: tuple[int, ...], alignments: tuple[int, ...], u
 
 @functools.lru_cache(maxsize=4096)
 def _pitched(
-    count: int, channels: int, pitches: tuple[int, ...], vec: int, unroll: int, most: int | None = None
+    count: int, channels: int, pitches: tuple[int, ...], vec: int, unroll: int, multiprocessors: int = 0
 ) -> Walk:
     columns = channels // vec
     if count * columns == 0:
@@ -186,8 +188,9 @@ def _pitched(
     threads = shapes.ceil_div(columns, tiles)
     lanes = THREADS // threads
     grid = shapes.ceil_div(count, lanes * unroll)
-    if most is not None:
-        grid = min(grid, max(1, most // tiles))
+    if multiprocessors:
+        fewest, most = (max(1, blocks * multiprocessors // tiles) for blocks in BLOCKS)
+        grid = min(grid, most, max(fewest, shapes.ceil_div(grid, LASTING)))
     return Walk(vec, unroll, (grid, tiles), (threads, lanes), _argument(count * channels, count, columns, 0, pitches))
 
 

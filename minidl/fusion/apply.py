@@ -11,7 +11,7 @@ from minidl.cuda.device import DeviceRecord, current_device
 from minidl.dist.communicator import Communicator
 from minidl.fusion import kept
 from minidl.fusion.cost import Machine, heuristic
-from minidl.fusion.plans import MODES, PLANS, Plan, choose, fingerprint, switches
+from minidl.fusion.plans import PLANS, Plan, choose, fingerprint, modes_on, set_modes
 from minidl.fusion.sites import Site, find_sites
 from minidl.fusion.tune import Clock, DeviceClock, tune
 from minidl.graph import Graph
@@ -83,11 +83,7 @@ def fuse_graph(graph: Graph, how: str | Path | Plan, precision: Precision, devic
 
 def _switch(layers: Iterable[Layer], sites: Sequence[Site], plan: Plan) -> None:
     """Set the modes of all layers as the plan has them."""
-    on = {pair for site in sites for pair in switches(site, plan.sites[site.name])}
-    for layer in layers:
-        for mode in MODES.values():
-            if hasattr(layer, mode.attribute):
-                setattr(layer, mode.attribute, (layer.name, mode.attribute) in on)
+    set_modes(layers, modes_on(sites, plan))
 
 
 def fuse_by_default(model: Model) -> None:

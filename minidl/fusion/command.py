@@ -18,7 +18,7 @@ from minidl.fusion.map import measure_map
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import Plan
 from minidl.fusion.sites import Site, find_sites
-from minidl.fusion.tune import DeviceClock, Group, Ways, groups
+from minidl.fusion.tune import DeviceClock, Group, Ways, groups, told
 from minidl.graph import Graph
 from minidl.precision import Precision, precision
 from minidl.profile import plots
@@ -151,7 +151,7 @@ def _explain(title: str, graph: Graph, found: Sequence[Group], plan: Plan, batch
     alike: dict[Any, list[Group]] = {}
     for group in found:
         piece = cut(graph, group.sites, batch)
-        alike.setdefault((piece.key if piece else group.names, _chosen(group, plan)), []).append(group)
+        alike.setdefault((piece.key if piece else group.names, group.runs(plan)), []).append(group)
     table, behind = [], 0.0
     for some in alike.values():
         ways, regret = _ways(graph, some[0], plan, batch, mode, measured)
@@ -163,18 +163,15 @@ def _explain(title: str, graph: Graph, found: Sequence[Group], plan: Plan, batch
     notes = ["model: what batch norms, sums and ReLUs take beside the convolutions; the others: measured, with these"]
     if plan.evidence:
         notes.append(f"regret: the choices are {behind:.3f} ms behind the fastest ways of each, taken one by one")
+        notes.append(told(plan))
     show(f"{title}: ways of batch norms", columns, table, notes=notes)
-
-
-def _chosen(group: Group, plan: Plan) -> Ways:
-    return group.same[tuple(plan.sites[name] for name in group.names)]
 
 
 def _ways(
     graph: Graph, group: Group, plan: Plan, batch: int, mode: Precision, measured: Mapping[Any, Any]
 ) -> tuple[list[list[str]], float]:
     """(cells of each way of a group, milliseconds by which the chosen one is behind)."""
-    chosen, ways = _chosen(group, plan), list(dict.fromkeys(group.same.values()))
+    chosen, ways = group.runs(plan), list(dict.fromkeys(group.same.values()))
     rows = {w: measured.get((*group.names, *w)) for w in ways}
     took = {w: row["ms"] for w, row in rows.items() if row and row["forward_ms"] is not None}
     fastest, saved = min(took.values(), default=0.0), _saved_bytes(graph, group, ways, batch, mode)
@@ -198,4 +195,4 @@ def _saved_bytes(graph: Graph, group: Group, ways: Sequence[Ways], batch: int, m
         return {}
     with dry_run(BUILT_IN["H200"]):
         layers = Piece(piece, backend.get_ops("cuda"), mode, cache_bytes=0)
-        return {way: layers.saved_bytes(group.on(way, "forward")) for way in ways}
+        return {way: layers.saved_bytes(group.on(way, "forward") | group.on(way, "backward")) for way in ways}

@@ -16,7 +16,7 @@ from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from minidl.fusion.plans import MODES
+from minidl.fusion.plans import set_modes
 from minidl.fusion.sites import Site
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
@@ -27,7 +27,7 @@ from minidl.profile.timing import input_sets
 from minidl.store import slot_key
 from minidl.value import Value, finished, materialize
 
-__all__ = ["Cut", "Member", "Piece", "cut"]
+__all__ = ["Cut", "Member", "Piece", "cut", "twin"]
 
 _MEASURED = (Conv2d, BatchNorm2d, ReLU, Add, MaxPool2d)  # and no kinds of these, which may talk to other ranks
 _MOST_SETS = 8
@@ -126,8 +126,9 @@ class Piece:
     def __init__(self, cut: Cut, ops: ModuleType, precision: Precision, cache_bytes: int):
         self.cut, self.ops = cut, ops
         self._frames = _Frames()
-        self.layers = [_twin(member.layer, self._frames) for member in cut.members]
+        self.layers = [twin(member.layer) for member in cut.members]
         for layer in self.layers:
+            layer.store = self._frames
             layer.to(ops.name, precision.name)
         storage = precision.storage
         moved = storage.itemsize * sum(map(prod, (*cut.operands, *(m.shape for m in cut.members))))
@@ -170,10 +171,7 @@ class Piece:
 
     def _in(self, on: Set[tuple[str, str]], work: Callable[[], Any]) -> Any:
         """``work`` with exactly these modes."""
-        for layer in self.layers:
-            for mode in MODES.values():
-                if hasattr(layer, mode.attribute):
-                    setattr(layer, mode.attribute, (layer.name, mode.attribute) in on)
+        set_modes(self.layers, on)
         return work()
 
     def forward(self, i: int) -> list[Any]:
@@ -213,12 +211,12 @@ class Piece:
         return [finished(self.ops, gradient) for gradient in grads if gradient is not None]
 
 
-def _twin(layer: Layer, store: Any) -> Layer:
-    """A layer of the same kind and sizes that belongs to no model and talks to nobody."""
-    twin = copy.copy(layer)
+def twin(layer: Layer) -> Layer:
+    """A layer of the same kind and sizes that belongs to no model and, if it is one of a piece's, talks to nobody."""
+    other = copy.copy(layer)
     specs, buffers = layer.specs, layer.buffer_specs
-    Layer.__init__(twin, layer.name)
-    twin.specs, twin.buffer_specs, twin.folded, twin.store = specs, buffers, None, store
-    if isinstance(twin, BatchNorm2d):
-        twin.sync = False
-    return twin
+    Layer.__init__(other, layer.name)
+    other.specs, other.buffer_specs, other.folded = specs, buffers, None
+    if isinstance(other, BatchNorm2d):
+        other.sync = False
+    return other

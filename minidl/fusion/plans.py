@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.fusion.sites import Site
+from minidl.layer import Layer
 
 __all__ = [
     "MODES",
@@ -25,13 +26,15 @@ __all__ = [
     "candidates",
     "choose",
     "modes_of",
+    "modes_on",
     "needs",
     "obstacle",
+    "set_modes",
     "switches",
     "way_of",
 ]
 
-SCHEMA = 2
+SCHEMA = 3
 UNFUSED = "none"
 
 
@@ -87,7 +90,7 @@ MODES = {
         "the convolution below writes what the ReLU would",
     ),
     "gradients": Mode(
-        "masks", "taker", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
+        "masks", "masking", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
         "no convolution has the last gradient of the ReLU above it",
         "the gradient of the convolution or pooling above masks what it writes, and sums it for the batch norm (B3)",
     ),
@@ -141,6 +144,19 @@ def switches(site: Site, way: str, which: str | None = None) -> frozenset[tuple[
     )
 
 
+def modes_on(sites: Iterable[Site], plan: Plan) -> frozenset[tuple[str, str]]:
+    """`switches` of all sites as a plan has them."""
+    return frozenset().union(*(switches(site, plan.sites[site.name]) for site in sites))
+
+
+def set_modes(layers: Iterable[Layer], on: Set[tuple[str, str]]) -> None:
+    """Let layers have exactly these modes, (name, attribute) each, of those that plans set."""
+    for layer in layers:
+        for attribute in dict.fromkeys(mode.attribute for mode in MODES.values()):
+            if hasattr(layer, attribute):
+                setattr(layer, attribute, (layer.name, attribute) in on)
+
+
 def _layers(site: Site, mode: Mode) -> tuple[str, ...]:
     """Who does a mode."""
     found = getattr(site, mode.where)
@@ -168,12 +184,15 @@ class Plan:
         fingerprint: of the sites (`fingerprint`).
         setting: what the measurements hold for that chose it (`minidl.fusion.kept.setting`); None: any.
         evidence: what was measured, one record for each group of batch norms that share a kernel.
+        contest: whole passes of the network by several plans, the fastest of which this one is: ``plan``, ``ms`` and
+            ``spread`` of each, the one put together of the fastest ways under the name ``"composed"``.
     """
 
     sites: dict[str, str]
     fingerprint: str
     setting: dict[str, Any] | None = None
     evidence: list[dict[str, Any]] = field(default_factory=list, compare=False)
+    contest: list[dict[str, Any]] = field(default_factory=list, compare=False)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -183,7 +202,7 @@ class Plan:
         """The plan as JSON has it."""
         return {
             "schema": SCHEMA, "fingerprint": self.fingerprint, "setting": self.setting, "sites": self.sites,
-            "evidence": self.evidence,
+            "evidence": self.evidence, "contest": self.contest,
         }  # fmt: skip
 
     @classmethod
@@ -205,7 +224,8 @@ class Plan:
         if record["schema"] != SCHEMA:
             raise ValueError(f"a plan of schema {record['schema']!r}; this minidl reads {SCHEMA}")
         setting = dict(record["setting"]) if record["setting"] is not None else None
-        return cls(dict(record["sites"]), str(record["fingerprint"]), setting, list(record["evidence"]))
+        found = list(record["evidence"]), list(record["contest"])
+        return cls(dict(record["sites"]), str(record["fingerprint"]), setting, *found)
 
     def check(self, sites: Sequence[Site], setting: Mapping[str, Any] | None = None) -> None:
         """That this is a plan for these sites, and here.

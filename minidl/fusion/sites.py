@@ -27,6 +27,7 @@ class Site:
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only. Over a bare ReLU also that of a max
             pooling, if it alone reads that.
+        pooling: whether that is a max pooling.
         sole: whether nobody else reads that ReLU.
         pooled: name of the ReLU above it if a max pooling alone reads that.
         why: of one that stands alone, the reason.
@@ -42,6 +43,7 @@ class Site:
     producer: str | None = None
     joined: tuple[str, ...] | None = None
     taker: str | None = None
+    pooling: bool = False
     sole: bool = False
 
     @property
@@ -60,6 +62,11 @@ class Site:
     def rectifier(self) -> str | None:
         """The convolution that can do a bare ReLU's work."""
         return self.producer if self.kind == "bare" else None
+
+    @property
+    def masking(self) -> tuple[str, ...] | None:
+        """The taker; and a bare ReLU whose output nobody needs for the mask then, as the pooling has its own."""
+        return None if self.taker is None else (self.taker, self.name) if self.pooling else (self.taker,)
 
     @property
     def passed_on(self) -> str | None:
@@ -85,11 +92,10 @@ def find_sites(graph: Graph) -> list[Site]:
 
 def _bare(graph: Graph, node: Node, producer: str, readers: list[list[int]]) -> Site:
     above = [graph.nodes[i] for i in readers[node.index]]
-    taken = bool(above) and (
-        isinstance(above[0].layer, Conv2d) or (len(above) == 1 and type(above[0].layer) is MaxPool2d)
-    )
-    taker = above[0].name if taken and node is not graph.output_node else None
-    return Site(node.name, "bare", (), None, True, node.shape, producer=producer, taker=taker)
+    pooling = len(above) == 1 and type(above[0].layer) is MaxPool2d
+    if node is graph.output_node or not (pooling or isinstance(above[0].layer, Conv2d)):
+        return Site(node.name, "bare", (), None, True, node.shape, producer=producer)
+    return Site(node.name, "bare", (), None, True, node.shape, producer=producer, taker=above[0].name, pooling=pooling)
 
 
 def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:

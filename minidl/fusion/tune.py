@@ -3,14 +3,16 @@
 Batch norms that share a kernel whatever the plan, the two below a residual sum, are one group. For each group its piece
 of the network (`minidl.fusion.piece`) is timed in every way that the model of `minidl.fusion.cost` does not rule out,
 forward and backward apart, all ways in turns. Where modes of two groups meet in one pass of one convolution, that pass
-is timed with both, too. The sum of these terms is then least (`minidl.fusion.chain`). Equal pieces are timed once.
+is timed with both, too. The sum of these terms is then least (`minidl.fusion.chain`). Equal pieces are timed once. What
+is put together so runs at last as a whole, beside the fixed plans, and the fastest is taken (`minidl.fusion.contest`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -19,18 +21,43 @@ from minidl.cuda import capture, nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion.chain import Term, best
-from minidl.fusion.cost import Machine, predict, runs_as, site_cost
+from minidl.fusion.contest import Whole, can_run_alone, contestants
+from minidl.fusion.cost import Machine, heuristic, predict, runs_as, site_cost
 from minidl.fusion.piece import Cut, Piece, cut
-from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, needs, switches, way_of
+from minidl.fusion.plans import (
+    MODES,
+    PLANS,
+    Plan,
+    candidates,
+    choose,
+    fingerprint,
+    modes_of,
+    modes_on,
+    needs,
+    switches,
+    way_of,
+)
 from minidl.fusion.sites import Site, find_sites
 from minidl.graph import Graph
 from minidl.precision import Precision
 from minidl.profile.timing import Budget, Timing, timer
 
-__all__ = ["Clock", "DeviceClock", "Group", "Measured", "compile_ahead", "groups", "measure", "tune"]
+__all__ = [
+    "Clock",
+    "DeviceClock",
+    "Group",
+    "Measured",
+    "compile_ahead",
+    "fastest",
+    "groups",
+    "measure",
+    "told",
+    "tune",
+]
 
 PASSES = ("forward", "backward")
 BUDGET = Budget(samples=7, seconds=float("inf"), sample_ms=1.0)
+SAMPLED = 100  # times as long is a sample of a whole network: what it is slowed down by power shows
 
 Switches = frozenset[tuple[str, str]]
 Ways = tuple[str, ...]
@@ -41,6 +68,9 @@ class Clock(Protocol):
 
     def __call__(self, cut: Cut, which: str, variants: Sequence[Switches]) -> list[Timing]:
         """A pass of a piece with each of these sets of modes on, in turns."""
+
+    def whole(self, graph: Graph, batch: int, variants: Sequence[Switches]) -> list[Timing] | None:
+        """Both passes of a network with each of these sets of modes on, in turns; None where it cannot be run."""
 
 
 class DeviceClock:
@@ -56,6 +86,20 @@ class DeviceClock:
             self.release()
             self._piece = Piece(cut, self._ops, self._precision, self._timer.cache_bytes)
         return self._timer.in_turns([self._piece.calls(which, on) for on in variants], self._budget)
+
+    def whole(self, graph: Graph, batch: int, variants: Sequence[Switches]) -> list[Timing] | None:
+        self.release()
+        if not can_run_alone(graph):
+            return None
+        budget = replace(self._budget, sample_ms=SAMPLED * self._budget.sample_ms)
+        try:
+            network = Whole(graph, batch, self._ops, self._precision)
+            with network.held():
+                return self._timer.in_turns([[partial(network, on)] for on in variants], budget)
+        except MemoryError:  # as where activations are to travel in training
+            return None
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Let go of the piece and of the memory that its timing took."""
@@ -84,6 +128,10 @@ class Group:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(site.name for site in self.sites)
+
+    def runs(self, plan: Plan) -> Ways:
+        """The ways whose kernels these sites run by a plan."""
+        return self.same[tuple(plan.sites[name] for name in self.names)]
 
     def on(self, ways: Ways, which: str) -> Switches:
         """The modes of a combination that a pass notices."""
@@ -268,6 +316,10 @@ def compile_ahead(graph: Graph, batch: int, precision: Precision, found: Sequenc
     device = current_device()
     with dry_run(device) as log:
         measure(graph, batch, found, _Walking(get_ops("cuda"), precision))
+        if can_run_alone(graph):
+            network, sites = Whole(graph, batch, get_ops("cuda"), precision), find_sites(graph)
+            for how in PLANS:
+                network(modes_on(sites, choose(sites, how)))
     arch = nvrtc.target(device.arch)
     missing = [kernel for kernel in log.variants if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
     nvrtc.compile_all(missing, arch)
@@ -302,6 +354,46 @@ def tune(
     measured = measure(graph, batch, found, clock, progress=progress)
     if isinstance(clock, DeviceClock):
         clock.release()
+    plan = fastest(graph, batch, precision, machine, found, measured, clock)
+    progress(told(plan))
+    return replace(plan, setting=dict(setting) if setting else None)
+
+
+def fastest(
+    graph: Graph,
+    batch: int,
+    precision: Precision,
+    machine: Machine,
+    found: Sequence[Group],
+    measured: Measured,
+    clock: Clock,
+) -> Plan:
+    """The plan put together of what was measured; or a fixed one, or the model's, where that is faster as a whole.
+
+    Args:
+        found: the network's `groups`.
+        measured: what `measure` found of them.
+        clock: runs the network; where it cannot, the composed plan is taken unseen.
+    """
     sites = find_sites(graph)
     ways = best({site.name: candidates(site) for site in sites}, measured.terms)
-    return Plan(ways, fingerprint(sites), dict(setting) if setting else None, measured.evidence)
+    composed = Plan(ways, fingerprint(sites), evidence=measured.evidence)
+    auto = heuristic(graph, sites, precision, machine)
+    runs = lambda plan: tuple(group.runs(plan) for group in found)  # noqa: E731
+    plans = contestants(sites, composed, {"auto": auto}, measured.terms, runs)
+    timings = clock.whole(graph, batch, [modes_on(sites, plan) for plan in plans.values()])
+    if timings is None:
+        return composed
+    contest = [
+        {"plan": name, "ms": timing.ms, "spread": timing.spread} for name, timing in zip(plans, timings, strict=True)
+    ]
+    winner = min(contest, key=lambda row: row["ms"])["plan"]
+    return replace(composed, sites=plans[winner].sites, contest=contest)
+
+
+def told(plan: Plan) -> str:
+    """How the contest of a tuned plan went, in words."""
+    rows = sorted(plan.contest, key=lambda row: row["ms"])
+    if not rows:
+        return "put together of the fastest ways; the network was not run as a whole"
+    return "as a whole: " + ", ".join(f"{row['plan']} {row['ms']:.3f} ms" for row in rows)

@@ -21,14 +21,17 @@ class ReLU(Layer):
     and the mask of the gradient is left to them (`MaskedGradient`). Over a single batch norm the output is not kept,
     and by the mode ``deferred`` of a fusion plan not made either: who reads it does both.
 
-    Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it.
+    Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it; not even that in the
+    mode ``masks``, where the pooling that alone reads it masks the gradient.
     """
 
     accepts_add = True
     accepts_masked = True
     accepts_unfinished = True
-    modes = ("training", "deferred")
+    modes = ("training", "deferred", "masks")
     deferred = False
+    masks = False
+    room = 0  # channels that a concatenation will continue the output with, in one buffer (`join.share_buffers`)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -45,7 +48,7 @@ class ReLU(Layer):
         if x.array is not None:
             rectified = x.origin is not None and x.origin.relu
             y = x.array if rectified else self.ops.relu(x.array)
-            self.save(y=y, finished=False)
+            self.save(finished=False, **({} if self.masks else {"y": y}))
             return Value(y, origin=Origin((), relu=True, owner=self.name)) if self._grad_enabled else y
         done = Value(origin=replace(x.origin, relu=True, owner=self.name))
         first, *others = x.origin.terms
@@ -55,11 +58,20 @@ class ReLU(Layer):
             self.save(raw=first.raw, moments=first.moments, affine=affine, finished=True)
             if self.deferred:
                 return done
-            done = materialize(self.ops, done)
+            done = self._in_buffer(first, done) if self.room and self._grad_enabled else materialize(self.ops, done)
         else:
             done = materialize(self.ops, done)
             self.save(y=done.array, finished=True)
         return done if self._grad_enabled else done.array
+
+    def _in_buffer(self, term: Normalized, done: Value) -> Value:
+        """``done`` finished where there is room beside it."""
+        *image, channels = term.raw.shape
+        buffer = self.ops.empty((*image, channels + self.room), term.raw.dtype)
+        y = self.ops.batch_norm_apply(
+            term.raw, term.moments, term.gamma, term.beta, relu=True, out=buffer[..., :channels]
+        )
+        return replace(done, array=y, buffer=buffer)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()

@@ -8,6 +8,7 @@ from typing import Any
 from minidl import checks
 from minidl.graph import Graph
 from minidl.layer import Layer
+from minidl.layers.activation import ReLU
 from minidl.profile import Cost, PassCost
 from minidl.value import Normalized, Origin, Value, materialize
 
@@ -89,7 +90,8 @@ class Concat(Layer):
     """Concatenation of two or more inputs along channels. The gradients are channel slices of ``dy``, not copies.
 
     In a model, concatenations of concatenations, as in a dense block, write into one buffer (`share_buffers`): each
-    copies only what is new, and all of them together take the memory of the last. (Pleiss et al., "Memory-efficient
+    copies only what is new, and all of them together take the memory of the last. So does the first of what they join
+    where it is a ReLU that finishes a batch norm, as in a U-Net. (Pleiss et al., "Memory-efficient
     implementation of DenseNets", 2017, do so with buffers that are filled again in the backward pass.)
 
     Shapes:
@@ -152,11 +154,11 @@ class Concat(Layer):
 
 
 def share_buffers(graph: Graph) -> None:
-    """Let each concatenation whose output another one continues leave room for that in its buffer."""
+    """Let each concatenation or ReLU whose output a concatenation continues leave room for that in its buffer."""
     readers = graph.consumers()
     for node in reversed(graph.nodes):
         below = graph.nodes[node.inputs[0]] if isinstance(node.layer, Concat) else None
-        if below is None or not isinstance(below.layer, Concat):
+        if below is None or not (isinstance(below.layer, Concat) or type(below.layer) is ReLU):
             continue
         first = [i for i in readers[below.index] if graph.nodes[i].inputs[0] == below.index]
         if [i for i in first if isinstance(graph.nodes[i].layer, Concat)] == [node.index]:

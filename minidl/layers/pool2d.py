@@ -63,6 +63,7 @@ class MaxPool2d(_Pool):
         x (N, H, W, C) → (N, P, Q, C).
     """
 
+    accepts_add = True
     accepts_unfinished = True  # a ReLU over a batch norm; and to know that there is a ReLU below
     masks = False  # a fusion plan's mode: mask the gradient for the ReLU below, while it is small
     modes = ("training", "masks")
@@ -113,12 +114,13 @@ class MaxPool2d(_Pool):
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
         if hasattr(kept, "largest"):
-            return PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
-        if hasattr(kept, "relu"):
+            gradient = PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
+            return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
+        if hasattr(kept, "relu") and add is None:
             dy = self.ops.relu_backward(dy, kept.y)  # a window's largest is positive where its output is
             dx = self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
             return MaskedGradient.masked(dx, kept.relu)
-        return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
+        return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window, add=add)
 
 
 class AvgPool2d(_Pool):

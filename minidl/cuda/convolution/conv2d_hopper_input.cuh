@@ -1,5 +1,6 @@
 // How conv2d_hopper.cu normalises its source, in shared memory or in registers; a part of it, which knows its structures.
 #pragma once
+#include "conv2d_input.cuh"
 
 // A warp: normalises its part of stage after stage. Units do not go up in warps: who has one more takes turns.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
@@ -53,7 +54,7 @@ constexpr int AHEAD = 1;
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
                        const Norm& norm, int warpgroup) {
     const Class& c = p.classes[0];
-    const u32 thread = threadIdx.x % 128, lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+    const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
     const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8, column = lane % 4 * 2;
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     const u64 origin = operand(at.stage(0) + A_BYTES);

@@ -15,7 +15,6 @@ from minidl.shapes import ceil_div
 
 __all__ = [
     "IN_PLACE",
-    "MADE",
     "SLAB",
     "TILES",
     "HopperTile",
@@ -39,7 +38,6 @@ class HopperTile(NamedTuple):
         step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
             measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
         sums: what of these it takes besides to take sums of what it writes.
-        made: whether the source is normalised beside the products, in an array of its own (conv2d_hopper_made.cuh).
     """
 
     rows: int
@@ -50,13 +48,11 @@ class HopperTile(NamedTuple):
     step: float
     rest: float
     sums: float
-    made: bool = False
 
     @property
     def name(self) -> str:
-        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor, ``+`` where `made`."""
-        resident = f"*{self.resident}" if self.resident > 1 else ""
-        return f"{self.rows}x{self.columns}x{self.stages}{resident}{'+' * self.made}"
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
+        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
 
     @property
     def fetched(self) -> int:
@@ -75,7 +71,7 @@ class HopperTile(NamedTuple):
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
-            "RESIDENT": self.resident, "MADE": int(self.made),
+            "RESIDENT": self.resident,
         }  # fmt: skip
 
 
@@ -90,7 +86,6 @@ TILES = (
 )
 # For rows that are normalised where they lie: all slabs of a tile leave at once, and what comes next has longer for it.
 IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
-MADE = tuple(tile._replace(made=True) for tile in TILES if tile.resident == 1)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -99,14 +94,13 @@ MADE = tuple(tile._replace(made=True) for tile in TILES if tile.resident == 1)
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+# What a window's stage is spared of products where the depth is less.
+SHALLOW = 0.8
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
 _IN_REGISTERS = {(128, 256): 1.09, (256, 128): 1.31, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _IN_PLACE = 1.09, 0.53
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
-# Beside the products: microseconds until the first stage is there, bytes of the source made in one of those that their
-# instructions take from the products.
-_BEGUN, _MADE = 4.0, 1.8e7
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 
 
@@ -119,7 +113,7 @@ def candidates(
     """
     tiles = TILES
     if normalized:
-        tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else []), *MADE
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else [])
     return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
 
 
@@ -154,24 +148,25 @@ def microseconds(
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
-    lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
+    depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
+    lines, odd = reads(depth, itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    busy = _busy(conv, tile, stages / tiles, normalized) + sums * tile.sums
+    multiplied = stages / tiles
+    if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
+        multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
+    busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
+    arithmetic = max(rounds * busy, fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
-    arithmetic = max(rounds * busy, fetched)
-    if normalized and isinstance(tile, HopperTile) and tile.made:
-        arithmetic += _BEGUN + x / _MADE
-        memory += x / READ + x / WRITTEN
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
 def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: bool) -> float:
     """Microseconds that a multiprocessor is busy with a tile of so many stages."""
-    if isinstance(tile, HaloTile):
-        return stages * tile.step * (_WINDOW if normalized else 1.0) + tile.rest
-    if not normalized or tile.made:
+    if not normalized:
         return stages * tile.step + tile.rest
+    if isinstance(tile, HaloTile):
+        return stages * tile.step * _WINDOW + tile.rest
     if is_flat(conv):  # beside the products, and partly beside what comes behind them
         return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE + tile.rest / 2)
     return stages * tile.step * _IN_REGISTERS[tile.rows, tile.columns] + tile.rest

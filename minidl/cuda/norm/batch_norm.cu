@@ -5,25 +5,27 @@
 // sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
-// result per chunk and channel; the second merges the chunks in a fixed order in double. So the same bits come out on every
-// device and for every pitch. Variances are never a difference of raw moments: each thread subtracts a pivot, the first
-// value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and
-// LeVeque (1983).
+// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double. So the
+// same bits come out on every device and for every pitch. Variances are never a difference of raw moments: each thread
+// subtracts a pivot, the first value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2)
+// are merged as by Chan, Golub and LeVeque (1983).
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
 // tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor, and there are
-// whole rounds of that on 132 of them: a few blocks more would run alone, as long as all others. Merge kernels: 8 channels by MERGE lanes of chunks.
-// Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread.
+// whole rounds of that on 132 of them: a few blocks more would run alone, as long as all others.
+// Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread, which takes eight groups of rows
+// where there are many of them (backward, and of two batch norms: 17 % less time at 256x14x14x256). Tried without gain in whole steps
+// on an H200: rows from the last to the first, so that a pass begins where the convolution before it ended (its bytes are
+// no longer in the cache), and loads marked as read for the last time (1 % slower on DenseNet-121).
 //
 // Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
 //   stats            s bytes   4 FLOP    24.5 us        backward_stats   2s bytes   4 FLOP    48.9 us
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
 //   stats and apply behind a ReLU whose mask is recomputed from x: the bytes of backward_stats and backward_apply, 3 FLOP
 //   more; with the mask read from y and the masked gradient left: backward_stats 4s bytes
-//   (an added tensor: s bytes more). Partial results are below 5 % of the bytes; the other kernels are of size C.
+//   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
 #include "common.cuh"
-#include "batch_norm_moments.cuh"
 #include "normalize.cuh"
 
 // A cut of the rows into chunks (planned by batch_norm.py).
@@ -32,7 +34,6 @@ struct Chunks {
     int pitch[3];  // of x, dy, y
     int channels;
     int chunk_rows;
-    int chunks;
 };
 
 // What the lanes of a block found, for its first threads to add up; sized by the launcher.
@@ -160,130 +161,6 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
     const i64 to = i64(blockIdx.x) * cut.channels + channel;
     mean[to] = double(pivots[part.column]) + shift;
     squares[to] = clamp_below(float(second - first * shift), 0.0f);
-}
-
-#endif
-
-// ------------------------------------------------------------------------------- merging chunks, and what is of size C
-#if defined(MERGE)
-
-constexpr int GROUP = 8, LANES = MERGE;  // channels of a block (one 32-byte sector of floats) by lanes over the chunks
-constexpr int WARPS = GROUP * LANES / 32;
-static_assert(WARPS >= GROUP && WARPS <= 32, "a warp sums a channel of the group");
-
-// Sums over the lanes of a block of GROUP * LANES threads. Warp c < GROUP returns the totals of channel c of the group.
-template <int N>
-DEVICE void sum_lanes(double (&v)[N]) {
-    __shared__ double parts[N][GROUP][WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        v[i] += __shfl_xor_sync(0xffffffffu, v[i], 8);
-        v[i] += __shfl_xor_sync(0xffffffffu, v[i], 16);
-        if (lane < GROUP) parts[i][lane][warp] = v[i];
-    }
-    __syncthreads();
-    if (warp < GROUP)
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = warp_sum(lane < WARPS ? parts[i][warp][lane] : 0.0);
-}
-
-// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel. Deviations are taken from the first chunk's
-// mean, in double.
-extern "C" __global__ void __launch_bounds__(GROUP * LANES)
-batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, Chunks cut) {
-    int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
-    double v[3] = {};  // sums of count * d, count * d^2, M2
-    if (channel < cut.channels && cut.chunks > 0) {
-        const double origin = mean[channel];
-#pragma unroll 4
-        for (int chunk = threadIdx.x / GROUP; chunk < cut.chunks; chunk += LANES) {
-            const i64 from = i64(chunk) * cut.channels + channel;
-            const double count = min(cut.rows - chunk * cut.chunk_rows, cut.chunk_rows), d = mean[from] - origin;
-            v[0] += count * d;
-            v[1] += count * d * d;
-            v[2] += squares[from];
-        }
-    }
-    sum_lanes(v);
-    channel = blockIdx.x * GROUP + threadIdx.x / 32;
-    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= cut.channels) return;
-    const double count = double(cut.rows), shift = cut.chunks ? v[0] / count : 0.0, m2 = v[2] + (v[1] - v[0] * shift);
-    if (channel == 0) stats[0] = count;
-    stats[1 + channel] = (cut.chunks ? mean[channel] : 0.0) + shift;
-    stats[1 + cut.channels + channel] = m2 < 0.0 ? 0.0 : m2;
-}
-
-// sums (2, C) double from partial (chunks, 2, C) float; also the local parameter gradients where their pointers are not null.
-extern "C" __global__ void __launch_bounds__(GROUP * LANES)
-batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
-                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
-                                 int channels) {
-    int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
-    double v[2] = {};
-    if (channel < channels) {
-#pragma unroll 4
-        for (int chunk = threadIdx.x / GROUP; chunk < chunks; chunk += LANES) {
-            const float* from = partial + i64(chunk) * 2 * channels + channel;
-            v[0] += from[0];
-            v[1] += from[channels];
-        }
-    }
-    sum_lanes(v);
-    channel = blockIdx.x * GROUP + threadIdx.x / 32;
-    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= channels) return;
-    v[1] *= moments[channels + channel];
-    sums[channel] = v[0];
-    sums[channels + channel] = v[1];
-    // Rounded first: a gradient that is added has the bits of one that stands alone.
-    if (dbeta) dbeta[channel] = (accumulate ? dbeta[channel] : 0.0f) + float(v[0]);
-    if (dgamma) dgamma[channel] = (accumulate ? dgamma[channel] : 0.0f) + float(v[1]);
-}
-
-// One thread per channel: merges the R rows of stats in order, writes moments, count and, in place, running statistics.
-extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__ stats, float* __restrict__ moments,
-                                                      double* __restrict__ total, float* __restrict__ running_mean,
-                                                      float* __restrict__ running_var, double eps, double momentum,
-                                                      int parts, int channels) {
-    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel >= channels) return;
-    double count = 0.0, mean = 0.0, m2 = 0.0;
-    for (int part = 0; part < parts; ++part) {
-        const double* from = stats + i64(part) * (1 + 2 * i64(channels));
-        const double more = from[0];
-        if (more == 0.0) continue;
-        const double both = count + more, d = from[1 + channel] - mean;
-        mean += d * (more / both);
-        m2 += from[1 + channels + channel] + d * d * (count * (more / both));
-        count = both;
-    }
-    finalize(count, mean, m2, moments, {running_mean, running_var, momentum}, eps, channel, channels);
-    if (channel == 0) *total = count;
-}
-
-// Statistics of some channels beside those of others over the same rows: stats of the channels together. One thread for
-// each element.
-extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
-                                                    double* __restrict__ stats, int first_channels, int channels) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i > 2 * channels) return;
-    const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
-    if (i == 0) {
-        stats[i] = first[i];
-    } else if (channel < first_channels) {
-        stats[i] = first[1 + moment * first_channels + channel];
-    } else {
-        stats[i] = second[1 + moment * others + channel - first_channels];
-    }
-}
-
-extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
-                                                          const float* __restrict__ running_var,
-                                                          float* __restrict__ moments, double eps, int channels) {
-    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel >= channels) return;
-    moments[channel] = running_mean[channel];
-    moments[channels + channel] = float(1.0 / sqrt(double(running_var[channel]) + eps));
 }
 
 #endif

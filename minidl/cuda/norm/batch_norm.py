@@ -12,6 +12,7 @@ from minidl import checks, shapes
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
 from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
 
 __all__ = [
@@ -36,8 +37,6 @@ TARGET_BLOCKS = 396
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
 UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
-MERGE_CHANNELS = 8  # of a block that merges chunks
-MERGE_LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
 
 
 class Chunks(NamedTuple):
@@ -47,11 +46,12 @@ class Chunks(NamedTuple):
     block: tuple[int, int]
     shared: int  # bytes: two values per lane and channel of a tile, and one more per channel
     chunks: int
+    chunk_rows: int
     argument: np.ndarray
 
 
 _ARGUMENT = np.dtype(
-    [(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "y_pitch", "channels", "chunk_rows", "chunks")]
+    [(name, np.int32) for name in ("rows", "x_pitch", "dy_pitch", "y_pitch", "channels", "chunk_rows")]
 )
 
 
@@ -79,18 +79,11 @@ def cut_rows(
 
     vectors = channels // vec
     tiles = shapes.ceil_div(vectors, columns)
-    argument = np.array([(count, x_pitch, dy_pitch, y_pitch, channels, chunk_rows, chunks)], _ARGUMENT)
+    argument = np.array([(count, x_pitch, dy_pitch, y_pitch, channels, chunk_rows)], _ARGUMENT)
     argument.setflags(write=False)
     threads = shapes.ceil_div(vectors, tiles)
     shared = (2 * lanes + 1) * threads * vec * 4
-    return Chunks((chunks, tiles), (threads, lanes), shared, chunks, argument)
-
-
-def _merge(kernel: str, chunks: int, channels: int, *args: Any) -> None:
-    """Start a kernel that merges the chunks' partial results in their order."""
-    lanes = FEW_LANES if chunks <= FEW_CHUNKS else MERGE_LANES
-    grid, block = shapes.ceil_div(channels, MERGE_CHANNELS), MERGE_CHANNELS * lanes
-    launch("batch_norm", kernel, grid, block, *args, defines={"MERGE": lanes})
+    return Chunks((chunks, tiles), (threads, lanes), shared, chunks, chunk_rows, argument)
 
 
 def batch_norm_stats(x: Any) -> Any:
@@ -108,7 +101,8 @@ def batch_norm_stats(x: Any) -> Any:
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    _merge("batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, cut.argument)
+    sizes = np.int32(count), np.int32(cut.chunk_rows)
+    merge_lanes("batch_norm_merge", "batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, *sizes)
     return stats
 
 
@@ -136,7 +130,7 @@ def batch_norm_finalize(
     moments = empty((2, channels), np.float32)
     count = empty(1, np.float64)
     launch(
-        "batch_norm", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
+        "batch_norm_merge", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
         stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
         np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
@@ -156,7 +150,7 @@ def batch_norm_concat(parts: Sequence[Any]) -> Any:
         first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
         both = empty(1 + 2 * channels, np.float64)
         launch(
-            "batch_norm", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
+            "batch_norm_merge", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
             stats, part, both, np.int32(first), np.int32(channels), defines={"MERGE": FEW_LANES},
         )  # fmt: skip
         stats = both
@@ -169,7 +163,7 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
     moments = empty((2, channels), np.float32)
     launch(
-        "batch_norm", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
+        "batch_norm_merge", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
         running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments
@@ -186,10 +180,12 @@ def batch_norm_apply(
     add_gamma: Any = None,
     add_beta: Any = None,
     relu: bool = False,
+    out: Any = None,
 ) -> Any:
     """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``.
 
-    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection.
+    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection. The
+    result lies in ``out``, dense or pitched, if that is given.
     """
     code = dtype_code(x, "batch_norm_apply")
     x, add = as_rows(x), _same(x, add)
@@ -198,10 +194,12 @@ def batch_norm_apply(
     assert add is not None or add_moments is None, "moments of nothing"
     _check_parameters(2 * channels, add_moments=add_moments)
     _check_parameters(channels, gamma=gamma, beta=beta, add_gamma=add_gamma, add_beta=add_beta)
-    y = empty(x.shape, x.dtype)
+    assert out is None or (out.shape == x.shape and out.dtype == x.dtype), checks.describe(out)
+    y = empty(x.shape, x.dtype) if out is None else out
     arrays = (x, y) if add is None else (x, y, add)
     parameters = (moments, gamma, beta, add_moments, add_gamma, add_beta)
-    plan = walk_channels(*arrays, unroll=4 if add_moments is None else 2, parameters=parameters)
+    two = add_moments is not None
+    plan = walk_channels(*arrays, unroll=2 if two else 4, lasting=two, parameters=parameters)
     kind = 0 if add is None else 1 if add_moments is None else 2
     defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
     bound = np.float32(0.0 if relu else -np.inf)
@@ -298,8 +296,8 @@ def batch_norm_backward_sums(
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
-    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate), np.int32(chunks), np.int32(channels)
-    _merge("batch_norm_backward_merge_kernel", chunks, channels, *args)
+    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate)
+    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args)
     return sums
 
 
@@ -335,7 +333,7 @@ def _backward_apply(
     # The kernel knows its arrays by place: dy, dx, x, add; an absent x lends its place to dy.
     arrays = (dy, dx, dy if x is None else x, *(() if add is None else (add,)))
     parameters = (moments, gamma, beta, sums)
-    plan = walk_channels(*arrays, unroll=2, per_sm=24, parameters=parameters)
+    plan = walk_channels(*arrays, unroll=2, lasting=True, parameters=parameters)
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
         "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,

@@ -21,8 +21,11 @@ struct Normalizer {
         float v[VEC];
         unpack(raw, v);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = clamp_below(normalize(v[i], mean[i], scale[i], shift[i]), 0.0f);
-        return pack<T>(v);
+        for (int i = 0; i < VEC; ++i) v[i] = normalize(v[i], mean[i], scale[i], shift[i]);
+        Raw<T, VEC> y = pack<T>(v);  // before the ReLU, which takes two lanes at a time then
+#pragma unroll
+        for (int i = 0; i < (VEC * int(sizeof(T)) + 3) / 4; ++i) y.pairs[i] = lane_max(y.pairs[i], 0);
+        return y;
     }
 };
 
@@ -53,7 +56,7 @@ struct NormalizedBackward {
         for (int i = 0; i < VEC; ++i) scale[i] *= weight[i];
     }
 
-    __device__ __forceinline__ void expect(int ih, int iw, const T* place) {
+    __device__ __forceinline__ void expect(int ih, int iw, i64, const T* place) {
 #if BATCH
         raw[ih][iw] = load_raw<VEC>(x + (place - dx));
 #endif

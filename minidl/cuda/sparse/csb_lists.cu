@@ -2,17 +2,16 @@
 // from the one copy of the matrix; a workspace, gone after the product.
 //
 // The matrix (transposed: its transpose) is cut into parts of OUT output features x PART summed ones, of a convolution's
-// filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp, and
-// has two lists of eight: what a stage of csb_rows.cu must have room for is the longest list that there could be. As
+// filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp. As
 // warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
 // time, those with most elements first, each to the unit that has least so far.
-// A list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is where the summed feature's
-// row of x begins in shared memory, its number within the part times `scale`, plus `turn` times bits 2 to 4 of the
-// number. Items of a feature lie in the order of the summed one and begin at a multiple of 16 bytes.
+// A unit's list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is the summed feature
+// within the part times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16
+// bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
-//   lists     (units, 2, parts of summed ones): first slot, number of slots or 0 without an element
+//   units     (units, parts of summed ones): first slot, number of slots or 0 without an element
 //   order     (units, 16 / RUN): the first of each RUN features; null with RUN 16, where features stay as they lie
 //   used      slots taken so far: where a part's lists lie depends on the run, what is in them does not
 //
@@ -27,7 +26,6 @@
 
 constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads that share a band of output features
 constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
-constexpr int LIST = 8, LISTS = OUT / LIST;  // output features of a list
 constexpr int HEADER = 2;  // slots of a list before its items
 constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
 constexpr u32 NONE = 0xffffffffu;
@@ -38,7 +36,7 @@ struct Problem {
     int parts;  // of a tap
     int taps;
     int room;  // columns of a tap
-    int scale, turn;
+    int scale;
 };
 
 // Elements of a feature, capped: the sum of sixteen and the number of a unit fit a word.
@@ -123,13 +121,13 @@ struct Shared {
     u32 mask[OUT][WORDS];  // by place of the output feature, over the summed ones
     int begin[OUT];        // slot of the feature's first item, from the part's first
     int place[RUNS];       // of each run of features, in runs
-    int list[LISTS];       // slots of each list
+    int unit[UNITS];       // slots of each unit
     u32 first;             // slot of the part
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const float* __restrict__ values,
-                 const int* __restrict__ order, uint2* __restrict__ slots, uint2* __restrict__ lists,
+                 const int* __restrict__ order, uint2* __restrict__ slots, uint2* __restrict__ units,
                  u32* __restrict__ used, const __grid_constant__ Problem p) {
     __shared__ Shared s;
     const int out_part = blockIdx.x / p.steps, step = blockIdx.x % p.steps, thread = threadIdx.x;
@@ -156,27 +154,27 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         for (int w = 0; w < WORDS; ++w) count += __popc(s.mask[thread][w]);
         sum = (count + 1) & ~1;
 #pragma unroll
-        for (int further = 1; further < LIST; further *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, sum, further, LIST);
-            if (thread % LIST >= further) sum += other;
+        for (int further = 1; further < UNIT; further *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, sum, further, UNIT);
+            if (thread % UNIT >= further) sum += other;
         }
-        if (thread % LIST == LIST - 1) s.list[thread / LIST] = sum > 0 ? HEADER + sum : 0;
+        if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? HEADER + sum : 0;
     }
     __syncthreads();
     if (thread == 0) {
         int total = 0;
-        for (int i = 0; i < LISTS; ++i) total += s.list[i];
+        for (int u = 0; u < UNITS; ++u) total += s.unit[u];
         s.first = atomicAdd(used, total);
     }
     __syncthreads();
     if (thread < OUT) {
-        const int list = thread / LIST, size = s.list[list];
+        const int unit = thread / UNIT, size = s.unit[unit];
         int start = 0;
-        for (int i = 0; i < list; ++i) start += s.list[i];
+        for (int u = 0; u < unit; ++u) start += s.unit[u];
         s.begin[thread] = start + HEADER + sum - ((count + 1) & ~1);
-        if (size) reinterpret_cast<u16*>(slots + s.first + start)[thread % LIST] = static_cast<u16>(count);
-        if (thread % LIST == 0)
-            lists[i64(out_part * LISTS + list) * p.steps + step] = make_uint2(s.first + start, size);
+        if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
+        if (thread % UNIT == 0)
+            units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
     }
     __syncthreads();
     for_part([&](int e, int place, int summed) {
@@ -184,7 +182,6 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
 #pragma unroll
         for (int w = 0; w < WORDS - 1; ++w)
             if (w < summed / 32) rank += __popc(s.mask[place][w]);
-        const u32 x = summed * p.scale + summed / 4 % 8 * p.turn;
-        slots[s.first + s.begin[place] + rank] = make_uint2(x, __float_as_uint(values[e]));
+        slots[s.first + s.begin[place] + rank] = make_uint2(summed * p.scale, __float_as_uint(values[e]));
     });
 }

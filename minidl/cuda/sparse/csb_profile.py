@@ -45,25 +45,26 @@ def _rows(
     samples = x.shape[0 if features_last else 1]
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
     tile = csb_rows.choose_tile(features, depth, samples, arrays[1].size / (features * depth), features_last, device)
+    scale = 4 if features_last else 128 * tile.vec
 
     def decode() -> tuple[Any, Any, Any]:
-        return csb_rows.lists(*arrays, shape, side, transposed, features_last, tile)
+        return csb_rows.lists(*arrays, shape, side, transposed, scale, tile)
 
     made = decode()
 
     def phase(name: str) -> Callable[[], None]:
         return lambda: csb_rows.multiply(tile, *made, x, y, features_last, None, False, name)
 
-    tiles = ceil_div(features, tile.features) * ceil_div(samples, tile.samples)
-    uneven = {"warps": _uneven(made[1], tile), "rounds": round_up(tiles, device.multiprocessors) / tiles}
+    tiles = ceil_div(features, tile.units * csb_rows.UNIT) * ceil_div(samples, 32 * tile.vec)
+    uneven = {"warps": _uneven(made[1], tile.units), "rounds": round_up(tiles, device.multiprocessors) / tiles}
     return {"index decode": decode, "loads": phase("loads"), "multiply-adds": phase("multiply-adds")}, uneven
 
 
-def _uneven(lists: Any, tile: csb_rows.RowsTile) -> float:
-    """Items of the warp with most in each stage over the mean of the thread block's warps."""
-    items = to_host(lists)[..., 1].astype(np.int64)
+def _uneven(units: Any, together: int) -> float:
+    """Items of the longest list of each stage over the mean; ``together``: units of a thread block."""
+    items = to_host(units)[..., 1].astype(np.int64)
     items = np.maximum(items - csb_rows.HEADER, 0)
-    count = tile.features // csb_rows.LIST
-    items = np.pad(items, ((0, round_up(len(items), count) - len(items)), (0, 0)))
-    items = items.reshape(-1, tile.warps, count // tile.warps, items.shape[1]).sum(2)
+    items = np.pad(items, ((0, round_up(len(items), together) - len(items)), (0, 0))).reshape(
+        -1, together, items.shape[1]
+    )
     return float(items.max(1).sum() / max(items.mean(1).sum(), 1e-30))

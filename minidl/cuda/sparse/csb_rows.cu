@@ -1,20 +1,19 @@
 // The float32 product of a sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every output
 // is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
-// A block owns WARPS units of 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed
-// features at a time, its piece of x and the units' lists (csb_lists.cu; bulk copies) into a ring of stages. Each of
-// WARPS warps multiplies its unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x
-// for each. In shared memory a row of x is a summed feature's samples, so that they are read as vectors. Features first
-// it arrives by asynchronous copies; rows by bulk copies were slower: 512 bytes take the engine some 70 cycles. With
-// FEATURES_LAST it is read in vectors and transposed on the way: 16 bytes of row r stand in place of those r / 4 % 8
-// further (exclusive or), where eight quads of summed features of four samples meet no bank twice. Asynchronous copies of
-// four bytes do the same where vectors do not fit; they are slower (2048 x 2048 x 4096 at 98 %: 140 us instead of 101).
-// Lists that do not fit into a stage come in several, x with each.
+// A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
+// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages. Rows
+// of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps
+// multiplies its unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
+// With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
+// lanes a row apart meet no bank twice; so nothing is ever transposed: transposing on the way, by copies of four bytes
+// or through registers, took 140 and 240 us where this takes some 120 (2048 x 2048 x 4096 at 98 %). Lists that do not
+// fit into a stage come in several, x with each.
+// Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is read for up to 1024
+// output features, were slower by a third and two thirds: a warp takes as long as its longest rows. A third stage, with
+// lists of eight features to make room for it, changed nothing.
 //
-// Lanes in groups, each with a unit of its own and fewer samples, so that x is read for up to 1024 output features,
-// were slower by a quarter (two groups) to a half (four): a warp takes as long as its longest rows.
-//
-//   slots, lists, order   csb_lists.cu                                       (8 bytes);  (unit, 2, part);  (unit, run)
+//   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
@@ -27,9 +26,9 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: WARPS (4, 8, 16), VEC (1, 2, 4), PART (64, 128: summed features at a time), RUN (csb_lists.cu), FOURS (of
-// items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per read of x;
-// with FEATURES_LAST 4 or 1), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
+// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN
+// (csb_lists.cu), FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
+// (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
 // multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
@@ -37,7 +36,7 @@
 struct Problem {
     i64 x_pitch, samples;
     int features, depth;
-    int lists, steps;  // of each
+    int units, steps;  // of the lists
     int tiles_down;    // tiles of output features
     int tiles;
     int relu;
@@ -48,138 +47,51 @@ struct Problem {
 };
 
 constexpr int UNIT = 16;
-constexpr int LIST = 8, LISTS = WARPS * UNIT / LIST;  // output features of a list
-constexpr int HEADER = 2;                             // slots of a list before its items
+constexpr int HEADER = 2;  // slots
 constexpr int SAMPLES = 32 * VEC;
-constexpr int FETCHERS = 128, THREADS = 32 * WARPS + FETCHERS;
-constexpr int ROW = 4 * SAMPLES;  // bytes of a row of x in shared memory
-constexpr int X_BYTES = PART * ROW;
+constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
+constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
+constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
-constexpr int NOTES = 4 * (LISTS + 4);  // bytes per stage: where each list lies, and whether the tile ends
+constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
-
-DEVICE void store_word(u32 address, u32 word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
-}
 
 // ---- what the fetching warps do
 
-#if FEATURES_LAST
-// x of a part on its way to shared memory, transposed: by fours of samples and quads of summed features, of which a
-// thread reads the same of every four. BATCH reads are under way together, of two batches.
-struct Columns {
-    static constexpr int BATCH = 2, LINES = PART / 32, READS = SAMPLES / 16 * LINES;
-    static_assert(READS % (2 * BATCH) == 0 && LINES % BATCH == 0, "whole batches of a sample");
-    const float* __restrict__ x;
-    const Problem& p;
-    i64 sample;
-    int feature;
-    const int* pixels;  // with CONV, where each sample of the tile finds the tap's pixel, or -1
-
-    static __device__ __forceinline__ int thread() { return threadIdx.x - 32 * WARPS; }
-    static __device__ __forceinline__ int four(int read) { return thread() / 32 + FETCHERS / 32 * (read / LINES); }
-
-    // Where the thread's part of a read begins in x, or null; of a sample, not of a line.
-    __device__ __forceinline__ const float* find(int read) const {
-        const int i = 4 * four(read) + thread() / 8 % 4;
+// `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
+    constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
+    constexpr int STEP = FETCHERS / ACROSS;
+    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
+    to += 4 * (row * PITCH + column);
 #if CONV
-        const i64 row = pixels[i];
-        const bool there = row >= 0;
+    const bool inside = feature + column < p.depth;
+#pragma unroll 8
+    for (int i = 0; i < DOWN / STEP; ++i) {
+        const int pixel = pixels[row + i * STEP];
+        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, x + pixel * p.x_pitch + feature + column,
+                              inside && pixel >= 0);
+    }
 #else
-        const i64 row = sample + i;
-        const bool there = row < p.samples;
-#endif
-        const float* from = there ? x + row * p.x_pitch + feature + thread() % 8 * 4 : nullptr;
-        asm volatile("" : "+l"(from));  // else the compiler keeps many of them, and spills them
-        return from;
-    }
-
-    // Summed features from a line's on.
-    __device__ __forceinline__ int left(int read) const {
-        return p.depth - feature - thread() % 8 * 4 - read % LINES * 32;
-    }
-
-    static __device__ __forceinline__ u32 place(u32 stage, int read) {
-        const int quad = thread() % 8, third = thread() / 8 % 4;
-        return stage + (read % LINES * 32 + 4 * quad) * ROW + (four(read) ^ quad) * 16 + third * 4;
-    }
-
-    __device__ __forceinline__ void read(float4 (&to)[BATCH], int batch) const {
-        const float* const from = find(batch * BATCH);
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int read = batch * BATCH + i;
-            const float* const at = from + read % LINES * 32;
-            asm volatile(  // in this place: the compiler would start more reads than there are registers for
-                "{\n .reg .pred there;\n setp.ne.b32 there, %5, 0;\n mov.b32 %0, 0;\n mov.b32 %1, 0;\n"
-                " mov.b32 %2, 0;\n mov.b32 %3, 0;\n @there ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-                : "=&f"(to[i].x), "=&f"(to[i].y), "=&f"(to[i].z), "=&f"(to[i].w)
-                : "l"(at), "r"(int(from && left(read) > 0)));
-        }
-    }
-
-    static __device__ __forceinline__ void write(const float4 (&from)[BATCH], u32 stage, int batch) {
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const u32 to = place(stage, batch * BATCH + i);
-            store_word(to, __float_as_uint(from[i].x));
-            store_word(to + ROW, __float_as_uint(from[i].y));
-            store_word(to + 2 * ROW, __float_as_uint(from[i].z));
-            store_word(to + 3 * ROW, __float_as_uint(from[i].w));
-        }
-    }
-
-    // Fills the stage; arrives at its barrier.
-    __device__ __forceinline__ void fill(u32 stage, u32 barrier) const {
-        if constexpr (VEC_X == 1) {
-#pragma unroll 1
-            for (int i = 0; i < READS; ++i) {
-                const float* const from = find(i);
-                const int some = from ? left(i) : 0;
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    copy_async<4>(place(stage, i) + e * ROW, from + i % LINES * 32 + e, e < some);
-            }
-            barrier_arrive_copied(barrier);
-        } else {
-            float4 values[2][BATCH];
-#pragma unroll
-            for (int b = 0; b < 2; ++b) read(values[b], b);
-#pragma unroll 1
-            for (int b = 0; b < READS / BATCH; b += 2) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    write(values[half], stage, b + half);
-                    if (b + half + 2 < READS / BATCH) read(values[half], b + half + 2);
-                }
-            }
-            barrier_arrive(barrier);
-        }
-    }
-};
-#else
-DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
-    constexpr int ACROSS = SAMPLES / VEC_X, STEP = FETCHERS / ACROSS;
     constexpr int GROUP = 8;  // copies whose bounds are known from one number
-    const int thread = threadIdx.x - 32 * WARPS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    const float* from = x + (feature + row) * p.x_pitch + sample + column;
-    const i64 step = STEP * p.x_pitch;
-    const int left = p.depth - feature;
-    int there = (sample + column < p.samples ? (left < PART ? left : PART) : 0) - row;
-    to += row * ROW + 4 * column;
-    static_assert(PART / STEP % GROUP == 0 || PART / STEP < GROUP, "whole groups");
+    const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
+                                      : x + (feature + row) * p.x_pitch + sample + column;
+    const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
+    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature, step = STEP * p.x_pitch;
+    int there = (inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0) - row;
+    static_assert(DOWN / STEP % GROUP == 0, "whole groups");
 #pragma unroll 1
-    for (int i = 0; i < PART / STEP; i += GROUP) {
+    for (int i = 0; i < DOWN / STEP; i += GROUP) {
 #pragma unroll
-        for (int g = 0; g < GROUP && g < PART / STEP; ++g) {
-            copy_async<4 * VEC_X>(to + ROW * STEP * g, from, g * STEP < there);
+        for (int g = 0; g < GROUP; ++g) {
+            copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * g, from, g * STEP < there);
             from += step;
         }
-        to += ROW * STEP * GROUP;
+        to += 4 * PITCH * STEP * GROUP;
         there -= GROUP * STEP;
     }
-}
 #endif
+}
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -189,17 +101,16 @@ struct Fetch {
 #if CONV
     // Finds the pixels of another tap or tile; the barrier keeps fetching warps from reading them too early or late.
     __device__ __forceinline__ void find_pixels(const Problem& p, i64 sample, int tap) {
-        sync();
-        for (int i = threadIdx.x - 32 * WARPS; i < SAMPLES; i += FETCHERS)
-            pixels[i] = sample + i < p.samples
-                            ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + i), tap)) : -1;
-        sync();
+        warpgroup_sync(1);
+        const int thread = threadIdx.x - 32 * UNITS;
+        if (thread < SAMPLES)
+            pixels[thread] = sample + thread < p.samples
+                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + thread), tap)) : -1;
+        warpgroup_sync(1);
     }
-
-    static __device__ __forceinline__ void sync() { asm volatile("bar.sync 1, %0;" ::"n"(FETCHERS) : "memory"); }
 #endif
 
-    // One part of one tile; `list`: this lane's. All fetching warps take the same decisions.
+    // One part of one tile; `list`: this lane's unit. All fetching warps take the same decisions.
     __device__ __forceinline__ void part(const uint2* __restrict__ slots, uint2 list, const float* __restrict__ x,
                                          const Problem& p, i64 sample, int step) {
 #if CONV
@@ -209,7 +120,7 @@ struct Fetch {
         const int feature = step * PART;
 #endif
         const int lane = threadIdx.x % 32;
-        const bool leads = threadIdx.x / 32 == WARPS;
+        const bool leads = threadIdx.x / 32 == UNITS;
         u32 todo = __ballot_sync(0xffffffffu, list.y > 0);
         do {
             const u32 size = todo >> lane & 1 ? list.y : 0;
@@ -227,8 +138,8 @@ struct Fetch {
                 const bool mine = taken >> lane & 1;
                 const u32 total = 8 * __reduce_max_sync(0xffffffffu, mine ? sum : 0);
                 const u32 note = notes + ring.index * NOTES;
-                if (lane < LISTS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
-                if (lane == 0) store_word(note + 4 * LISTS, step + 1 == p.steps && todo == 0);
+                if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
+                if (lane == 0) store_word(note + 4 * UNITS, step + 1 == p.steps && todo == 0);
                 __syncwarp();
                 if (lane == 0) barrier_expect(barrier, total);
                 __syncwarp();
@@ -236,46 +147,56 @@ struct Fetch {
             }
 #if PHASE == 2
             barrier_arrive(barrier);
-#elif FEATURES_LAST
-            Columns{x, p, sample, feature, pixels}.fill(stage, barrier);
 #else
-            fetch_x(stage, x, p, sample, feature);
+            fetch_x(stage, x, p, sample, feature, pixels);
             barrier_arrive_copied(barrier);
 #endif
             ring.advance();
         } while (todo);
     }
+
+    static __device__ __forceinline__ void store_word(u32 address, u32 word) {
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+    }
 };
 
 // ---- what the multiplying warps do
 
-// Loads in the order in which they are written: the compiler would wait for one before it starts the next.
+// Loads in the order in which they are written: the compiler would wait for the first before it starts the others.
 DEVICE void load_pair(uint4& pair, u32 from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w) : "r"(from));
+                 : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w)
+                 : "r"(from));
 }
 
-// VEC values of x of a lane's samples, which lie `lane` bytes into the row at `offset`.
-DEVICE void load_x(float (&v)[VEC], u32 x, u32 offset, u32 lane) {
-    const u32 from = x + (FEATURES_LAST ? offset ^ lane : offset + lane);
-    if constexpr (VEC == 4)
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[VEC - 1]) : "r"(from));
-    else if constexpr (VEC == 2)
+// VEC values of x of this lane's samples; `from`: the first.
+DEVICE void load_x(float (&v)[VEC], u32 from) {
+    if constexpr (FEATURES_LAST || VEC == 1) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * 128 * PITCH));
+    } else if constexpr (VEC == 2) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[VEC - 1]) : "r"(from));
-    else
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(from));
+    } else {
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[VEC - 1])
+                     : "r"(from));
+    }
 }
 
 // The next COUNT items of one output feature.
 template <int COUNT>
-DEVICE void take(float (&sum)[VEC], u32 items, u32 x, u32 lane) {
+DEVICE void take(float (&sum)[VEC], u32 items, u32 x) {
     uint4 pairs[(COUNT + 1) / 2];
     float values[COUNT][VEC];
 #pragma unroll
-    for (int k = 0; k < COUNT; k += 2) load_pair(pairs[k / 2], items + 8 * k);
+    for (int k = 0; k + 1 < COUNT; k += 2) load_pair(pairs[k / 2], items + 8 * k);
+    if constexpr (COUNT % 2) {
+        uint4& last = pairs[COUNT / 2];
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(last.x), "=r"(last.y) : "r"(items + 8 * (COUNT - 1)));
+    }
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x, k % 2 ? pairs[k / 2].z : pairs[k / 2].x, lane);
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (k % 2 ? pairs[k / 2].z : pairs[k / 2].x));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k)
 #pragma unroll
@@ -285,23 +206,22 @@ DEVICE void take(float (&sum)[VEC], u32 items, u32 x, u32 lane) {
 
 // Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
 // fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
-template <int FIRST>
-DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x, u32 lane) {
+DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
     u32 items = list + 8 * HEADER;
-    u32 counts = 0;  // of two output features
+    u32 counts = 0;  // of four output features
 #pragma unroll
-    for (int i = 0; i < LIST; ++i) {
-        if (i % 2 == 0) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(counts) : "r"(list + 2 * i));
-        u32 count = i % 2 ? counts >> 16 : counts & 0xffff;
+    for (int i = 0; i < UNIT; ++i) {
+        if (i % 4 == 0) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(counts) : "r"(list + i));
+        u32 count = counts >> 8 * (i % 4) & 255;
 #if FOURS
 #pragma unroll 1
-        for (; count >= 4; count -= 4, items += 32) take<4>(sum[FIRST + i], items, x, lane);
-        if (count & 2) take<2>(sum[FIRST + i], items, x, lane), items += 16;
+        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
+        if (count & 2) take<2>(sum[i], items, x), items += 16;
 #else
 #pragma unroll 1
-        for (; count >= 2; count -= 2, items += 16) take<2>(sum[FIRST + i], items, x, lane);
+        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
 #endif
-        if (count & 1) take<1>(sum[FIRST + i], items, x, lane), items += 16;
+        if (count & 1) take<1>(sum[i], items, x), items += 16;
     }
 }
 
@@ -362,13 +282,13 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
             const int first = features[lane % 4 * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const i64 sample = tile + (lane / 4 * 4 + i) * VEC + j;
+                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
                 if (sample < p.samples && first < p.features)
                     *reinterpret_cast<float4*>(y + sample * p.features + first) =
                         make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
             }
         } else {
-            const i64 sample = tile + lane * VEC + j;
+            const i64 sample = tile + 32 * j + lane;
 #pragma unroll
             for (int i = 0; i < UNIT; ++i) {
                 const int feature = features[i];
@@ -382,8 +302,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
     for (int i = 0; i < UNIT; ++i) {
         const int feature = features[i];
         if (feature >= p.features) continue;
-        float* to = y + feature * p.samples + sample;
-        asm volatile("" : "+l"(to));  // else the compiler keeps all addresses, and spills them
+        float* const to = y + feature * p.samples + sample;
         if constexpr (VEC_Y == VEC) {
             if (sample < p.samples) store<float, VEC>(to, sum[i]);
         } else {
@@ -396,7 +315,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ lists, const int* __restrict__ order,
+csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const int* __restrict__ order,
                 const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
                 const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
@@ -404,30 +323,29 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ lists
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, WARPS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
         barrier_init_done();
     }
     __syncthreads();
-    if (warp >= WARPS) {
-        if constexpr (WARPS == 16) give_registers<64>();
+    if (warp >= UNITS) {
+        if constexpr (UNITS == 16) give_registers<56>();
         Fetch fetch = {shared, notes, full, empty, reinterpret_cast<int*>(stages + (empty + 8 * STAGES - shared))};
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-            const int number = tile % p.tiles_down * LISTS + lane;
+            const int unit = tile % p.tiles_down * UNITS + lane;
             const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
-            const bool there = lane < LISTS && number < p.lists;
-            const uint2* const from = lists + i64(number) * p.steps;
-            uint2 next = there ? from[0] : make_uint2(0, 0);
+            const bool there = lane < UNITS && unit < p.units;
+            const uint2* const lists = units + i64(unit) * p.steps;
+            uint2 next = there ? lists[0] : make_uint2(0, 0);
             for (int step = 0; step < p.steps; ++step) {
                 const uint2 list = next;
-                if (there && step + 1 < p.steps) next = from[step + 1];
+                if (there && step + 1 < p.steps) next = lists[step + 1];
                 fetch.part(slots, list, x, p, sample, step);
             }
         }
         return;
     }
-    if constexpr (WARPS == 16) take_registers<104>();
+    if constexpr (UNITS == 16) take_registers<104>();
     Ring<STAGES> ring;
-    const u32 lane_bytes = lane * VEC * 4;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
         bool last;
@@ -435,15 +353,15 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ lists
             barrier_wait(full + 8 * ring.index, ring.parity);
             const u32 stage = shared + ring.index * STAGE;
             const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
-            const uint2 list = *reinterpret_cast<const uint2*>(note + 2 * warp);
-            last = note[LISTS];
-            if (PHASE != 1 && list.x != NONE) multiply<0>(sum, stage + list.x, stage, lane_bytes);
-            if (PHASE != 1 && list.y != NONE) multiply<LIST>(sum, stage + list.y, stage, lane_bytes);
+            const u32 list = note[warp];
+            last = note[UNITS];
+            if (PHASE != 1 && list != NONE)
+                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
-        const int unit = tile % p.tiles_down * WARPS + warp;
+        const int unit = tile % p.tiles_down * UNITS + warp;
         const Features features = {order + unit * (UNIT / RUN), unit * UNIT};
         if (bias || p.relu) finish(sum, bias, p, features);
         write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features);

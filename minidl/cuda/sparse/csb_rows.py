@@ -25,14 +25,12 @@ __all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 UNIT = 16  # output features of a warp
-LIST = 8  # output features of a list
 HEADER = 2  # slots of a list before its items
 RUN = {False: 4, True: 8}  # by features last, neighbours that are dealt together: features last, stores of 32 bytes
 SAVED = 0.08  # share of the time that dealing saves
 DEALING = 4.0, 1.6e-4  # microseconds that it takes, in all and for each element of a block's output features
 FETCHERS = 128  # threads that fetch
-TURN = 16  # bytes: the macro FEATURES_LAST
-CAPACITIES = (768, 1152, 1536, 2048, 3072, 4096, 6144, 8192)  # slots of a stage to choose from: each is a variant
+CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
 DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
@@ -43,15 +41,15 @@ PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
 WINDOW = np.dtype([("down", AXIS), ("across", AXIS), ("channels", np.int32), ("room", np.int32)])
 
-_LISTS = struct("", "rows columns across steps parts taps room scale turn")
-_FIELDS = "x_pitch samples", "features depth lists steps tiles_down tiles relu"
+_LISTS = struct("", "rows columns across steps parts taps room scale")
+_FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} parts", ("window", WINDOW))
 
 
 class RowsTile(NamedTuple):
     """What a block of csb_rows.cu owns and holds: the macros of the same names."""
 
-    warps: int
+    units: int
     vec: int
     part: int
     run: int
@@ -60,22 +58,14 @@ class RowsTile(NamedTuple):
     stages: int
 
     @property
-    def features(self) -> int:
-        return self.warps * UNIT
-
-    @property
-    def samples(self) -> int:
-        return 32 * self.vec
-
-    @property
-    def list_slots(self) -> int:
+    def unit_slots(self) -> int:
         """Of the longest list."""
-        return HEADER + LIST * self.part
+        return HEADER + UNIT * self.part
 
-    @property
-    def stage_bytes(self) -> int:
+    def stage_bytes(self, features_last: bool) -> int:
         """Shared memory of a stage: x, lists, notes, barriers."""
-        return 4 * self.part * self.samples + 8 * self.capacity + 4 * (self.features // LIST + 4) + 16
+        x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
+        return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -95,68 +85,63 @@ def choose_tile(
     As many output features as x should be read for at a time, and the samples with which rounds of thread blocks are
     expected to take the least time; then fewer features, while even so no multiprocessor gets a second tile.
     """
-    warps = 4 if features <= 64 else 8 if features <= 128 else 16
+    units = 4 if features <= 64 else 8 if features <= 128 else 16
 
-    def tiles(warps: int, vec: int) -> int:
-        return ceil_div(features, warps * UNIT) * ceil_div(samples, 32 * vec)
+    def tiles(units: int, vec: int) -> int:
+        return ceil_div(features, units * UNIT) * ceil_div(samples, 32 * vec)
 
     def cost(vec: int) -> float:
-        return ceil_div(tiles(warps, vec), device.multiprocessors) * _tile_time(warps, vec, depth, density)
+        return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, depth, density)
 
-    vec, *narrower = (v for v in (4, 2, 1) if 32 * (v - 1) < samples)
+    vec, *narrower = (v for v in ((4, 3, 2, 1) if features_last else (4, 2, 1)) if 32 * (v - 1) < samples)
     for fewer in narrower:
         if cost(fewer) < CLEARLY * cost(vec):
             vec = fewer
-    while warps > 4 and 2 * tiles(warps, vec) <= device.multiprocessors:
-        warps //= 2
+    while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
+        units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * warps * UNIT * depth * density
-    tile = RowsTile(warps, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
-    return sized(tile, density, device)
-
-
-def sized(tile: RowsTile, density: float, device: DeviceRecord) -> RowsTile:
-    """The tile with its room for lists, and as many stages as fit."""
-    wanted = max(tile.list_slots, SLACK * (HEADER + LIST * (tile.part * density + 0.5)) * tile.features // LIST)
+    dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
+    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
+    wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
-    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes))
+    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
 
 
-def _tile_time(warps: int, vec: int, depth: int, density: float) -> float:
+def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
     """Microseconds of a thread block on an H200: loads of x, multiply-adds with loads of items, beginning and end.
 
-    Fitted to (warps, vec) = (16, 4), (16, 3), (16, 2) and (8, 4) at a depth of 2048, 98 % zeros, features last: 52.5,
+    Fitted to (units, vec) = (16, 4), (16, 3), (16, 2) and (8, 4) at a depth of 2048, 98 % zeros, features last: 52.5,
     43.6, 35.0 and 40.8.
     """
-    return depth / 2048 * (4.85 * vec + 12.2 * warps * density * (vec + 2)) + 9.7
+    return depth / 2048 * (4.85 * vec + 12.2 * units * density * (vec + 2)) + 9.7
 
 
 def lists(
-    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, features_last: bool,
-    tile: RowsTile, taps: int = 1,
+    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, scale: int, tile: RowsTile,
+    taps: int = 1,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(slots, lists, order) of csb_lists.cu."""
-    room, wide = shape[1] // taps, tile.features
+    """(slots, units, order) of csb_lists.cu."""
+    room, wide = shape[1] // taps, tile.units * UNIT
     features, summed = (room, shape[0]) if transposed else (shape[0], room)
     out, parts = ceil_div(features, wide), ceil_div(summed, tile.part)
     steps = taps * parts
     # Each output feature of a part may have a pad, each unit a header.
-    slots = empty((indices.size + out * steps * wide // LIST * (LIST + HEADER) + 2, 2), np.uint32)
+    slots = empty((indices.size + out * steps * tile.units * (UNIT + HEADER) + 2, 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
-    found = empty((out * wide // LIST, steps, 2), np.uint32)
+    units = empty((out * tile.units, steps, 2), np.uint32)
     problem = argument(
         _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
-        room=room, scale=4 * tile.samples, turn=TURN if features_last else 0,
+        room=room, scale=scale,
     )  # fmt: skip
     defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "RUN": tile.run, "PART": tile.part}
     if tile.run == UNIT:
         order, used = None, zeros(1, np.uint32)
     else:
-        order, used = empty((out * tile.warps, UNIT // tile.run), np.int32), empty(1, np.uint32)
+        order, used = empty((out * tile.units, UNIT // tile.run), np.int32), empty(1, np.uint32)
         launch("csb_lists", "csb_order_kernel", out, 1024, indptr, indices, order, used, problem, defines=defines)
-    arrays = indptr, indices, values, order, slots, found, used
+    arrays = indptr, indices, values, order, slots, units, used
     launch("csb_lists", "csb_lists_kernel", out * steps, 2 * wide, *arrays, problem, defines=defines)
-    return slots, found, order
+    return slots, units, order
 
 
 def matmul(
@@ -168,7 +153,8 @@ def matmul(
     features, depth = shape[::-1] if transposed else shape
     samples, density = count if features_last else length, indices.size / (features * depth)
     tile = tile or choose_tile(features, depth, samples, density, features_last, current_device())
-    made = lists(indptr, indices, values, shape, side, transposed, features_last, tile)
+    scale = 4 if features_last else 128 * tile.vec
+    made = lists(indptr, indices, values, shape, side, transposed, scale, tile)
     multiply(tile, *made, x, y, features_last, bias, relu)
 
 
@@ -185,38 +171,37 @@ def convolve(
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
     tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
-    made = lists(indptr, indices, values, shape, side, transposed, True, tile, taps)
+    made = lists(indptr, indices, values, shape, side, transposed, 4, tile, taps)
     parts = made[1].shape[1] // taps
     multiply(tile, *made, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
 
 def multiply(
-    tile: RowsTile, slots: Any, found: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
+    tile: RowsTile, slots: Any, units: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
     phase: str = "all", **convolution: Any,
 ) -> None:  # fmt: skip
     """The product of `lists` made for this tile; ``phase``: one of `PHASES`, to take times apart."""
     count, length, pitch = rows(x)
     features = y.shape[-1] if features_last else y.shape[0]
     samples = prod(y.shape[:-1]) if features_last else y.shape[1]
-    down = ceil_div(features, tile.features)
-    tiles = down * ceil_div(samples, tile.samples)
+    down = ceil_div(features, tile.units * UNIT)
+    tiles = down * ceil_div(samples, 32 * tile.vec)
     assert tiles < 2**31, y.shape
     problem = argument(
         _CONVOLUTION if convolution else _PROBLEM, x_pitch=pitch, samples=samples, features=features,
-        depth=length if features_last else count, lists=found.shape[0], steps=found.shape[1], tiles_down=down,
+        depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    vec_x = vector_width(x)
-    vec_x = (4 if vec_x >= 4 else 1) if features_last else min(tile.vec, vec_x)
+    vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "WARPS": tile.warps, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run,
-        "FOURS": int(tile.fours), "CAPACITY": tile.capacity, "STAGES": tile.stages, "FEATURES_LAST": int(features_last),
-        "CONV": int(bool(convolution)), "VEC_X": vec_x, "VEC_Y": wide if y.shape[-1] % wide == 0 else 1,
-        "PHASE": PHASES[phase],
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
+        "CAPACITY": tile.capacity,
+        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
+        "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
-    shared = tile.stages * tile.stage_bytes + 32 + 4 * tile.samples
+    shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec
     grid = min(tiles, current_device().multiprocessors)
-    arrays = slots, found, order, x, bias, y
-    threads = 32 * tile.warps + FETCHERS
+    arrays = slots, units, order, x, bias, y
+    threads = 32 * tile.units + FETCHERS
     launch("csb_rows", "csb_rows_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)

@@ -1,11 +1,10 @@
 // The product of a sparse matrix and a few samples in 16-bit types: "load sparse, compute dense", sm_80 and newer. As
 // many bytes of the matrix are read as it has, a fraction of the dense one's, and that is what such a product costs.
 //
-// A team of one warp or two owns a block row of 64 output features (transposed: a block column) and a slice of the blocks
-// along the summed features; its warps share the elements of a block and take half of the samples each. It fetches a
-// block's elements and its x into registers while the block before is multiplied, and knows
-// from the start where its blocks lie, so nothing waits for memory twice; it scatters the elements into a dense 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums),
-// and clears it again. No team waits for another before the end, when WARPS_K slices are added in shared memory, pairs
+// A warp owns a block row of 64 output features (transposed: a block column) and a slice of the blocks along the summed
+// features. It fetches a block's elements into registers while the block before is multiplied, scatters them into a
+// dense 64 x 64 tile of its own in shared memory, multiplies the tile with x from registers (mma.sync, float32 sums),
+// and clears it again. No warp waits for another before the end, when WARPS_K slices are added in shared memory, pairs
 // first; more slices than that are left as float32 partials, which csb_skinny_fold_kernel adds in order. Slices depend
 // on the sizes alone, so the bits do not depend on the device.
 //
@@ -20,10 +19,13 @@
 //   partials  (slices, samples, features)                                    float32
 //
 // Grid: groups of WARPS_M block rows (fastest), slices, tiles of SAMPLES samples.
-// Bytes: 4 nnz, x once per group (from L2), y; FLOP 2 M K samples on tensor cores.
+// Bytes: 4 nnz, x once per group (from L2), y; FLOP 2 M K samples on tensor cores. 8192 x 8192 at 90 %: 6 us of bytes from
+// memory, but with 64 samples 134 MB of x from L2 (24 us) and 14 us of mma.sync, of which little hides. Tried, with
+// differences below 6 % either way: x of the next block fetched ahead with all block bounds known from the start; two
+// warps that share a block, half of the samples each; thread blocks of two or four block rows, whose warps find x in L1.
 // After H. Xia et al., "Flash-LLM", VLDB 2024.
 //
-// Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_M, WARPS_K (teams; a power of two), TEAM (1, 2).
+// Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_M, WARPS_K (a power of two).
 #include "common.cuh"
 #include "mma.cuh"
 
@@ -36,23 +38,14 @@ struct Problem {
     int relu;
 };
 
-constexpr int SIDE = 64, TEAMS = WARPS_M * WARPS_K, LANES = 32 * TEAM, THREADS = LANES * TEAMS;
+constexpr int SIDE = 64, WARPS = WARPS_M * WARPS_K, THREADS = 32 * WARPS;
 constexpr int PITCH = 144;                  // bytes from row to row of a tile: eight rows meet different banks
 constexpr int TILE = SIDE * PITCH;
-constexpr int ROUNDS = 4 / TEAM, CHUNK = LANES * 4 * ROUNDS;  // elements that a team holds in registers
-constexpr int MINE = SAMPLES / TEAM, COLUMNS = MINE / 8;      // samples of a warp, and their fragments of x
-constexpr bool REMEMBER = TEAM > 1 || SAMPLES == 16;  // whether there are registers to remember where the elements went
-constexpr int HALVES = TEAM > 1 && MINE == 32 ? 1 : 2;        // of a block's x in registers, fetched as far ahead
+constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
+constexpr int COLUMNS = SAMPLES / 8;        // fragments of x
+constexpr bool REMEMBER = SAMPLES == 16;    // whether there are registers to remember where the elements went
+constexpr bool AHEAD = SAMPLES == 64;       // x of the next block is fetched early: few warps hide its way
 constexpr int SUM_PITCH = SAMPLES + 4;      // floats
-static_assert(TEAM == 1 || TEAMS < 16, "a barrier for each team");
-
-// Of a lane among those of its team.
-DEVICE int team_lane() { return threadIdx.x % LANES; }
-
-DEVICE void team_sync() {
-    if constexpr (TEAM == 1) __syncwarp();
-    else asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / LANES), "n"(LANES) : "memory");
-}
 
 // Elements of a block on their way: four neighbouring ones a round.
 struct Elements {
@@ -60,10 +53,10 @@ struct Elements {
 
     __device__ __forceinline__ void fetch(const u16* __restrict__ from, const T* __restrict__ values_from, int first,
                                           int end) {
-        const int lane = team_lane();
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            const int e = first + 4 * (LANES * r + lane);
+            const int e = first + 4 * (32 * r + lane);
             if (e < end) {
                 indices[r] = __ldg(reinterpret_cast<const uint2*>(from + e));
                 values[r] = __ldg(reinterpret_cast<const uint2*>(values_from + e));
@@ -83,10 +76,10 @@ struct Elements {
     }
 
     __device__ __forceinline__ void scatter(u32 tile, int first, int begin, int end) const {
-        const int lane = team_lane();
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
-            const int e = first + 4 * (LANES * r + lane);
+            const int e = first + 4 * (32 * r + lane);
             const u32 low = places(indices[r].x), high = places(indices[r].y);
             if (e >= begin && e < end) put(tile + (low & 0xffff), values[r].x);
             if (e + 1 >= begin && e + 1 < end) put(tile + (low >> 16), values[r].x >> 16);
@@ -116,7 +109,7 @@ struct Places {
         if constexpr (KEPT) {
 #pragma unroll
             for (int i = 0; i < 2 * ROUNDS; ++i) {
-                const int e = first + 4 * (LANES * (i / 2) + team_lane()) + i % 2 * 2;
+                const int e = first + 4 * (32 * (i / 2) + threadIdx.x % 32) + i % 2 * 2;
                 if (e < end) Elements::put(tile + (pairs[i] & 0xffff), 0);
                 if (e + 1 < end) Elements::put(tile + (pairs[i] >> 16), 0);
             }
@@ -160,13 +153,12 @@ DEVICE void multiply(float (&sum)[4][COLUMNS][4], u32 rows, const uint4 (&words)
 
 // Adds the sums of WARPS_K slices in shared memory, [block row][output feature][sample]: pairs first.
 DEVICE void join(float (&sum)[4][COLUMNS][4], float* scratch) {
-    const int lane = threadIdx.x % 32, team = threadIdx.x / LANES, row = team / WARPS_K, slice = team % WARPS_K;
-    const int first = threadIdx.x % LANES / 32 * MINE;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / WARPS_K, slice = warp % WARPS_K;
 #pragma unroll
     for (int half = WARPS_K / 2; half > 0; half /= 2) {
         float* const place = scratch + (row * half + slice % half) * SIDE * SUM_PITCH;
         const auto at = [&](int i, int j, int e) {  // of two neighbouring sums
-            return reinterpret_cast<float2*>(place + (16 * i + 4 * e + lane / 4) * SUM_PITCH + first + 8 * j + lane % 4 * 2);
+            return reinterpret_cast<float2*>(place + (16 * i + 4 * e + lane / 4) * SUM_PITCH + 8 * j + lane % 4 * 2);
         };
         __syncthreads();
         if (slice >= half && slice < 2 * half) {
@@ -202,44 +194,34 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
                   const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
                   float* __restrict__ partials, const __grid_constant__ Problem p) {
     extern __shared__ __align__(16) unsigned char shared[];
-    const int lane = threadIdx.x % 32, team = threadIdx.x / LANES;
-    const int row = blockIdx.x * WARPS_M + team / WARPS_K;
-    const int first_sample = blockIdx.z * SAMPLES + threadIdx.x % LANES / 32 * MINE;
-    const int slice = blockIdx.y * WARPS_K + team % WARPS_K, slices = p.slices * WARPS_K;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = blockIdx.x * WARPS_M + warp / WARPS_K, first_sample = blockIdx.z * SAMPLES;
+    const int slice = blockIdx.y * WARPS_K + warp % WARPS_K, slices = p.slices * WARPS_K;
     const int first_step = static_cast<int>(i64(slice) * p.steps / slices);
     const int end_step = row < p.rows ? static_cast<int>(i64(slice + 1) * p.steps / slices) : first_step;
 
-    unsigned char* const tile = shared + team * TILE;
+    unsigned char* const tile = shared + warp * TILE;
     const u32 tile_address = shared_address(tile), rows = tile_address + lane % 16 * PITCH + lane / 16 * 16;
     const auto clear = [&] {
 #pragma unroll
-        for (int i = 0; i < TILE / (16 * LANES); ++i)
-            reinterpret_cast<uint4*>(tile)[team_lane() + LANES * i] = make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < TILE / 512; ++i) reinterpret_cast<uint4*>(tile)[lane + 32 * i] = make_uint4(0, 0, 0, 0);
     };
     const auto block_of = [&](int step) {
         return TRANSPOSED ? step * p.across + row : row * p.across + step;  // of fewer than 2^31
     };
     clear();
     float sum[4][COLUMNS][4] = {};
-    int bounds[2] = {};  // of a lane's block among the next 32
-    const auto bounds_of = [&](int step) {  // steps one after the other, up to one that is not there
-        const int i = (step - first_step) % 32;
-        if (i == 0) {
-            const bool there = step + lane < end_step;
-            for (int e = 0; e < 2; ++e) bounds[e] = there ? indptr[block_of(step + lane) + e] : 0;
-        }
-        return make_int2(__shfl_sync(0xffffffffu, bounds[0], i), __shfl_sync(0xffffffffu, bounds[1], i));
-    };
-    int2 range = bounds_of(first_step);
     Elements next;
-    next.fetch(indices, values, range.x & ~3, range.y);
-    uint4 words[HALVES][COLUMNS];
-    if (first_step < end_step)
-        for (int half = 0; half < HALVES; ++half) fetch_x(words[half], x, p, first_sample, first_step * SIDE + 32 * half);
+    int begin = 0, end = 0;
+    if (first_step < end_step) begin = indptr[block_of(first_step)], end = indptr[block_of(first_step) + 1];
+    next.fetch(indices, values, begin & ~3, end);
+    uint4 words[COLUMNS];  // x of half a block
+    if (AHEAD) fetch_x(words, x, p, first_sample, first_step * SIDE);
     for (int step = first_step; step < end_step; ++step) {
-        const int begin = range.x, end = range.y;
-        range = bounds_of(step + 1);
-        team_sync();  // the tile is clear
+        int next_begin = 0, next_end = 0;
+        if (step + 1 < end_step) next_begin = indptr[block_of(step + 1)], next_end = indptr[block_of(step + 1) + 1];
+        if (!AHEAD) fetch_x(words, x, p, first_sample, step * SIDE);
+        __syncwarp();  // the tile is clear
         const bool once = REMEMBER && end - (begin & ~3) <= CHUNK;
         int first = begin & ~3;
         for (; first + CHUNK < end; first += CHUNK) {
@@ -248,21 +230,19 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
         }
         next.scatter(tile_address, first, begin, end);
         Places<REMEMBER> places(next);
-        next.fetch(indices, values, range.x & ~3, range.y);
-        team_sync();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint4(&now)[COLUMNS] = words[half % HALVES];
-            if (begin < end) multiply(sum, rows, now, half);
-            const int next_half = half + HALVES;
-            if (step + next_half / 2 < end_step) fetch_x(now, x, p, first_sample, step * SIDE + 32 * next_half);
-        }
-        team_sync();
+        next.fetch(indices, values, next_begin & ~3, next_end);
+        __syncwarp();
+        if (begin < end) multiply(sum, rows, words, 0);
+        fetch_x(words, x, p, first_sample, step * SIDE + 32);
+        if (begin < end) multiply(sum, rows, words, 1);
+        if (AHEAD) fetch_x(words, x, p, first_sample, (step + 1) * SIDE);
+        __syncwarp();
         if (once) places.clear(tile_address, begin & ~3, end);
         else clear();
+        begin = next_begin, end = next_end;
     }
     join(sum, reinterpret_cast<float*>(shared));
-    if (team % WARPS_K || row >= p.rows) return;
+    if (warp % WARPS_K || row >= p.rows) return;
     const int feature = row * SIDE + lane / 4;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j)

@@ -18,7 +18,7 @@ from minidl.shapes import Pair, ceil_div
 __all__ = ["MOST_SAMPLES", "SkinnyTile", "applies", "choose_tile", "matmul"]
 
 SIDE, PITCH = 64, 144
-MOST_SAMPLES, MOST_TEAMS = 64, 16
+MOST_SAMPLES, MOST_WARPS = 64, 16
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
 VECTOR = 8  # features of x per access
 _PROBLEM = struct("x_pitch", "samples features depth rows steps across slices relu")
@@ -31,31 +31,29 @@ class SkinnyTile(NamedTuple):
     warps_m: int
     warps_k: int
     slices: int
-    team: int
 
     @property
-    def teams(self) -> int:
+    def warps(self) -> int:
         return self.warps_m * self.warps_k
 
     @property
     def shared_bytes(self) -> int:
-        return self.teams * SIDE * PITCH
+        return self.warps * SIDE * PITCH
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord, samples: int, depth: int) -> bool:
     """Whether this kernel can do a product with features last."""
-    fits = samples <= MOST_SAMPLES and MOST_TEAMS * SIDE * PITCH <= device.shared_per_block
+    fits = samples <= MOST_SAMPLES and MOST_WARPS * SIDE * PITCH <= device.shared_per_block
     return side == SIDE and dtype.itemsize == 2 and depth % VECTOR == 0 and fits
 
 
 def choose_tile(samples: int, features: int, depth: int) -> SkinnyTile:
     """A function of the sizes alone: slices cut the sums."""
     width = next(n for n in (16, 32, 64) if samples <= n)
-    team = 1 if width == 16 else 2  # sums of more samples leave room for fewer warps, unless they are shared
-    teams = MOST_TEAMS // team
+    warps = MOST_WARPS // 2 if width == 64 else MOST_WARPS
     groups = ceil_div(features, SIDE)
     steps = ceil_div(depth, SIDE)
-    return SkinnyTile(width, 1, teams, max(1, min(BLOCKS_WANTED // groups, steps // (2 * teams))), team)
+    return SkinnyTile(width, 1, warps, max(1, min(BLOCKS_WANTED // groups, steps // (2 * warps))))
 
 
 def matmul(
@@ -76,10 +74,10 @@ def matmul(
         steps=steps, across=ceil_div(shape[1], SIDE), slices=tile.slices, relu=relu,
     )  # fmt: skip
     defines = {"DTYPE": DTYPE[y.dtype], "TRANSPOSED": int(transposed), "SAMPLES": tile.samples}
-    defines |= {"WARPS_M": tile.warps_m, "WARPS_K": tile.warps_k, "TEAM": tile.team}
+    defines |= {"WARPS_M": tile.warps_m, "WARPS_K": tile.warps_k}
     grid = groups, tile.slices, ceil_div(samples, tile.samples)
     arrays = indptr, indices, values, x, bias, y, partials
-    launch("csb_skinny", "csb_skinny_kernel", grid, 32 * tile.team * tile.teams, *arrays, problem, defines=defines,
+    launch("csb_skinny", "csb_skinny_kernel", grid, 32 * tile.warps, *arrays, problem, defines=defines,
            shared=tile.shared_bytes)  # fmt: skip
     if partials is not None:
         sizes = (np.int32(n) for n in (tile.slices, samples, features, relu))

@@ -1,0 +1,106 @@
+"""Whole passes of a network, forward and backward, by several plans in turns: they have the last word in tuning.
+
+A plan put together of the fastest way of each batch norm is the fastest if a network takes the sum of what its pieces
+take. It does not quite: a kernel finds in the cache what the one before left there, and at its limit of power a GPU
+slows down for the sake of all. So the composed plan runs beside the fixed ones and the model's; the fastest is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import prod, sqrt
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from minidl.dist.communicator import Communicator
+from minidl.fusion.chain import Term, total
+from minidl.fusion.piece import twin
+from minidl.fusion.plans import PLANS, Plan, choose, set_modes
+from minidl.fusion.sites import Site
+from minidl.graph import Graph
+from minidl.model import Model
+from minidl.precision import Precision
+from minidl.profile.inputs import noise
+
+__all__ = ["COMPOSED", "Whole", "can_run_alone", "contestants"]
+
+COMPOSED = "composed"
+WITHIN = 1.1  # of the least predicted time: plans that stay behind by more are not worth a run
+
+
+def contestants(
+    sites: Sequence[Site],
+    composed: Plan,
+    others: Mapping[str, Plan],
+    terms: Sequence[Term],
+    runs: Callable[[Plan], Any],
+) -> dict[str, Plan]:
+    """The plans that are worth a run: by the sum of what was measured, within a tenth of the composed one.
+
+    Args:
+        others: plans by name, beside `PLANS`.
+        terms: what was measured.
+        runs: what a plan comes to; of those that come to the same the first is taken, the composed one before all.
+    """
+    plans = {COMPOSED: composed, **others, **{how: choose(sites, how) for how in reversed(PLANS)}}
+    limit = WITHIN * total(composed.sites, terms)
+    distinct: dict[Any, str] = {}
+    for name, plan in plans.items():
+        if name == COMPOSED or total(plan.sites, terms) <= limit:
+            distinct.setdefault(runs(plan), name)
+    return {name: plans[name] for name in distinct.values()}
+
+
+def can_run_alone(graph: Graph) -> bool:
+    """Whether every layer is one of minidl's, and none has ranks of its own to talk to."""
+    return all(
+        type(layer).__module__.startswith("minidl.layers.")
+        and not any(isinstance(value, Communicator) and value.size > 1 for value in vars(twin(layer)).values())
+        for layer in graph.layers
+    )
+
+
+class Whole:
+    """A model of the same layers as a network, with weights of its own, on one batch of noise.
+
+    Raises:
+        MemoryError: when the device has no room for it.
+    """
+
+    def __init__(self, graph: Graph, batch: int, ops: ModuleType, precision: Precision):
+        self._model = Model(_copy(graph), device=ops.name, precision=precision)
+        self._x = noise(ops, (batch, *graph.nodes[0].shape), precision.storage)
+        self._dy = noise(ops, (batch, *graph.output_node.shape), precision.storage, seed=1)
+
+    def __call__(self, on: frozenset[tuple[str, str]]) -> None:
+        """Forward and backward with exactly these modes."""
+        set_modes(self._model.layers, on)
+        self._model.forward(self._x)
+        self._model.backward(self._dy)
+        for _ in self._model.arena.finished():
+            pass  # no update takes the gradients
+
+    def held(self) -> AbstractContextManager[None]:
+        """Within, all passes draw the same random numbers, so they may be captured."""
+        return self._model.random.hold()
+
+
+def _copy(graph: Graph) -> Graph:
+    """The same network, unbound."""
+    copy = Graph()
+    nodes = [copy.input(graph.nodes[0].shape)]
+    for node in graph.nodes[1:]:
+        layer = twin(node.layer)
+        layer.specs = [dataclasses.replace(s, init=_sketched) if s.product else s for s in layer.specs]
+        nodes.append(copy.add(layer, [nodes[i] for i in node.inputs]))
+    return copy.output(nodes[graph.output_node.index])
+
+
+def _sketched(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Weights that keep the size of what passes through them; they repeat, as to draw all would take seconds."""
+    scale = np.float32(sqrt(2 / max(prod(shape[1:]), 1)))
+    return np.resize(scale * rng.standard_normal(1 << 14, np.float32), shape)
