@@ -87,7 +87,7 @@ def _plan(logits: Any, labels: Any, weights: Any | None, smoothed: bool, out: An
 
 def _resident(classes: int, smoothed: bool) -> int:
     """Blocks of a multiprocessor, where each thread holds a row of ``classes`` and sums."""
-    return 3 if classes > 32 else 6 if smoothed or classes > 24 else 8
+    return 2 if classes > 48 else 3 if classes > 32 else 6 if smoothed or classes > 24 else 8
 
 
 def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
