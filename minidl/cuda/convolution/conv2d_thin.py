@@ -99,7 +99,7 @@ def gather(
     With ``relu``, the output of a ReLU over that.
     """
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    vectors = vector_width(source), vector_width(output), 1 if add is None else vector_width(add)
+    vectors = vector_width(source), vector_width(output), ACCESS if add is None else vector_width(add)
     _plan_gather(conv, code, tf32, backward, pitches, vectors, relu).start(source, w, bias, add, output)
 
 
