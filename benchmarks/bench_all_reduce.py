@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import checks, dist, launch
 from minidl.cuda import all_reduce as kernels
+from minidl.cuda.capture import Room, capture
 from minidl.dist import ipc
 from minidl.dist.communicator import place
 from minidl.dist.nccl import NCCLCommunicator
@@ -85,7 +86,8 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
     """As `measure`, on GPUs. ``arena``: float32, placed, of `ROTATED_BYTES`."""
     import cupy
 
-    nccl, stream, count = comm._nccl, cupy.cuda.Stream(non_blocking=True), size // 4
+    nccl, room, count = comm._nccl, Room(), size // 4
+    stream = room.stream
     calls = max(2, min(20, (64 << 20) // size))
     parts = [arena[i * count : (i + 1) * count] for i in range(max(1, arena.size // count))]
     turns = [parts[i % len(parts)] for i in range(calls)]
@@ -95,13 +97,10 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
         comm._inline.allReduce(pointer, pointer, part.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
 
     def captured(call: Callable[[Any], None]) -> Any:
-        with stream:
+        with room.entered():
             call(turns[0])
             stream.synchronize()
-            stream.begin_capture()
-            for part in turns:
-                call(part)
-            return stream.end_capture()
+            return capture(lambda: [call(part) for part in turns], stream)[0]
 
     graphs = {"nccl": captured(bare)}
     for name, routes in ROUTES.items():
@@ -216,7 +215,7 @@ def main() -> None:
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
     if dist.launched_size() == 1:
-        sys.exit(launch.main(["-n", str(options.ranks), __file__, *sys.argv[1:]]))
+        sys.exit(launch.main(["-n", str(options.ranks), *sys.argv]))
     if options.device == "cuda":
         on_gpus(options)
         return

@@ -1,13 +1,13 @@
-"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, the depthwise ones of MobileNetV2 and EfficientNet-B0, and
-grouped ones: every distinct layer in each of its three passes, beside PyTorch.
+"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, the depthwise ones of MobileNetV2 and EfficientNet-B0,
+grouped ones and fully connected layers: every distinct layer in each of its three passes, beside PyTorch.
 
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
     python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
 
-On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark. On the CPU it is oneDNN with as many threads, in
-channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
-output is compared with the peer's. The table lists first what costs the networks most against the best peer: the time
-lost, weighted by how often the layer occurs.
+On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark; of fully connected layers also cuBLAS. On the CPU it
+is oneDNN with as many threads, in channels_last and in contiguous NCHW memory; the sides take turns, so that drift of
+the machine meets all. Every timed output is compared with the peer's. The table lists first what costs the networks
+most against the best peer: the time lost, weighted by how often the layer occurs.
 """
 
 from __future__ import annotations
@@ -94,8 +94,14 @@ class Layer:
         return 2 * self.batch * self.out_size**2 * self.filters * self.channels // self.groups * self.kernel**2
 
     def bytes(self, itemsize: int) -> int:
-        """Of the images on both sides."""
-        return itemsize * self.batch * (self.size**2 * self.channels + self.out_size**2 * self.filters)
+        """Of the images on both sides; of a fully connected layer the weights, too, which are most of them."""
+        weights = self.channels * self.filters if self.connected else 0
+        return itemsize * (self.batch * (self.size**2 * self.channels + self.out_size**2 * self.filters) + weights)
+
+    @property
+    def connected(self) -> bool:
+        """A fully connected layer: images of one pixel."""
+        return self.size == 1
 
 
 def _resnet18(batch: int = 256) -> list[Layer]:
@@ -144,7 +150,7 @@ def _unet(batch: int = 32) -> list[Layer]:
         if level < 4:
             layers.append(Layer("U-Net", batch, size >> level, 2 * width, width, 3, 1, 1))
         channels = width
-    return _merged(layers)
+    return _merged([*layers, Layer("U-Net", batch, size, widths[0], 2, 1, 1, 1)])
 
 
 def _depthwise(label: str, build: Callable[[], Graph], batch: int = 128) -> list[Layer]:
@@ -174,6 +180,13 @@ def _grouped(batch: int = 128) -> list[Layer]:
     return layers
 
 
+def _connected(batch: int | None = None) -> list[Layer]:
+    """The fully connected layers of VGG-16 and ResNet-50."""
+    sizes = [("VGG-16", 64, 25088, 4096), ("VGG-16", 64, 4096, 4096), ("VGG-16", 64, 4096, 1000)]
+    sizes += [("ResNet-50", 256, 2048, 1000), ("ResNet-50", 32, 2048, 1000)]
+    return [Layer(f"Linear of {name}", batch or images, 1, c, k, 1, 1, 1) for name, images, c, k in sizes]
+
+
 def _merged(layers: list[Layer]) -> list[Layer]:
     counts: dict[Layer, int] = {}
     for layer in layers:
@@ -186,7 +199,7 @@ NETWORKS: dict[str, Callable[..., list[Layer]]] = {
     "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet,
     "mobilenet_v2": partial(_depthwise, "MobileNetV2", models.mobilenet_v2),
     "efficientnet_b0": partial(_depthwise, "EfficientNet-B0", models.efficientnet_b0),
-    "grouped": _grouped,
+    "grouped": _grouped, "connected": _connected,
 }  # fmt: skip
 
 
@@ -209,7 +222,8 @@ class Arrays:
 
         n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
         self.x, self.dy = [draw(n, h, h, c) for _ in range(sets)], [draw(n, p, p, k) for _ in range(sets)]
-        self.w = draw(k, r, r, c // layer.groups)
+        filters = [draw(k, r, r, c // layer.groups) for _ in range(sets if layer.connected else 1)]
+        self.w, self.ws = filters[0], [filters[i % len(filters)] for i in range(sets)]
 
     def array(self, tensor: Any) -> Any:
         """Our array of a tensor's memory."""
@@ -222,21 +236,21 @@ class Arrays:
         return cupy.from_dlpack(bits).view(dtype)
 
     def ours(self, which: str) -> list[Callable[[], Any]]:
-        layer, ops, w = self.layer, self.ops, self.array(self.w)
+        layer, ops = self.layer, self.ops
         stride, padding = (layer.stride,) * 2, (layer.padding,) * 2
         options = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": layer.groups}
         options["tf32"] = self.precision.tf32
-        sets = [(self.array(x), self.array(dy)) for x, dy in zip(self.x, self.dy, strict=True)]
+        sets = [tuple(map(self.array, arrays)) for arrays in zip(self.x, self.dy, self.ws, strict=True)]
         if which == "forward":
-            return [partial(ops.conv2d, x, w, **options) for x, _ in sets]
+            return [partial(ops.conv2d, x, w, **options) for x, _, w in sets]
         if which == "backward_data":
-            return [partial(ops.conv2d_backward_data, dy, w, x.shape, **options) for x, dy in sets]
+            return [partial(ops.conv2d_backward_data, dy, w, x.shape, **options) for x, dy, w in sets]
 
         def weight(dy: Any, x: Any, out: Any) -> Any:
             ops.conv2d_backward_weight(dy, x, **options, out=out)
             return out
 
-        return [partial(weight, dy, x, ops.empty(w.shape, np.float32)) for x, dy in sets]
+        return [partial(weight, dy, x, ops.empty(w.shape, np.float32)) for x, dy, w in sets]
 
     def peer(self, which: str, contiguous: bool = False) -> list[Callable[[], Any]]:
         """In channels_last memory, or in contiguous NCHW."""
@@ -245,18 +259,30 @@ class Arrays:
         def placed(tensor: Any) -> Any:
             return _nchw(tensor).contiguous() if contiguous else _nchw(tensor)
 
-        w, xs, dys = placed(self.w), [placed(x) for x in self.x], [placed(dy) for dy in self.dy]
+        xs, dys, ws = ([placed(one) for one in some] for some in (self.x, self.dy, self.ws))
         stride, padding = [layer.stride] * 2, [layer.padding] * 2
         if which == "forward":
-            return [partial(torch.nn.functional.conv2d, x, w, None, stride, padding, 1, layer.groups) for x in xs]
+            conv2d = torch.nn.functional.conv2d
+            return [partial(conv2d, x, w, None, stride, padding, 1, layer.groups) for x, w in zip(xs, ws, strict=True)]
         mask = [which == "backward_data", which == "backward_weight", False]
         wanted = mask.index(True)
 
-        def backward(dy: Any, x: Any) -> Any:
+        def backward(dy: Any, x: Any, w: Any) -> Any:
             arguments = (stride, padding, [1, 1], False, [0, 0], layer.groups, mask)
             return torch.ops.aten.convolution_backward(dy, x, w, None, *arguments)[wanted]
 
-        return [partial(backward, dy, x) for dy, x in zip(dys, xs, strict=True)]
+        return [partial(backward, *arrays) for arrays in zip(dys, xs, ws, strict=True)]
+
+    def products(self, which: str) -> list[Callable[[], Any]]:
+        """The peer's matrix products of a fully connected layer."""
+        matmul, sets = _torch().matmul, [
+            tuple(one.flatten(1) for one in arrays) for arrays in zip(self.x, self.dy, self.ws, strict=True)
+        ]  # fmt: skip
+        if which == "forward":
+            return [partial(matmul, x, w.t()) for x, _, w in sets]
+        if which == "backward_data":
+            return [partial(matmul, dy, w) for _, dy, w in sets]
+        return [partial(matmul, dy.t(), x) for x, dy, _ in sets]
 
     def error(self, ours: Any, peer: Any) -> float:
         """Largest difference, relative to the largest value; NaN or infinity when ours is not finite."""
@@ -286,17 +312,20 @@ def _measure(
     from minidl.bench.torch_calls import time_calls
 
     precision = PRECISIONS[name]
-    sets = min(8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
+    sets = min(40 if layer.connected else 8, input_sets(layer.bytes(precision.dtype.itemsize), cache))
     arrays = Arrays(layer, precision, sets, "cuda")
     rows = []
     for which in passes_of(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
         error = checked(arrays, name, which, ours[-1](), peer[-1]())
         budget = Budget(samples, seconds=math.inf)
-        mine, theirs = DeviceTimer().replayed(ours, budget), time_calls(peer, budget, "replayed", "cuda")
+        mine, peers = DeviceTimer().replayed(ours, budget), {"cudnn": peer}
+        if layer.connected:
+            peers["cublas"] = arrays.products(which)
+        theirs = {name: time_calls(calls, budget, "replayed", "cuda") for name, calls in peers.items()}
         floor = floor_ms(layer, precision, bandwidth)
-        rows.append(row_of(layer, name, which, error, mine, {"cudnn": theirs}) | {"floor_ms": floor})
-        del ours, peer
+        rows.append(row_of(layer, name, which, error, mine, theirs) | {"floor_ms": floor})
+        del ours, peer, peers
         cupy.get_default_memory_pool().free_all_blocks()
         _torch().cuda.empty_cache()
     return rows
@@ -381,8 +410,8 @@ def _lost(row: dict[str, Any]) -> float:
     return row["count"] * (row["ms"] - _best(row))
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    peers = [f"{ms:.3f}" for ms in row["peers"].values()]
+def _cells(row: dict[str, Any], names: list[str]) -> list[str]:
+    peers = [f"{row['peers'][name]:.3f}" if name in row["peers"] else "" for name in names]
     if row["floor_ms"] is None:
         figures = [f"{row['tflops'] * 1e3:.0f} G", f"{row['thread_work_bytes'] / 2**20:.2f}"]
         figures.append(f"{row['shared_work_bytes'] / 2**20:.2f}")
@@ -408,9 +437,10 @@ def _totals(rows: list[dict[str, Any]]) -> list[list[str]]:
 def _show(rows: list[dict[str, Any]], device: str) -> None:
     rows.sort(key=_lost, reverse=True)
     middle = ["work MB/thread", "shared MB"] if device == "cpu" else ["floor ms"]
-    peers = [f"{name} ms" for name in rows[0]["peers"]]
-    columns = ["layer and pass", "type", "ms", "spread", "FLOP/s", *middle, *peers, "its spread", "speed"]
-    show("convolutions, worst first", [*columns, "of minima", "count", "lost ms"], [_cells(row) for row in rows])
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    columns = ["layer and pass", "type", "ms", "spread", "FLOP/s", *middle, *(f"{name} ms" for name in names)]
+    columns += ["its spread", "speed", "of minima", "count", "lost ms"]
+    show("convolutions, worst first", columns, [_cells(row, names) for row in rows])
     columns = ["network, type, pass", "ms", "best peers ms", "speed against the best peers"]
     show("all layers, weighted by count", columns, _totals(rows))
 
@@ -446,7 +476,8 @@ def main() -> None:
         bandwidth = copy_bandwidth(cuda, DeviceTimer()) * 1e9
     layers = [layer for network in a.network for layer in NETWORKS[network](*([a.batch] if a.batch else []))]
     for name in a.precision:
-        torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32 == 1  # the peer of three products is float32
+        for peer in (torch.backends.cudnn, torch.backends.cuda.matmul):
+            peer.allow_tf32 = PRECISIONS[name].tf32 == 1  # the peer of three products is float32
         for layer in sorted(layers, key=lambda layer: layer.bytes(1)):
             started = time.perf_counter()
             if a.device == "cpu":

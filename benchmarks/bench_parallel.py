@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import minidl as m
 from minidl import dist, launch, models
 from minidl.bench.setup import device_of
+from minidl.cuda.capture import Room, capture
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import share
 from minidl.profile.results import machine_record, result, write
@@ -108,7 +109,7 @@ def step_of(splits: Splits, case: Case, arm: Arm, alone: bool, device: str, prec
     group, peers = splits[ranks]
     joint = dist.SOLO if alone else peers if arm.way == "channels" else comm
     way, group = ("rows", dist.SOLO) if arm.way == "data" else (arm.way, group)
-    model = m.Model(network(case, way, group), device=device, precision=precision, comm=joint, group_bytes=4 << 20)
+    model = m.Model(network(case, way, group), device=device, precision=precision, comm=joint)
     images = case.batch if alone else share(case.batch, arm.images, comm.rank // ranks).count
     x, dy = (drawn(model, images, node.shape) for node in (model.graph.nodes[0], model.graph.output_node))
 
@@ -133,21 +134,17 @@ def drawn(model: m.Model, images: int, shape: tuple[int, ...]) -> Any:
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The step as a CUDA graph, so that no launch is waited for; a collective."""
-    import cupy
-
-    stream, pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-    with stream, cupy.cuda.using_allocator(pool.malloc):  # a pool that nothing else writes into between replays
+    room = Room()
+    with room.entered():
         step()
         step()
-        stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
-    kept = step, pool
+        room.stream.synchronize()
+        graph, _ = capture(step, room.stream)
+    kept = step  # whose arrays the graph reads
 
     def replay() -> None:
         assert kept
-        graph.launch(stream)
+        graph.launch(room.stream)
 
     return replay
 

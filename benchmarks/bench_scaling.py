@@ -4,16 +4,21 @@
     python benchmarks/bench_scaling.py --ranks 2 --device cpu --cases resnet20/32 --arms shm mpi
 
 A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
-A step is forward, loss, backward, sums of gradients and update of a resident batch per rank; on GPUs it is replayed as
-a CUDA graph. An arm is a way of the messages: ENGINE[/GROUP[/DTYPE[/sums]]], of groups of so many MiB (``near``: 4
-beside memory-bound layers, 25 beside products; default: what `minidl tune comm` kept), gradients sent as fp32 or bf16;
-``sums``: those of large fully connected layers as well, in whose place factors travel else. Engines on GPUs: links
-(sums by our own kernels where they have a route; links16 and links8: of so many blocks at most), nccl; on CPUs: shm,
-mpi. All arms take turns in blocks of steps on one model, each between two runs of the same step without messages, on
-all ranks at once, and in another order from block to block: a GPU at its power limit slows down for some tenths of a
-second, and that is to count on both sides. Efficiency is the time without over that with messages. What communication
-adds is told twice: the arm less the step without messages, and, for the first arm, what events say the update waited
-in a step that is watched. Sums of batch norms and of the loss stay in the step without messages, and go by links there.
+A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
+GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
+order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
+``whole``: what is left at last is not cut once more. ``hold``: messages wait, and start one at a time before the
+backward passes of batch norms and pools that move half as much as the largest, or more. fp32 or bf16: how gradients are
+sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors travel else. Engines
+on GPUs: links (sums by our own kernels where they have a route; links8 and links32: of so many blocks at most, not 16),
+nccl; on CPUs: shm, mpi.
+
+All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
+limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
+do not count, and then takes steps without messages, with, with, and without, on all ranks at once. What communication
+adds is the median of the differences within a turn; a second figure, for the first arm, is what events say the update
+waited in a step that is watched. Efficiency is the step less what is added, over the step. Sums of batch norms and of
+the loss stay in the step without messages, and go by links there.
 
 PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
 """
@@ -21,8 +26,9 @@ PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with
 from __future__ import annotations
 
 import argparse
-import gc
 import math
+import random
+import re
 import statistics
 import sys
 import time
@@ -35,14 +41,17 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.bench_train import clean
 from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
-from minidl.bench.step import TrainingStep
+from minidl.bench.step import Replay, TrainingStep
 from minidl.bench.warm import compile_ahead, this_gpu
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
-from minidl.layers import BatchNorm2d
+from minidl.layers import BatchNorm2d, MaxPool2d
+from minidl.model import Model
+from minidl.params import Arena, Message
 from minidl.precision import precision
 from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
@@ -56,6 +65,7 @@ ARMS = {
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
+FLAGS = ("whole", "hold", "sums")
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
@@ -65,19 +75,33 @@ Ready = tuple[Step, Callable[[], None]]  # a step, started by the call; what to 
 
 
 class Pair(NamedTuple):
-    """How long a step took with messages, and without."""
+    """How long a step took with messages, and without, turn by turn."""
 
     messages: Timing
     alone: Timing
 
+    @property
+    def added(self) -> tuple[float, float, float]:
+        """Milliseconds by which messages lengthen it: the quartiles of the turns."""
+        pairs = zip(self.messages.samples_ms, self.alone.samples_ms, strict=True)
+        low, median, high = statistics.quantiles((a - b for a, b in pairs), n=4, method="inclusive")
+        return low, median, high
+
+    @property
+    def efficiency(self) -> float:
+        """The step without messages over that with them."""
+        return 1 - self.added[1] / self.messages.ms
+
 
 class Arm(NamedTuple):
-    """How messages go; ``group`` in MiB, or ``near``; None: as this machine is tuned."""
+    """How messages go; ``group`` in MiB, or ``near``; None: as `Model` takes it."""
 
     engine: str
     group: str | None
     dtype: str
     factors: bool
+    whole: bool
+    hold: bool
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -85,10 +109,15 @@ class Arm(NamedTuple):
         known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
-        sized = not rest or rest[0] == NEAR or rest[0].isdecimal()
-        if not sized or rest[1:2] not in ([], ["fp32"], ["bf16"]) or rest[2:] not in ([], ["sums"]):
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/DTYPE[/sums]]]", text)
-        return cls(engine, rest[0] if rest else None, rest[1] if rest[1:] else "fp32", not rest[2:])
+        groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+", part)]
+        choices = (
+            groups,
+            *([part for part in rest if part in some] for some in (("fp32", "bf16"), *([flag] for flag in FLAGS))),
+        )
+        if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1 or ("whole" in rest and not groups):
+            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/whole]][/fp32|bf16][/hold][/sums]", text)
+        group, dtype, whole, hold, sums = (found[0] if found else "" for found in choices)
+        return cls(engine, group or None, dtype or "fp32", not sums, bool(whole), bool(hold))
 
 
 def arguments() -> argparse.Namespace:
@@ -98,8 +127,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
-    p.add_argument("--fusion", default="elementwise", metavar="PLAN", help="of batch norms, see minidl fuse")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/DTYPE[/sums]]]")
+    p.add_argument("--fusion", metavar="PLAN", help="of batch norms, see minidl fuse; default: as minidl train")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/whole]][/fp32|bf16][/hold][/sums]")
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
     p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
@@ -112,15 +141,16 @@ def arguments() -> argparse.Namespace:
 class Ours:
     """Our step in all its arms, on one model."""
 
-    def __init__(self, setup: Setup, comm: Communicator, fusion: str, synchronised: bool):
+    def __init__(self, setup: Setup, comm: Communicator, synchronised: bool):
         self.comm, self.setup, self.synchronised, graph = comm, setup, synchronised, setup.graph()
         for layer in graph.layers:
             if isinstance(layer, BatchNorm2d):
                 layer.sync = synchronised
         self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
-        fuse(self.step.model, fusion)
+        fuse(self.step.model, setup.fusion, batch=setup.batch)
         self.tuned_bytes, self.factored = self.step.model.arena.group_bytes, self.step.model.arena.factored
         self.messages: dict[str, int] = {}
+        self._captured: Replay | None = None
 
     def connect(self, arm: Arm) -> None:
         """Cut and send messages as the arm does; a collective."""
@@ -133,15 +163,19 @@ class Ours:
         elif arm.engine == "mpi":
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
+        release(self.step.model, held=arm.hold)
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 
     def group_bytes(self, arm: Arm) -> int | Mapping[str, int]:
         """As `Model` takes it."""
+        if arm.group is None:
+            return self.tuned_bytes
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
             return by_neighbourhood(self.step.model.neighbours(), itemsize)
-        return self.tuned_bytes if arm.group is None else int(arm.group) << 20
+        most = int(arm.group) << 20
+        return dict.fromkeys((layer.name for layer in self.step.model.layers), most) if arm.whole else most
 
     def ready(self, arm: Arm | None) -> Ready:
         """A step as the arm takes it; None: without messages. A collective."""
@@ -149,6 +183,7 @@ class Ours:
 
         def prepare() -> None:
             if arm is None:
+                release(self.step.model, held=False)
                 arena.connect(dist.SOLO, self.tuned_bytes)
             else:
                 self.connect(arm)
@@ -157,7 +192,8 @@ class Ours:
         self.messages[str(arm)] = len(arena.messages)
         if self.setup.device == "cpu":
             return self.step, prepare
-        replay, wire = self.step.capture(), arena.wire
+        replay, wire = self.step.capture(beside=self._captured), arena.wire
+        self._captured = replay
 
         def step() -> Any:
             assert wire is not None  # the graph writes to it
@@ -171,7 +207,7 @@ class Ours:
         self.connect(arm)
         profiler = StepProfiler(self.step.ops)
         if self.setup.device == "cuda":
-            step = self.step.capture(profiler)
+            step = self.step.capture(profiler, self._captured)
             around: Any = step.stream
         else:
             self.step.observe(profiler)
@@ -188,6 +224,37 @@ class Ours:
         return max(self.comm.share(statistics.median(waits)))
 
 
+def release(model: Model, *, held: bool) -> None:
+    """Whether the model's messages wait for long passes that the memory bounds, or start when they are complete."""
+    arena = model.arena
+    for name in ("_start", "make_room", "begin_step"):
+        vars(arena).pop(name, None)
+    if not held:
+        return
+    waiting: list[Message] = []
+    layers, moved = list(reversed(model.layers)), {layer.name: layer.bytes for layer in model.neighbours()}
+    passes = [moved[layer.name] * isinstance(layer, (BatchNorm2d, MaxPool2d)) for layer in layers]
+    long = {i for i, nbytes in enumerate(passes) if 2 * nbytes >= max(passes) > 0}
+    done = 0
+
+    def begin_step(**options: bool) -> None:
+        nonlocal done
+        done = 0
+        Arena.begin_step(arena, **options)
+
+    def make_room() -> None:
+        nonlocal done
+        done += 1
+        last = not any(i >= done for i in long)
+        while waiting and (done in long or last):
+            Arena._start(arena, waiting.pop(0))
+            if not last:
+                break
+        Arena.make_room(arena)
+
+    arena._start, arena.make_room, arena.begin_step = waiting.append, make_room, begin_step
+
+
 def nothing() -> None:
     """Before a run of steps that need none of it."""
 
@@ -196,10 +263,10 @@ def crossed(comm: Communicator, arm: Ready, silent: Ready, steps: int, settle: C
     """(with messages, without): milliseconds of a step on the slowest rank; a collective.
 
     In the order without, with, with, without: what drifts meanwhile, such as the clock of a GPU at its power limit,
-    lengthens both alike.
+    lengthens both alike. Before them steps that do not count, whatever ran last.
     """
-    times = [row_ms(comm, which, steps, settle) for which in (silent, arm, arm, silent)]
-    return (times[1] + times[2]) / 2, (times[0] + times[3]) / 2
+    times = [row_ms(comm, which, steps, settle) for which in (silent, silent, arm, arm, silent)]
+    return (times[2] + times[3]) / 2, (times[1] + times[4]) / 2
 
 
 def row_ms(comm: Communicator, ready: Ready, steps: int, settle: Callable[[], None]) -> float:
@@ -256,9 +323,9 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The rows of one case; a collective."""
     if setup.device == "cuda" and comm.local_rank == 0:
-        compile_ahead(setup.graph(), setup.batch, setup.precision, a.fusion, this_gpu())
+        compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, this_gpu())
     comm.barrier()
-    ours = Ours(setup, comm, a.fusion, synchronised)
+    ours = Ours(setup, comm, synchronised)
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
     steps = peers_of(a, setup, ours, loss)
@@ -272,10 +339,8 @@ def measure(
             cupy.cuda.Device().synchronize()
 
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
-    names = list(steps)
     for block in range(a.blocks + 1):
-        first = block % len(names)
-        for name in names[first:] + names[:first]:  # no arm is always the one behind the coolest, or the hottest
+        for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
             ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
             samples[name] += [ms] * bool(block)
     times = {name: Pair(*(Timing(side) for side in zip(*found, strict=True))) for name, found in samples.items()}
@@ -288,28 +353,30 @@ def row(
     setup: Setup, name: str, arm: Arm, ours: Ours, times: Mapping[str, Pair], waited: float | None
 ) -> dict[str, Any]:
     """A row of the result file."""
-    (mine, alone), images = times[name], setup.batch * setup.ranks
+    its, images = times[name], setup.batch * setup.ranks
+    low, added, high = its.added
+    tuned = "tuned" if isinstance(ours.tuned_bytes, Mapping) else f"{ours.tuned_bytes / (1 << 20):g}"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
-        "arm": name, "ms": mine.ms, "spread": mine.spread, "floor_ms": None, "ranks": setup.ranks,
-        "images_per_s": images / mine.ms * 1e3,
-        "efficiency": alone.ms / mine.ms, "alone_ms": alone.ms, "alone_spread": alone.spread,
-        "exposed_ms": mine.ms - alone.ms, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
-        "group": arm.group or "tuned", "message_dtype": arm.dtype,
+        "arm": name, "ms": its.messages.ms, "spread": its.messages.spread, "floor_ms": None, "ranks": setup.ranks,
+        "fusion": setup.fusion, "images_per_s": images / its.messages.ms * 1e3, "efficiency": its.efficiency,
+        "alone_ms": its.messages.ms - added, "alone_spread": its.alone.spread, "exposed_ms": added,
+        "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
+        "group": arm.group or tuned, "whole": arm.whole, "message_dtype": arm.dtype,
         "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: its.messages.ms for peer, its in peers.items()},
         "peer_spreads": {peer: its.messages.spread for peer, its in peers.items()},
         "peer_images_per_s": {peer: images / its.messages.ms * 1e3 for peer, its in peers.items()},
-        "peer_efficiency": {peer: its.alone.ms / its.messages.ms for peer, its in peers.items()},
-        "peer_exposed_ms": {peer: its.messages.ms - its.alone.ms for peer, its in peers.items()},
+        "peer_efficiency": {peer: its.efficiency for peer, its in peers.items()},
+        "peer_exposed_ms": {peer: its.added[1] for peer, its in peers.items()},
     }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
     """Print all rows, those that scale worst first."""
-    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "by events"]
+    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "range", "by events"]
     for peer in peers:
         columns += [f"{peer} ms", "images/s", "efficiency", "adds ms", "its ms / ours"]
     cells = []
@@ -317,7 +384,8 @@ def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
         events = r["exposed_by_events_ms"]
         cells.append([
             r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
-            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", "" if events is None else f"{events:.3f}",
+            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", f"{r['exposed_range_ms']:.3f}",
+            "" if events is None else f"{events:.3f}",
         ])  # fmt: skip
         for p in peers:
             cells[-1] += _theirs(r, p) if p in r["peers"] else [""] * 5
@@ -329,17 +397,6 @@ def _theirs(r: dict[str, Any], peer: str) -> list[str]:
         f"{r['peers'][peer]:.3f}", f"{r['peer_images_per_s'][peer]:.0f}", f"{r['peer_efficiency'][peer]:.2%}",
         f"{r['peer_exposed_ms'][peer]:.3f}", f"{r['peers'][peer] / r['ms']:.2f}",
     ]  # fmt: skip
-
-
-def clean(device: str) -> None:
-    """Give back what the case before has left in the pools of both sides."""
-    gc.collect()
-    if device == "cuda":
-        import cupy
-
-        cupy.get_default_memory_pool().free_all_blocks()
-        if "torch" in sys.modules:
-            sys.modules["torch"].cuda.empty_cache()
 
 
 def joined(device: str) -> Communicator:
@@ -358,6 +415,7 @@ def main() -> None:
     device = device_of(a.device, comm)
     arms = {text: Arm.parse(text, device) for text in a.arms or ARMS[device]}
     mode = precision(a.precision or ("bf16" if device == "cuda" else "fp32")).name
+    fusion = a.fusion or ("auto" if device == "cuda" else "none")
     if a.peers:
         from benchmarks import ddp
 
@@ -368,7 +426,7 @@ def main() -> None:
         if model not in models.MODELS or not batch.isdecimal():
             raise checks.bad_value("bench_scaling", "--cases", "MODEL/BATCH or MODEL/BATCH/sync", case)
         clean(device)
-        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size), synchronised, arms)
+        rows += measure(a, comm, Setup(model, int(batch), mode, device, comm.size, fusion=fusion), synchronised, arms)
         if comm.rank == 0:
             latest = [r for r in rows if r["case"] == rows[-1]["case"]]
             print(f"{case}: " + ", ".join(f"{r['arm']} {r['ms']:.2f} ms" for r in latest), flush=True)

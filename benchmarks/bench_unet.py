@@ -163,16 +163,18 @@ class Chunks:
                 self._forward(part).get(out=out, blocking=False)
 
 
-def timed(comm: dist.Communicator, ops: Any, work: Forward, samples: int) -> tuple[Timing, Timing]:
-    """(from start to the end of the work, until the calls returned), on the slowest rank. A collective."""
+def timed(comm: dist.Communicator, work: Forward, samples: int) -> tuple[Timing, Timing]:
+    """(from start to the end of all streams' work, until the calls returned), on the slowest rank. A collective."""
+    import cupy
+
     whole, launched = [], []
     for i in range(WARM_UP + samples):
-        ops.synchronize()
+        cupy.cuda.Device().synchronize()
         comm.barrier()
         started = time.perf_counter()
         work()
         returned = time.perf_counter()
-        ops.synchronize()
+        cupy.cuda.Device().synchronize()
         if i >= WARM_UP:
             whole.append((time.perf_counter() - started) * 1e3)
             launched.append((returned - started) * 1e3)
@@ -239,8 +241,8 @@ def several_gpus(
 
 
 def measured(comm: dist.Communicator, model: m.Model, chunks: Chunks, samples: int) -> dict[str, Any]:
-    resident, launched = timed(comm, model.ops, chunks.resident, samples)
-    copied, _ = timed(comm, model.ops, chunks.copied, samples)
+    resident, launched = timed(comm, chunks.resident, samples)
+    copied, _ = timed(comm, chunks.copied, samples)
     parts = by_function(model, chunks.parts[0], samples)[0] if len(chunks.parts) == 1 else {}
     convolutions = sum(parts.get(name, 0.0) for name in CONVOLUTIONS)
     return {

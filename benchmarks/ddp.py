@@ -76,7 +76,7 @@ class Peer:
         self._parallel = DistributedDataParallel(
             network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
         )
-        self._run = torch.compile(self._parallel) if compiled else self._parallel
+        self._run = torch.compile(self._parallel, dynamic=False) if compiled else self._parallel
         self._optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY)
         self._device, self._half = device, _HALF.get(ours.model.precision.name)
         images, labels = (ours.ops.to_host(array) for array in (ours.x, ours.labels))

@@ -43,6 +43,7 @@ SHAPES = [
     ((2, 9, 8, 32), (32, 3, 3), {"padding": (1, 1), "groups": 32}),
     ((2, 9, 8, 37), (20, 3, 3), {"padding": (1, 1)}),
     ((7, 1, 1, 200), (72, 1, 1), {}),
+    ((1, 270, 260, 33), (3, 1, 1), {}),
 ]
 USUAL = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
@@ -116,7 +117,7 @@ def test_the_first_candidate_is_what_runs_untuned_and_all_are_different(name):
 
 def test_hopper_has_many_candidates_and_other_devices_have_some():
     families = {choice.family for question in QUESTIONS for choice in options(question, H200)}
-    assert families == {"hopper", "generic", "grouped", "stem"}
+    assert families == {"hopper", "generic", "grouped", "stem", "thin"}
     usual = Question("forward", sizes(*SHAPES[1]), *DTYPES["bf16"])
     assert len(options(usual, H200)) > 15 and len(options(usual, BUILT_IN["A100"])) == 4
 

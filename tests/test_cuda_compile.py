@@ -59,6 +59,7 @@ CONVOLUTIONS = [
     ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
     ((8, 28, 28, 7), 7, (3, 3), (2, 2), (1, 1), (1, 1), 7),
     ((512, 1, 1, 2048), 1000, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((64, 1, 1, 25088), 4096, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((0, 8, 8, 16), 16, (3, 3), (1, 1), (1, 1), (1, 1), 1),
 ]
 
@@ -129,6 +130,20 @@ def call_conv2d_stem() -> None:
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
         ops.conv2d(moved, w, **where)
         ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+
+
+def call_conv2d_thin() -> None:
+    where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    few = [(64, 2, 0), (64, 2, 8), (40, 7, 4), (72, 8, 0), (130, 15, 1), (520, 16, 0), (3, 33, 1)]
+    for (dtype, tf32), (channels, filters, moved) in itertools.product(
+        ((bfloat16, 0), (float16, 0), (float32, 0), (float32, 1)), few
+    ):
+        x, dy = (ops.empty((300, 16, 16, c + moved), dtype)[..., moved:] for c in (channels, filters))
+        w, bias = ops.empty((filters, 1, 1, channels), dtype), ops.empty(filters, np.float32)
+        with family("thin"):
+            ops.conv2d(x, w, bias, relu=moved == 1, **where, tf32=tf32)
+            ops.conv2d_backward_data(dy, w, x.shape, add=x if moved else None, **where, tf32=tf32)
+            ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
 
 
 # (M, K), side of a block, samples
@@ -251,6 +266,9 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         launches = []
         if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
             launches += conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
+            if kernel == 1 and tile in conv2d_hopper_tiles.TILES:
+                for parts in (1, 2, 4, 8):
+                    launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=parts)
         if not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)

@@ -141,7 +141,7 @@ def job(monkeypatch):
 
         def rank(index):
             control = Control(index, size, meeting)
-            control.roll_call.limit = 5.0
+            control.roll_call.limit, run.controls[index] = 5.0, control
             try:
                 links = ipc.connect(control)
                 answers[index] = program(links, index)
@@ -160,7 +160,7 @@ def job(monkeypatch):
         assert len(memory.live) == left and not memory.opened
         return answers, kernels.calls
 
-    run.memory, run.runtime = memory, runtime
+    run.memory, run.runtime, run.controls = memory, runtime, {}
     return run
 
 
@@ -208,6 +208,21 @@ def test_sizes_choose_the_way(job):
     ranks = 2
     assert calls.count("flagged") == 2 * ranks and calls.count("one_shot") == 4 * ranks
     assert calls.count("two_shot") == 4 * ranks
+
+
+def test_more_ranks_take_two_trips_sooner_where_arrays_are_placed(job):
+    def program(links, rank):
+        links.routes = ipc.Routes(0, 3000, 40000)
+        arena = links.place(np.zeros(2000, np.float32).view(Array))
+        elsewhere = np.zeros(2000, np.float32).view(Array)
+        return [
+            links.sum("inline", array[:count], STREAM, False) for array in (arena, elsewhere) for count in (250, 750)
+        ]
+
+    for ranks, one, two in ((2, 4, 0), (4, 3, 1)):
+        answers, calls = job(ranks, program)
+        assert answers == [[True] * 4] * ranks
+        assert (calls.count("one_shot"), calls.count("two_shot")) == (one * ranks, two * ranks)
 
 
 def test_small_arrays_are_gathered_and_others_left_to_nccl(job):
@@ -289,3 +304,19 @@ def test_a_kernel_that_gave_up_is_told(job):
 
     answers, _ = job(2, program)
     assert answers == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_connecting_and_placing_count_as_one_call_each(size, job):
+    """With links or, as a group of one rank, without: all ranks number the same calls, or the job would end for it."""
+
+    def program(links, rank):
+        made = [job.controls[rank].log.made]
+        for count in (1000, 10, 0):
+            if links is not None:
+                links.place(np.zeros(count, np.float32).view(Array))
+                made.append(job.controls[rank].log.made)
+        return made
+
+    answers, _ = job(size, program)
+    assert answers == ([[1, 2, 3, 4]] * 2 if size == 2 else [[1]])

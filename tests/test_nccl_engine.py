@@ -6,6 +6,7 @@ pointers, counts, types, roots, groups, and what it tells the watchdog.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import sys
@@ -70,6 +71,11 @@ class Control:
 
     def barrier(self):
         self.share(None)
+
+    @contextlib.contextmanager
+    def as_one(self, kind):
+        self.enter(kind)
+        yield Control(self.rank, self.size, self._meeting)
 
     def split(self, color):
         told = self._meeting.exchange(self.rank, (color, Meeting))
@@ -269,6 +275,15 @@ def test_laws_hold(engine, size):
     for failures, count in engine(size, program):
         assert not failures, next(iter(failures.items()))
         assert count > 100
+
+
+def test_placing_counts_as_a_call_without_links_too(engine):
+    def program(comm, ops):
+        before = comm._control.log.made
+        array = ops.from_host(np.zeros(3, np.float32))
+        return comm.place(array) is array, comm._control.log.made - before
+
+    assert engine(2, program) == [(True, 1)] * 2
 
 
 def test_the_watchdog_sees_what_the_device_has_not_done(engine):

@@ -9,7 +9,7 @@ from pages.files import RESULTS, Row, everywhere, load, machine_of, machines, re
 
 __all__ = ["TABLES", "commands", "headline", "results"]
 
-_USUAL = {"GPU": ("compiled, auto", "links/25"), "CPU": ("eager",)}  # how training runs unless told otherwise
+_USUAL = {"GPU": ("compiled, auto", "links"), "CPU": ("eager",)}  # how training runs unless told otherwise
 _PEERS = {
     "torch-eager": "PyTorch",
     "torch-graph": "PyTorch as a CUDA graph",

@@ -95,7 +95,7 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
     p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
-    p.add_argument("--group-mb", type=float, default=4.0, help="layers share a message up to this size; 0: one each")
+    p.add_argument("--group-mb", type=float, help="layers share a message up to it; 0: one each; default: as trained")
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
     p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML")
@@ -202,11 +202,11 @@ def _network_options(a: argparse.Namespace) -> dict[str, Any]:
             step()
             step.observe()
 
-    megabytes = checks.number("bench", "--group-mb", a.group_mb, "of at least 0", lambda v: v >= 0)
+    megabytes = a.group_mb and checks.number("bench", "--group-mb", a.group_mb, "of at least 0", lambda v: v >= 0)
     seconds = checks.number("bench", "--seconds", a.seconds, "above 0", lambda v: v > 0)
     return {
-        "seconds": seconds, "capture": not a.no_capture, "group_bytes": int(megabytes * (1 << 20)), "prepare": prepare,
-        "energy": _energy(a),
+        "seconds": seconds, "capture": not a.no_capture, "prepare": prepare,
+        "group_bytes": None if megabytes is None else int(megabytes * (1 << 20)), "energy": _energy(a),
     }  # fmt: skip
 
 

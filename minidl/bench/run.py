@@ -46,7 +46,7 @@ def bench_network(
     seconds: float = 3.0,
     capture: bool = True,
     energy: Energy | None = None,
-    group_bytes: int = 4 << 20,
+    group_bytes: int | None = None,
     progress: Progress = lambda what: None,
     prepare: Callable[[TrainingStep], None] = lambda step: None,
     step: TrainingStep | None = None,
@@ -56,7 +56,7 @@ def bench_network(
     Args:
         isolated: also time each pass of each layer alone.
         seconds, capture, energy: see `minidl.bench.network.measure`.
-        group_bytes: neighbouring layers share a message until it holds so many.
+        group_bytes: neighbouring layers share a message until it holds so many; None: as `Model` takes it.
         prepare: given the step before it is measured.
         step: of the same network, precision and device, in other batches (`new_step`): weights take long to draw.
 
@@ -88,14 +88,14 @@ def bench_network(
     )  # fmt: skip
     rows = network_rows(table)
     content = _content("layers" if isolated else "model", rows, setup.record(), ceilings)
-    content["setup"] |= {"group_bytes": group_bytes, "parameters": step.model.num_parameters}
+    content["setup"] |= {"group_bytes": step.model.arena.group_bytes, "parameters": step.model.num_parameters}
     content["step"] = step_record(times, setup.batch, setup.ranks)
     content["warnings"] = [*times.warnings, *clock_warnings(clocks, meter.state()), *_closure(content["step"], setup)]
     content["warnings"] += beyond_roof(rows)
     return content | {"spans": times.spans, "memory": times.memory}
 
 
-def new_step(setup: Setup, comm: Communicator, group_bytes: int = 4 << 20) -> TrainingStep:
+def new_step(setup: Setup, comm: Communicator, group_bytes: int | None = None) -> TrainingStep:
     """A step of one sample, which `bench_network` resizes; raises as that does."""
     _mode(setup)
     return TrainingStep(

@@ -267,7 +267,7 @@ class Measured:
     step: StepTimes
     cluster: Cluster
     arm: str
-    group_bytes: int
+    group_bytes: int | Mapping[str, int]
     share: float
     ms: float
     added_ms: float
@@ -298,7 +298,7 @@ def _profiled(
     for one in runs(content, file):
         if one.case in known and one.case in groups and one.ranks == sums.ranks and one.step:
             step, size, ms = scaling.measured(known[one.case]), groups[one.case], one.step["ms"]
-            arm = f"{next(iter(sums.engines))}/{size / _MIB:g}"
+            arm = f"{next(iter(sums.engines))}/{'tuned' if isinstance(size, Mapping) else f'{size / _MIB:g}'}"
             factors = any("factors" in row for row in one.rows)
             yield Measured(step, cluster, arm, size, 1.0, ms, ms - step.ms, "one rank", factors=factors)
 
@@ -306,8 +306,8 @@ def _profiled(
 def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links: Sequence[Sums]) -> Iterator[Measured]:
     """Of ``bench_scaling.py``: beside the step without messages of the same run, whose layers are those of one rank."""
     for row in content["rows"]:
-        engine, group, *_ = [*row["arm"].split("/"), "tuned"]
-        if row["case"] not in known or group == "tuned":
+        engine = row["arm"].partition("/")[0]
+        if row["case"] not in known or row["group"] == "tuned":
             continue
         sums = next((sums for sums in links if sums.ranks == row["ranks"] and engine in sums.engines), None)
         if sums is None:
@@ -317,7 +317,10 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
         step = scaling.measured(known[row["case"]]).scaled(row["alone_ms"])
         share = 0.5 if row["message_dtype"] == "bf16" else 1.0
         factors = "factors" in row and not row["arm"].endswith("/sums")
+        size: int | dict[str, int] = _group(row["group"])
+        if size != scaling.NEAR and row.get("whole", True):  # nothing was cut once more before that was told
+            size = dict.fromkeys((layer.name for layer in step.layers), size)
         yield Measured(
-            step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], _group(group), share,
+            step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], size, share,
             row["ms"], row["exposed_ms"], "no messages", row["messages"], factors,
         )  # fmt: skip

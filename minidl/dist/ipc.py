@@ -19,7 +19,7 @@ import numpy as np
 from minidl import backend
 from minidl.cuda import all_reduce as kernels
 from minidl.dist.agree import together
-from minidl.dist.mpi import MPICommunicator
+from minidl.dist.mpi import MPICommunicator, Uncounted
 
 __all__ = ["BY_NCCL", "LANES", "ROUTES", "Links", "Routes", "connect"]
 
@@ -37,27 +37,30 @@ class Routes:
     """Up to how many bytes a sum goes which way; what is larger goes by NCCL. Equal on all ranks.
 
     Attributes:
-        flagged, one_shot: for any array.
+        flagged, one_shot: for any array; placed ones of three ranks and more take two trips sooner.
         two_shot: for arrays in memory that `Links.place` gave.
-        blocks: that its kernel takes at most.
+        blocks: that its kernel takes at most: 16 fill the links between H200s, and more only keep others waiting.
     """
 
     flagged: float = kernels.SLOT_DATA_BYTES
     one_shot: float = kernels.MAILBOX_BYTES
     two_shot: float = float("inf")
-    blocks: int = 32
+    blocks: int = 16
 
-    def way(self, nbytes: int) -> str:
-        """``flagged``, ``one-shot``, ``two-shot`` (where the array lies in shared memory, else nccl) or ``nccl``."""
+    def way(self, nbytes: int, ranks: int) -> str:
+        """``flagged``, ``one-shot``, ``two-shot`` or ``nccl``; two-shot only if the array lies in shared memory.
+
+        In one trip each rank reads the arrays of all, in two a share: the more ranks, the sooner two are faster.
+        """
         if nbytes <= min(self.flagged, kernels.SLOT_DATA_BYTES):
             return "flagged"
-        if nbytes <= min(self.one_shot, kernels.MAILBOX_BYTES):
+        if nbytes <= min(self.one_shot, kernels.MAILBOX_BYTES) / (ranks - 1):
             return "one-shot"
         return "two-shot" if nbytes <= self.two_shot else "nccl"
 
 
 BY_NCCL = Routes(0, 0, 0)
-ROUTES = {"links": Routes(), "links16": Routes(blocks=16), "links8": Routes(blocks=8), "nccl": BY_NCCL}
+ROUTES = {"links": Routes(), "links32": Routes(blocks=32), "links8": Routes(blocks=8), "nccl": BY_NCCL}
 """By the names that benchmarks have for them."""
 
 
@@ -66,17 +69,18 @@ def connect(control: MPICommunicator) -> Links | None:
 
     Each rank's current device is its own (`minidl.dist.nccl.bind_device`). Sums are tried, and looked at, first.
     """
-    if not all(control.share(1 < control.size == control.local_size)):
-        return None
-    links = Links(control)
-    try:
-        links.open()
-        together(control, "compiling kernels", links.prepare)
-        together(control, "adding by way of the memory of other GPUs", links.try_out)
-    except RuntimeError:
-        links.close(control.barrier)
-        return None
-    return links
+    with control.as_one("connect") as ranks:
+        if not all(ranks.share(1 < control.size == control.local_size)):
+            return None
+        links = Links(control)
+        try:
+            links.open(ranks)
+            together(ranks, "compiling kernels", links.prepare)
+            together(ranks, "adding by way of the memory of other GPUs", links.try_out)
+        except RuntimeError:
+            links.close(ranks.barrier)
+            return None
+        return links
 
 
 class _Shared:
@@ -86,7 +90,7 @@ class _Shared:
         addresses: here, of every rank's part, in rank order.
     """
 
-    def __init__(self, control: MPICommunicator, nbytes: int) -> None:
+    def __init__(self, ranks: Uncounted, nbytes: int) -> None:
         """A collective.
 
         Raises:
@@ -94,16 +98,16 @@ class _Shared:
         """
         import cupy
 
-        self._runtime, self._rank = cupy.cuda.runtime, control.rank
+        self._runtime, self._rank = cupy.cuda.runtime, ranks.rank
         self.nbytes = -(-max(nbytes, 1) // _GRANULE) * _GRANULE
         self.own, self.addresses = 0, []
         what = f"sharing {self.nbytes >> 20} MiB of GPU memory"
         try:
-            handles = together(control, what, self._make)
-            together(control, what, lambda: self._open(handles))
+            handles = together(ranks, what, self._make)
+            together(ranks, what, lambda: self._open(handles))
         except RuntimeError:
             self.part()
-            control.barrier()
+            ranks.barrier()
             self.free()
             raise
 
@@ -139,8 +143,8 @@ class _Owner:
 class _Region(_Shared):
     """Memory for one array of each rank."""
 
-    def __init__(self, control: MPICommunicator, nbytes: int) -> None:
-        super().__init__(control, nbytes)
+    def __init__(self, ranks: Uncounted, nbytes: int) -> None:
+        super().__init__(ranks, nbytes)
         self.retired = False
 
     def retire(self) -> None:
@@ -158,11 +162,11 @@ class _Region(_Shared):
 class _Lane:
     """A channel: the calls on it follow each other."""
 
-    def __init__(self, links: Links, control: MPICommunicator) -> None:
-        size = kernels.channel_bytes(control.size)
-        self.memory, self._cuda = _Shared(control, size), links.cuda
+    def __init__(self, links: Links, ranks: Uncounted) -> None:
+        size = kernels.channel_bytes(ranks.size)
+        self.memory, self._cuda = _Shared(ranks, size), links.cuda
         self.channel = kernels.Channel(
-            control.rank, control.size, kernels.addresses(self.memory.addresses),
+            ranks.rank, ranks.size, kernels.addresses(self.memory.addresses),
             self.memory.own + size - kernels.STATE_BYTES, links.stop.ctypes.data, int(_TRIAL_SECONDS * 1e9),
         )  # fmt: skip
         self._last: tuple[int, Any] | None = None  # stream and event of the last call outside of captures
@@ -197,14 +201,14 @@ class Links:
         self._lanes: dict[str, _Lane] = {}
         self._regions: list[_Region] = []
 
-    def open(self) -> None:
+    def open(self, ranks: Uncounted) -> None:
         """Make the channels; a collective.
 
         Raises:
             RuntimeError: on every rank, where the GPUs cannot see each other's memory.
         """
         for name in LANES:
-            self._lanes[name] = _Lane(self, self._control)
+            self._lanes[name] = _Lane(self, ranks)
 
     def prepare(self) -> None:
         """Compile what `try_out` takes, and gradients."""
@@ -257,16 +261,16 @@ class Links:
         nbytes = array.nbytes
         if not nbytes:
             return None
-        way = self.routes.way(nbytes)
+        way = self.routes.way(nbytes, self.size)
         if way == "flagged":
             return lambda lane: kernels.flagged(array, lane.channel)
-        if way == "one-shot":
-            return lambda lane: kernels.one_shot(array, lane.channel)
         for region in self._regions if way == "two-shot" else ():
             offset = region.offset(array.data.ptr, nbytes)
             if offset >= 0:
                 places, blocks = [address + offset for address in region.addresses], self.routes.blocks
                 return lambda lane: kernels.two_shot(places, nbytes, array.dtype, lane.channel, blocks)
+        if nbytes <= min(self.routes.one_shot, kernels.MAILBOX_BYTES):
+            return lambda lane: kernels.one_shot(array, lane.channel)
         return None
 
     def place(self, array: Any) -> Any:
@@ -274,13 +278,14 @@ class Links:
 
         All ranks send the same part of it, or all something else.
         """
-        self._tidy()
-        if not all(self._control.share(self._unplaced(array))):
-            return array
-        try:
-            region = _Region(self._control, array.nbytes)
-        except RuntimeError:  # on all ranks: no room for it; NCCL adds it then
-            return array
+        with self._control.as_one("place") as ranks:
+            self._tidy(ranks)
+            if not all(ranks.share(self._unplaced(array))):
+                return array
+            try:
+                region = _Region(ranks, array.nbytes)
+            except RuntimeError:  # on all ranks: no room for it; NCCL adds it then
+                return array
         owner = _Owner()
         memory = self.cuda.UnownedMemory(region.own, region.nbytes, owner)
         placed = self._cupy.ndarray(array.shape, array.dtype, self.cuda.MemoryPointer(memory, 0))
@@ -292,12 +297,12 @@ class Links:
     def _unplaced(self, array: Any) -> bool:
         return array.nbytes > 0 and all(region.offset(array.data.ptr, array.nbytes) < 0 for region in self._regions)
 
-    def _tidy(self) -> None:
+    def _tidy(self, ranks: Uncounted) -> None:
         """Free the regions that no rank refers to any more; a collective."""
-        told = self._control.share([region.retired for region in self._regions])
+        told = ranks.share([region.retired for region in self._regions])
         gone = [region for region, *states in zip(self._regions, *told, strict=True) if all(states)]
         self._regions = [region for region in self._regions if region not in gone]
-        self._release(gone, self._control.barrier)
+        self._release(gone, ranks.barrier)
 
     def _release(self, memories: Sequence[_Shared], barrier: Callable[[], None]) -> None:
         if not memories:

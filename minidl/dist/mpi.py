@@ -22,7 +22,7 @@ from minidl.dist.host import HostCommunicator, Lane, different_calls
 from minidl.dist.roll_call import RollCall
 from minidl.precision import bfloat16
 
-__all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane"]
+__all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane", "Uncounted"]
 
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
 _TAGS = 32768  # that every MPI has
@@ -157,6 +157,19 @@ class _Exchange:
         return statuses
 
 
+class Uncounted:
+    """`share` and `barrier` of a communicator's ranks, in a call that counts as one (`MPICommunicator.as_one`)."""
+
+    def __init__(self, ranks: Any) -> None:
+        self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+
+    def share(self, value: Any) -> list[Any]:
+        return self._ranks.allgather(value)
+
+    def barrier(self) -> None:
+        self._ranks.Barrier()
+
+
 class MPICommunicator(HostCommunicator):
     """Ranks joined by MPI; arrays are NumPy's.
 
@@ -191,6 +204,13 @@ class MPICommunicator(HostCommunicator):
     def share(self, value: Any) -> list[Any]:
         call = self.enter("share")
         return self._run("inline", call, lambda lane: self._control.share(value, call))
+
+    @contextmanager
+    def as_one(self, kind: str) -> Iterator[Uncounted]:
+        """Whatever is agreed on within counts as one call of that kind: in one group it may be more than in another."""
+        call = self.enter(kind)
+        with self.losses(call), self.roll_call.log.under_way(f"{kind} {id(self)}", call):
+            yield Uncounted(self._ranks)
 
     def start_exchange(
         self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""

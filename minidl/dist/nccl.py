@@ -293,7 +293,10 @@ class NCCLCommunicator:
         return self._groups[-1]
 
     def place(self, array: Any) -> Any:
-        return array if self.links is None else self.links.place(array)
+        if self.links is None:
+            self._control.enter("place")  # as groups with links do
+            return array
+        return self.links.place(array)
 
     def follow(self, name: str) -> None:
         """Count what the current stream was given just now, such as a replayed graph that holds collectives, as one

@@ -1,6 +1,6 @@
 """Nothing hangs: who waits too long asks the others where they are, and ends the job with what they answer.
 
-After `suspect` seconds in one call a rank asks all others. If their calls contradict its own (the same number, another
+A rank that is in one call for two seconds asks all others. If their calls contradict its own (the same number, another
 call), no waiting helps and the job ends at once; else it ends after `limit` seconds, naming who did not come and what
 those were doing instead. The rules alone stand here, without messages or clocks, so that they can be tested.
 """

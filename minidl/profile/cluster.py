@@ -105,7 +105,7 @@ def _benchmarked(rows: Sequence[Mapping[str, Any]]) -> Sums:
     for row in rows:
         found.setdefault(row["bytes"], {peer: row["peers"][peer]})[row["arm"]] = row["ms"]
     on_gpus = peer == "nccl"
-    engines = {name: {size: _way(name, size) for size in found} for name in ipc.ROUTES} if on_gpus else {}
+    engines = {name: {size: _way(name, size, ranks) for size in found} for name in ipc.ROUTES} if on_gpus else {}
     engines = engines or {name: dict.fromkeys(found, name) for name in ("shm", "mpi")}
     return Sums(
         ranks,
@@ -117,8 +117,8 @@ def _benchmarked(rows: Sequence[Mapping[str, Any]]) -> Sums:
     )
 
 
-def _way(engine: str, nbytes: int) -> str:
+def _way(engine: str, nbytes: int, ranks: int) -> str:
     """The benchmark's name for the way of a gradient's sum."""
     routes = ipc.ROUTES[engine]
-    way = routes.way(nbytes)
+    way = routes.way(nbytes, ranks)
     return f"{way}-{routes.blocks}" if way == "two-shot" else way

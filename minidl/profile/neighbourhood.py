@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "Neighbour", "by_neighbourhood", "cut"]
+__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "TAIL_BYTES", "Neighbour", "by_neighbourhood", "cut"]
 
 BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
+TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
 _TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
 
@@ -70,19 +71,34 @@ def cut(
 ) -> list[tuple[str, ...]]:
     """The layers of each message: neighbours share one until it holds ``group_bytes``.
 
+    Nothing is computed beside the last message, so it is kept small: where there are several, one also ends where no
+    more than `TAIL_BYTES` are left to be sent.
+
     Args:
         layers: (name, bytes) of those that send something, in the order of the backward pass.
         group_bytes: or, by layer, what is enough for a message that ends there (`by_neighbourhood`).
         begin, apart: layers that begin a message, and that have one to themselves.
     """
-    enough = group_bytes.__getitem__ if isinstance(group_bytes, Mapping) else lambda name: group_bytes
+    layers = list(layers)
+    enough = group_bytes if isinstance(group_bytes, Mapping) else _with_a_short_end(layers, group_bytes)
     messages: list[list[str]] = []
     held = 0
     for name, nbytes in layers:
         last = messages[-1][-1] if messages else name
-        if not messages or held >= enough(last) or name in begin or name in apart or last in apart:
+        if not messages or held >= enough[last] or name in begin or name in apart or last in apart:
             messages.append([])
             held = 0
         messages[-1].append(name)
         held += nbytes
     return [tuple(names) for names in messages]
+
+
+def _with_a_short_end(layers: Sequence[tuple[str, int]], group_bytes: int) -> dict[str, int]:
+    """What is enough for a message that ends at each layer."""
+    enough, left = {}, sum(nbytes for _, nbytes in layers)
+    several = TAIL_BYTES < group_bytes < left
+    for name, nbytes in layers:
+        ends = several and left > TAIL_BYTES >= left - nbytes
+        enough[name] = 0 if ends else group_bytes
+        left -= nbytes
+    return enough

@@ -157,7 +157,7 @@ class Outcome:
 
     hosts: int
     ranks: int
-    group_bytes: int
+    group_bytes: int | Mapping[str, int]
     ms: float
     alone_ms: float
     images_per_s: float
@@ -231,7 +231,7 @@ def simulate(
     step: StepTimes,
     cluster: Cluster,
     hosts: int,
-    group_bytes: int,
+    group_bytes: int | Mapping[str, int],
     *,
     interference: Interference = INTERFERENCE,
     message_share: float = 1.0,

@@ -191,6 +191,8 @@ class CommunicatorLaws:
         halo = group.start_exchange(
             {other: self.send(np.full(1, rank, "float32")) for other in next_one}, {other: got for other in before}
         )
+        arena = place(group, self.send(self.make(shape, "float32")))
+        group.all_reduce(arena)
         told = group.share(rank)
         group.barrier()
         work.wait()
@@ -198,6 +200,7 @@ class CommunicatorLaws:
         expected = sum(self.make(shape, "float32", member) for member in members)
         np.testing.assert_array_equal(self.ops.to_host(total), expected)
         np.testing.assert_array_equal(self.ops.to_host(started), expected)
+        np.testing.assert_array_equal(self.ops.to_host(arena), expected)
         np.testing.assert_array_equal(
             self.ops.to_host(gathered), np.stack([self.make(shape, "uint8", member) for member in members])
         )

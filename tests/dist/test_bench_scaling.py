@@ -31,7 +31,7 @@ def tables():
 def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
     out = tmp_path / "out" / "scaling.json"
-    arms = ["shm/near", "mpi/0", "shm/1/bf16"]
+    arms = ["shm/near", "mpi/0", "shm/bf16/1/whole"]
     options = ["--device", "cpu", "--cases", "lenet/4", "resnet20/2/sync", "--arms", *arms, "--peers"]
     done = job.run_program([SCRIPT, *options, "--blocks", "2", "--steps", "1", "--json", str(out)], 2, tmp_path)
     assert done.status == 0, done.output
@@ -46,6 +46,7 @@ def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, 
         assert row["images_per_s"] == pytest.approx(batch / row["ms"] * 1e3, rel=1e-5)
         assert (row["exposed_by_events_ms"] is None) == (row["arm"] != arms[0])
     assert rows[1]["messages"] > rows[0]["messages"] >= 1 and rows[2]["message_dtype"] == "bf16"
+    assert [(row["group"], row["whole"]) for row in rows[:3]] == [("near", False), ("0", False), ("1", True)]
     table = tables.scaling([content])
     assert all(table.count(f"| {row['arm']} |") == 2 for row in rows[:3])
 
@@ -57,6 +58,8 @@ def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, 
     [
         (["--arms", "links"], "unknown engine of an arm 'links'"),
         (["--arms", "shm/x"], "--arms must be ENGINE"),
+        (["--arms", "shm/1/4"], "--arms must be ENGINE"),
+        (["--arms", "shm/whole"], "--arms must be ENGINE"),
         (["--cases", "lenet"], "--cases must be MODEL/BATCH"),
     ],
 )
@@ -71,8 +74,8 @@ def test_a_peer_that_was_left_out_leaves_its_columns_empty(monkeypatch, capsys):
 
     row = {
         "case": "net/b1", "arm": "links", "messages": 1, "ms": 2.0, "spread": 0.0, "images_per_s": 10.0, "ranks": 2,
-        "efficiency": 0.9, "exposed_ms": 0.2, "exposed_by_events_ms": None, "peers": {"torch-ddp": 3.0},
-        "peer_images_per_s": {"torch-ddp": 5.0}, "peer_efficiency": {"torch-ddp": 0.5},
+        "efficiency": 0.9, "exposed_ms": 0.2, "exposed_range_ms": 0.1, "exposed_by_events_ms": None,
+        "peers": {"torch-ddp": 3.0}, "peer_images_per_s": {"torch-ddp": 5.0}, "peer_efficiency": {"torch-ddp": 0.5},
         "peer_exposed_ms": {"torch-ddp": 1.5},
     }  # fmt: skip
     bench_scaling.table([row, row | {"arm": "nccl", "peers": {}}], list(bench_scaling.PEERS))

@@ -20,12 +20,14 @@ from minidl import checks
 from minidl.cuda import activation
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution import (
+    conv2d_divided,
     conv2d_generic,
     conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
     conv2d_stem,
     conv2d_textbook,
+    conv2d_thin,
     conv2d_weight_hopper,
     depthwise,
 )
@@ -141,15 +143,15 @@ def _forward(
     if choice.family == "stem":
         conv2d_stem.forward(conv, x, w, bias, y, relu)
         return y, None
-    wide = _widened(conv, code)
+    wide = conv if choice.family == "thin" else _widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
-        hopper = choice.family == "hopper" and not (conv.depthwise and depthwise.fits(conv, False))
-        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and hopper)
-        return _rectified(y, relu and not hopper), stats
+        able = choice.family in ("hopper", "thin") and not (conv.depthwise and depthwise.fits(conv, False))
+        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and able)
+        return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
-    known = statistics and conv2d_hopper.takes_statistics(conv, code)
+    known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
     below = conv2d_hopper.Below(x, *norm)
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
 
@@ -163,7 +165,8 @@ def _normalizes(question: Question, statistics: bool) -> bool:
     conv, code = question.conv, question.code
     if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
         return False
-    return _choose("conv2d", question).family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics)
+    choice = _choose("conv2d", question)
+    return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice)
 
 
 def conv2d_backward_data(
@@ -210,8 +213,8 @@ def conv2d_backward_data(
 
 def _masks(question: Question, choice: Choice) -> bool:
     """Whether the kernel that is chosen for a data gradient can mask it."""
-    conv = question.conv
-    return choice.family == "hopper" and question.code > 0 and not conv.depthwise and conv2d_hopper.masks(conv)
+    conv, code = question.conv, question.code
+    return choice.family == "hopper" and code > 0 and not conv.depthwise and conv2d_hopper.masks(conv, code, choice)
 
 
 def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
@@ -294,7 +297,8 @@ def conv2d_backward_weight(
         sum_partials(None, 0, out, accumulate)
         return
     question = Question("backward_weight", conv, code, tf32)
-    choice, wide = _choose(who, question), _widened(conv, code)
+    choice = _choose(who, question)
+    wide = conv if choice.family == "thin" else _widened(conv, code)
     able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
     if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
@@ -367,8 +371,10 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         hopper = units and conv2d_hopper.applies(wide, code, backward, device)
         pays = conv2d_hopper.pays(wide, code, backward)
     stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
-    fits = {"stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
-    slower = {"grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    thin = conv2d_thin.applies(conv, code)
+    fits = {"thin": thin, "stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
+    rather = conv2d_thin.pays(conv, code, tf32, which == "backward_weight", hopper and pays)
+    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
     return fits, tuple(name for name, slow in slower.items() if slow)
 
 
@@ -383,14 +389,16 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     wide = conv if backward else _widened(conv, code)
     found: list[Choice] = []
     for name in names:
-        if name in ("stem", "grouped"):
+        if name in ("thin", "stem", "grouped"):
             found.append(Choice(name))
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
         elif which == "backward_weight":
             found += conv2d_weight_hopper.options(wide, tf32)
         else:
-            found += conv2d_hopper_tiles.options(wide, backward, device, code)
+            parts = conv2d_divided.options(wide, backward, code)
+            whole = conv2d_hopper_tiles.options(wide, backward, device, code)
+            found += parts + whole if conv2d_divided.divided(None, wide, backward, code) else whole + parts
     return found
 
 
@@ -408,7 +416,7 @@ def _gather(
     """Both directions: gather from ``source``, multiply with the filters, add bias and ``add``, write ``output``.
 
     Returns the statistics of a forward pass where they are asked for and the kernel takes them. ``relu``: of a forward
-    pass by the family for Hopper.
+    pass by the families for Hopper and for thin ones.
     """
     which, conv, code, tf32 = question
     backward = which == "backward_data"
@@ -419,9 +427,11 @@ def _gather(
         return None
     if choice.family == "grouped":
         conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
+    elif choice.family == "thin":
+        conv2d_thin.gather(conv, code, tf32, backward, source, w, bias, add, output, relu)
     elif choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
-    elif statistics and conv2d_hopper.takes_statistics(conv, code):
+    elif statistics and conv2d_hopper.takes_statistics(conv, code, choice):
         return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
     else:
         conv2d_hopper.gather(conv, code, backward, source, w, bias, add, output, choice, relu)
@@ -440,6 +450,8 @@ def _weight(
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "grouped":
         conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "thin":
+        conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate)
     elif choice.family == "hopper":
         conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm, tf32)
     else:

@@ -26,7 +26,7 @@
 // of a tile and leaves from there, in one piece and while the next tile is under way.
 //
 // Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU; PATCHES and STAGES (of filters) of the
-// pipeline.
+// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.
@@ -68,7 +68,8 @@ struct Problem {
     int offset_h, offset_w;
     int delta_h, delta_w;
     int line, patch;
-    int added;  // whether there is an array to be added
+    int added;        // whether there is an array to be added
+    int stage_bytes;  // that are fetched for a stage
 };
 
 struct Window {
@@ -135,7 +136,7 @@ struct Filling {
         for (int tap = 0; tap < p.taps_h * p.taps_w; ++tap) {
             const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
             barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-            barrier_expect(barrier, STAGE_BYTES);
+            barrier_expect(barrier, p.stage_bytes);
             if constexpr (BACKWARD)
                 load_box(to, map, barrier, tile.column, tap, channel);
             else
@@ -232,7 +233,7 @@ struct Input {
         const u64 b = operand(pixels, 16, p.line * 128);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < DEPTH / 16; ++k)
+        for (int k = 0; k < STEPS; ++k)
             multiply<false, BACKWARD>(sum, a + operand_step(k * (BACKWARD ? 16 * 128 : 32)), b + operand_step(k * 32),
                                       keep + k);
         commit_products();

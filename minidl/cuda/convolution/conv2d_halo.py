@@ -11,12 +11,15 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
     DEPTH,
     ITEMSIZE,
+    STAGE_ROW,
     Planned,
     Walk,
     blocks,
     columns_of,
     depth_of,
+    filter_rows,
     filter_view,
+    steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord
@@ -35,7 +38,7 @@ ATOM = 1024  # bytes: alignment of a patch
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n windows down across height width columns depth taps_h taps_w source_h source_w "
-    "first_h first_w offset_h offset_w delta_h delta_w line patch added",
+    "first_h first_w offset_h offset_w delta_h delta_w line patch added stage_bytes",
 )
 
 
@@ -146,6 +149,7 @@ def plan_halo(
         line=line,
         patch=round_up(lines * line * DEPTH * ITEMSIZE, ATOM),
         added=added,
+        stage_bytes=STAGE_ROW * filter_rows(conv, code, backward, tile.columns),
     )
 
     def image(channels: int, height: int, width: int, pitch: int, box: tuple[int, ...]) -> View:
@@ -163,7 +167,12 @@ def plan_halo(
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {"PATCHES": PATCHES, "STATISTICS": int(statistics), "MASKED": masked}
+    defines |= {
+        "PATCHES": PATCHES,
+        "STEPS": steps_of(conv, backward, code),
+        "STATISTICS": int(statistics),
+        "MASKED": masked,
+    }
     defines |= {"NORMALIZED": int(normalized), "RELU": int(relu)}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

@@ -33,15 +33,21 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
+// DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
+// of a tile.
+//
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// RELU; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; SLABS, output buffers per warpgroup;
-// RESIDENT, blocks per multiprocessor.
+// RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
+// depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT, blocks per
+// multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
 // Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
 // tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
+// Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
+// it should tell most: stores set the pace there).
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
@@ -90,7 +96,8 @@ struct Problem {
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
-    int added;  // whether there is an array to be added
+    int added;        // whether there is an array to be added
+    int stage_bytes;  // that are fetched for a stage
     Class classes[4];
 };
 
@@ -99,8 +106,14 @@ struct Tile {
     int index;   // of its class
     int number;  // of its rows, among all classes
     int row, column;
+    int begin, end;  // channels that are summed
 
-    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0) {
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
+#if DIVIDED
+        const int stages = ceil_div(p.depth, DEPTH), part = tile % DIVIDED;
+        begin = stages * part / DIVIDED * DEPTH, end = min(stages * (part + 1) / DIVIDED * DEPTH, p.depth);
+        tile /= DIVIDED;
+#endif
         int m = number = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
         if constexpr (SPREAD)
@@ -213,12 +226,12 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
         // A class without taps gets one stage of zeros, from behind the last channel.
         const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
-        for (int channel = empty ? p.depth : 0; channel < p.depth + empty; channel += DEPTH)
+        for (int channel = empty ? p.depth : tile.begin; channel < tile.end + empty; channel += DEPTH)
             for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
                 for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                    barrier_expect(barrier, STAGE_BYTES);
+                    barrier_expect(barrier, p.stage_bytes);
                     if constexpr (FLAT)
                         load_box(to, source, barrier, channel, tile.row);
                     else
@@ -228,7 +241,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     if constexpr (ACROSS) {
 #pragma unroll
                         for (int j = 0; j < TILE_N; j += 64)
-                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
+                            if (j < p.columns)
+                                load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
                                      channel);
                     } else {
                         load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
@@ -260,7 +274,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
+        for (int k = 0; k < STEPS; ++k)
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
                 multiply<ACROSS>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
@@ -373,19 +387,25 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const
     }
 }
 
+// The first thread, of a block.
+DEVICE void init_barriers(const Layout& at) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
+    if constexpr (IN_PLACE)
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+    barrier_init_done();
+}
+
+#if DIVIDED
+#include "conv2d_divided.cuh"
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
-        for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
-        if constexpr (IN_PLACE)
-            for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
-        barrier_init_done();
-    }
+    if (threadIdx.x == 0) init_barriers(at);
     __syncthreads();
 
     const int group = blockIdx.x / p.group, turn = p.group * p.share;
@@ -403,10 +423,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
-        const int chunks = ceil_div(p.depth, DEPTH);
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
+            const int chunks = ceil_div(tile.end - tile.begin, DEPTH);
             Sum sum;
             output.prepare(tile);
 #if NORMALIZED
@@ -420,3 +440,4 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         output.drain();
     }
 }
+#endif

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.array import as_rows, copy_into, empty
+from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
@@ -26,9 +27,11 @@ from minidl.cuda.convolution.conv2d_walk import (
     blocks,
     columns_of,
     depth_of,
+    filter_rows,
     filter_view,
     is_flat,
     itemsize_of,
+    steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
@@ -61,6 +64,7 @@ WARPGROUPS = 2  # that share the rows of a tile
 ALONE = 3  # the macro MASKED for a ReLU without a batch norm
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
+GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
 REACH = 2**40  # bytes of an image, as far as the engine counts
 
 # The structures Class and Problem of conv2d_hopper.cu.
@@ -68,7 +72,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added",
+    "added stage_bytes",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -109,7 +113,9 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
         return False
     pitches = depth_of(conv, backward), columns_of(conv, backward)
-    return all(_views(conv, code, backward, walks[i : i + CLASSES], pitches, TILES[0]).legal for i in _firsts(walks))
+    tile = TILES[0]
+    parts = (walks[i : i + CLASSES] for i in _firsts(walks))
+    return all(_views(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
 
 
 def pays(conv: Convolution, code: int, backward: bool) -> bool:
@@ -150,6 +156,7 @@ def plan(
     masked: int = 0,
     normalized: int = 0,
     relu: bool = False,
+    parts: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -163,23 +170,26 @@ def plan(
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
+        parts: blocks that share the depth of a tile of conv2d_divided_kernel (of `is_flat` ones); 0: the other kernel.
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
-    walks, group = walks_of(conv, backward), device.multiprocessors * tile.resident
+    walks, group = walks_of(conv, backward), GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
-        views = _views(conv, code, backward, part, pitches, tile)
+        fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
+        stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
+        views = _views(conv, code, backward, part, pitches, tile, fetched)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, added)
+        problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= tile.defines
+        defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         rest = problem, defines, tile.shared_bytes, patches
@@ -204,9 +214,13 @@ def gather(
     With ``relu``, the output of a ReLU over that.
     """
     chosen = taken(choice, conv, backward, current_device(), code)
+    division = divided(choice, conv, backward, code)
     if backward and not code:
         w = _turned(w, conv)
     source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+    if division is not None:
+        _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
+        return
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     step = images_at_once(conv)
     for i in range(0, conv.images, step):
@@ -215,6 +229,29 @@ def gather(
         arrays = w, source[images], output[images], None if add is None else add[images], bias
         for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
             start(one, *arrays)
+
+
+def _gather_divided(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    division: Division,
+    relu: bool,
+) -> None:
+    """`gather` of a product whose depth is divided among the blocks of clusters, of `aligned` arrays."""
+    tile, parts = division
+    pitches, pitch = (rows(source)[2], 0), 0 if add is None else rows(add)[2]
+    (one,) = plan(conv, code, backward, pitches, False, current_device(), (tile, 1), relu=relu, parts=parts)
+    maps = TensorMaps(one.views, (w, source, output, None))
+    launch(
+        one.stem, "conv2d_divided_kernel", one.grid, one.block,
+        maps, bias, add, output, np.int32(pitch), one.problem, defines=one.defines, shared=one.shared,
+    )  # fmt: skip
 
 
 def _turned(w: Any, conv: Convolution) -> Any:
@@ -227,19 +264,23 @@ def _turned(w: Any, conv: Convolution) -> Any:
     return out
 
 
-def takes_statistics(conv: Convolution, code: int) -> bool:
+def _whole(conv: Convolution, code: int, backward: bool, choice: Choice | None) -> bool:
+    """Whether one launch does it all: what is fused into it is then done in the order of sums that it has alone."""
+    return conv.images <= images_at_once(conv) and divided(choice, conv, backward, code) is None
+
+
+def takes_statistics(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
     """Whether `forward_fused` takes them of a convolution that the family takes: in bfloat16, whose squares float32
     adds up without loss, and in one launch."""
-    return code == DTYPE[bfloat16] and conv.images <= images_at_once(conv)
+    return code == DTYPE[bfloat16] and _whole(conv, code, False, choice)
 
 
-def normalizes(conv: Convolution, code: int, statistics: bool = False) -> bool:
+def normalizes(conv: Convolution, code: int, statistics: bool = False, choice: Choice | None = None) -> bool:
     """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
     one launch, and where that should be faster than a pass of its own."""
-    statistics = statistics and takes_statistics(conv, code)
-    return (
-        code > 0 and conv.images <= images_at_once(conv) and normalizing_pays(conv, current_device(), code, statistics)
-    )
+    statistics = statistics and takes_statistics(conv, code, choice)
+    whole = code > 0 and _whole(conv, code, False, choice)
+    return whole and normalizing_pays(conv, current_device(), code, statistics)
 
 
 def forward_fused(
@@ -274,9 +315,9 @@ def forward_fused(
     return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
-def masks(conv: Convolution) -> bool:
+def masks(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
     """Whether `masked_gradient` takes the data gradient of a convolution that the family takes: in one launch."""
-    return conv.images <= images_at_once(conv) and len(walks_of(conv, True)) <= CLASSES
+    return _whole(conv, code, True, choice) and len(walks_of(conv, True)) <= CLASSES
 
 
 def masked_gradient(
@@ -338,6 +379,8 @@ def _problem(
     share: int,
     group: int,
     added: bool,
+    parts: int,
+    stage_bytes: int,
 ) -> np.ndarray:
     columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -349,7 +392,7 @@ def _problem(
     tiles_n = ceil_div(columns, tile.columns)
     return argument(
         _PROBLEM,
-        tiles=int(table["tiles"].sum()) * tiles_n,
+        tiles=int(table["tiles"].sum()) * tiles_n * max(parts, 1),
         share=share,
         group=group,
         tiles_n=tiles_n,
@@ -364,6 +407,7 @@ def _problem(
         tap_step_h=h.tap_step * row,
         tap_step_w=w.tap_step,
         added=added,
+        stage_bytes=stage_bytes,
         classes=table,
     )
 
@@ -375,9 +419,10 @@ def _views(
     walks: list[tuple[Walk, Walk]],
     pitches: tuple[int, ...],
     tile: HopperTile,
+    fetched: int,
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
-    places repeat the first."""
+    places repeat the first. ``fetched``: rows of the source in a box."""
     spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns, itemsize = columns_of(conv, backward), itemsize_of(code)
@@ -386,11 +431,11 @@ def _views(
     def source(h: Walk, w: Walk) -> View:
         depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
         if is_flat(conv):
-            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, tile.rows))
+            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, fetched))
         corners = tuple(zip(w.corners, h.corners, strict=True))
         apart = pixel, w.source * pixel, h.source * w.source * pixel
         sizes = depth, w.source, h.source, conv.images
-        return View(code or TF32, sizes, apart, (channels, tile.rows), corners, (w.step, h.step))
+        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step))
 
     def output(h: Walk, w: Walk, pitch: int) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)

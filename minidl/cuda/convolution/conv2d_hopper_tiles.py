@@ -94,6 +94,8 @@ IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+# What a window's stage is spared of products where the depth is less.
+SHALLOW = 0.8
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
 _IN_REGISTERS = {(128, 256): 1.09, (256, 128): 1.31, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.5}
@@ -146,9 +148,13 @@ def microseconds(
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
-    lines, odd = reads(depth_of(conv, backward), itemsize_of(code))
+    depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
+    lines, odd = reads(depth, itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    busy = _busy(conv, tile, stages / tiles, normalized) + sums * tile.sums
+    multiplied = stages / tiles
+    if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
+        multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
+    busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
     arithmetic = max(rounds * busy, fetched)
     x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
     memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN

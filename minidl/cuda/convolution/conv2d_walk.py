@@ -10,7 +10,7 @@ import numpy as np
 
 from minidl.cuda.convolution.conv2d_plan import AxisClass, Convolution, parity_classes
 from minidl.cuda.hopper import TF32, View, Views
-from minidl.shapes import Pair
+from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
     "DEPTH",
@@ -21,14 +21,17 @@ __all__ = [
     "blocks",
     "columns_of",
     "depth_of",
+    "filter_rows",
     "filter_view",
     "is_flat",
     "itemsize_of",
     "reads",
+    "steps_of",
     "walks_of",
 ]
 
 STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
+PRODUCT = 32  # bytes: of them, what one product takes
 LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
 ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
@@ -118,6 +121,11 @@ def depth_of(conv: Convolution, backward: bool) -> int:
     return conv.out_channels if backward else conv.channels
 
 
+def steps_of(conv: Convolution, backward: bool, code: int) -> int:
+    """Products along the depth of a stage, of 32 bytes each: all four but where the whole depth is less."""
+    return min(STAGE_ROW // PRODUCT, ceil_div(depth_of(conv, backward) * itemsize_of(code), PRODUCT))
+
+
 def columns_of(conv: Convolution, backward: bool) -> int:
     """Channels of the output."""
     return conv.channels if backward else conv.out_channels
@@ -147,13 +155,28 @@ def itemsize_of(code: int) -> int:
     return ITEMSIZE if code else 4
 
 
+def _filter_box(conv: Convolution, code: int, backward: bool, columns: int) -> tuple[int, int, int]:
+    """(channels, taps, filters) of a box. Of what is not there no more than a product needs: zeros cost the engine more
+    than values would.
+    """
+    if backward and code:
+        return BLOCK, 1, min(DEPTH, round_up(depth_of(conv, backward), PRODUCT // ITEMSIZE))
+    return STAGE_ROW // itemsize_of(code), 1, min(columns, round_up(columns_of(conv, backward), 8))
+
+
+def filter_rows(conv: Convolution, code: int, backward: bool, columns: int) -> int:
+    """Rows of 128 bytes that the filters of a stage take, for ``columns`` of a tile."""
+    rows = _filter_box(conv, code, backward, columns)[2]
+    return ceil_div(min(columns, columns_of(conv, backward)), BLOCK) * rows if backward and code else rows
+
+
 def filter_view(conv: Convolution, code: int, backward: bool, columns: int) -> View:
     """Filters in boxes of a stage and so many output channels.
 
     Those of a data gradient are read across, in boxes of 64; in float32 they have been turned.
     """
-    taps, depth = conv.kernel[0] * conv.kernel[1], STAGE_ROW // itemsize_of(code)
+    taps = conv.kernel[0] * conv.kernel[1]
     inner, outer = (conv.out_channels, conv.channels) if backward and not code else (conv.channels, conv.out_channels)
     row = inner * itemsize_of(code)
-    box = (BLOCK, 1, depth) if backward and code else (depth, 1, columns)
+    box = _filter_box(conv, code, backward, columns)
     return View(code or TF32, (inner, taps, outer), (row, taps * row), box)

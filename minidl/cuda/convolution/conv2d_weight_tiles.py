@@ -272,7 +272,7 @@ class _Rates(NamedTuple):
 
 
 # Fitted to times measured on an H200 (ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
-_SIXTEEN = _Rates(1.14e5, 1.01e6, 2.48e5, 4.11e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
+_SIXTEEN = _Rates(1.14e5, 1.01e6, 2.48e5, 3.3e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
 _FLOAT = _Rates(1.15e5, 9.0e5, inf, 4.26e6, 0.009, 0.12, 1.45, 0.9, 8.0e3, 0.0, 1.6, 4.9e5)
 _PRODUCTS = 3.5e6  # multiply-adds of a multiprocessor in a microsecond, of 16-bit types
 # In TF32, and in three such products for each, by rows x columns of a warp.

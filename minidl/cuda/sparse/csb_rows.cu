@@ -2,15 +2,16 @@
 // is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
 // A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
-// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages.
-// Rows of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps multiplies its
-// unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
+// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages. Rows
+// of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps
+// multiplies its unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
 // With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
-// lanes a row apart meet no bank twice; so nothing is ever transposed: transposing on the way, by copies of four bytes or
-// through registers, took 140 and 240 us where this takes some 120 (2048 x 2048 x 4096 at 98 %). Lists that do not fit into a stage come in
-// several, x with each. Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is
-// read for up to 1024 output features, were slower by a quarter and two thirds: a warp takes as long as its longest rows.
-// A third stage, with lists of eight features to make room for it, changed nothing.
+// lanes a row apart meet no bank twice; so nothing is ever transposed: transposing on the way, by copies of four bytes
+// or through registers, took 140 and 240 us where this takes some 120 (2048 x 2048 x 4096 at 98 %). Lists that do not
+// fit into a stage come in several, x with each.
+// Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is read for up to 1024
+// output features, were slower by a third and two thirds: a warp takes as long as its longest rows. A third stage, with
+// lists of eight features to make room for it, changed nothing.
 //
 //   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
@@ -189,7 +190,11 @@ DEVICE void take(float (&sum)[VEC], u32 items, u32 x) {
     uint4 pairs[(COUNT + 1) / 2];
     float values[COUNT][VEC];
 #pragma unroll
-    for (int k = 0; k < COUNT; k += 2) load_pair(pairs[k / 2], items + 8 * k);
+    for (int k = 0; k + 1 < COUNT; k += 2) load_pair(pairs[k / 2], items + 8 * k);
+    if constexpr (COUNT % 2) {
+        uint4& last = pairs[COUNT / 2];
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(last.x), "=r"(last.y) : "r"(items + 8 * (COUNT - 1)));
+    }
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (k % 2 ? pairs[k / 2].z : pairs[k / 2].x));
 #pragma unroll

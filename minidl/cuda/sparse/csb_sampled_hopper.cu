@@ -6,8 +6,9 @@
 //   out[e] = sum over samples of dy[row of e, sample] * x[column of e, sample],   for the elements e of a pattern
 //
 // A block multiplies a dense tile of 128 rows x TILE_N columns over a chunk of samples, leaves it in shared memory, and
-// warps pick the elements of 64 x 64 parts of it, which are neighbours in `out`: no dense gradient reaches memory. Each chunk leaves one float32 partial per element; sum_partials_kernel (channel_sum.cu) adds them in order.
-// Chunks depend on the sizes alone, so the bits do not depend on the device.
+// warps pick the elements of 64 x 64 parts of it, which are neighbours in `out`: no dense gradient reaches memory. Each
+// chunk leaves one float32 partial per element; sum_partials_kernel (channel_sum.cu) adds them in order. Chunks depend on
+// the sizes alone, so the bits do not depend on the device.
 //
 //   indptr, indices   as in csb.cuh
 //   dy, x     seen through tensor maps (csb_sampled_hopper.py): boxes of 64 features x 64 samples, the features
@@ -129,9 +130,10 @@ csb_sampled_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict_
         constexpr int SHARE = 256 / TILE_N;  // warps of a part
         const int down = warp / 4 * 64, right = warp % 4 / SHARE * 64, thread = warp % SHARE * 32 + lane;
         float* const out = output + chunk * p.nnz;
-        for_elements<32 * SHARE, 64, 64>(indptr, indices, p.a, row + down, column + right, thread, [&](int e, int r, int c) {
+        const auto pick = [&](int e, int r, int c) {
             const float value = tile[(down + r) * PITCH + right + c];
             out[e] = p.accumulate ? out[e] + value : value;
-        });
+        };
+        for_elements<32 * SHARE, 64, 64>(indptr, indices, p.a, row + down, column + right, thread, pick);
     }
 }

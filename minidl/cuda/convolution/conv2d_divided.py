@@ -1,0 +1,90 @@
+"""Products of few rows with many filters on Hopper, those of fully connected layers: which blocks share their depth.
+
+Their time is that of reading the filters, to which every multiprocessor must contribute; where columns are too few for
+that, the blocks of a cluster share the depth of a tile (conv2d_divided_kernel of conv2d_hopper.cu). How many do follows
+from the sizes alone, so that the bits of a product do not depend on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from minidl.cuda.convolution.conv2d_family import Choice
+from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile
+from minidl.cuda.convolution.conv2d_plan import Convolution
+from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
+from minidl.shapes import ceil_div, round_up
+
+__all__ = ["PARTS", "Division", "divided", "options"]
+
+PARTS = 1, 2, 4, 8  # blocks of a cluster
+MOST_ROWS = 256
+# Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit
+# lie on one multiprocessor (seen on an H200). Constants, so that sums are cut alike on every device.
+_REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
+# Microseconds, and bytes in one: a stage on its way from memory; filters that come from there for all and for one
+# multiprocessor; filters and rows that one fetches; a block's start. Adding up the sums of so many blocks.
+_LATENCY, _READ, _TAKEN, _FETCHED, _START = 1.5, 4.1e6, 4.8e4, 1.0e5, 3.0
+_COMBINED = {1: 0.0, 2: 1.0, 4: 1.5, 8: 2.3}
+
+
+class Division(NamedTuple):
+    """A tile, and how many blocks share its depth."""
+
+    tile: HopperTile
+    parts: int
+
+
+def divided(choice: Choice | None, conv: Convolution, backward: bool, code: int) -> Division | None:
+    """How a convolution that the family takes is divided, as chosen or by the model of time; None: not at all."""
+    if choice is None or not choice.tile:
+        return _choose(conv, backward, code)
+    found = [one for one in _candidates(conv, backward, code) if _choice(one) == choice]
+    return found[0] if found else None
+
+
+def options(conv: Convolution, backward: bool, code: int) -> list[Choice]:
+    """What a tuner may try, the fastest by the model of time first."""
+    found = sorted(_candidates(conv, backward, code), key=lambda one: _microseconds(conv, backward, code, one))
+    return list(map(_choice, found))
+
+
+def _choice(one: Division) -> Choice:
+    return Choice("hopper", one.tile.name, (1, one.parts))
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(conv: Convolution, backward: bool, code: int) -> Division | None:
+    found = _candidates(conv, backward, code)
+    return min(found, key=lambda one: _microseconds(conv, backward, code, one), default=None)
+
+
+def _stages(conv: Convolution, backward: bool, code: int) -> int:
+    return ceil_div(depth_of(conv, backward), STAGE_ROW // itemsize_of(code))
+
+
+def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
+    """None but of one pixel for each row, and few of them."""
+    if not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
+        return []
+    stages = _stages(conv, backward, code)
+    return [Division(tile, parts) for tile in TILES for parts in PARTS if parts <= stages]
+
+
+def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:
+    tile, down = one.tile, ceil_div(conv.images, one.tile.rows)
+    tiles = down * ceil_div(columns_of(conv, backward), tile.columns) * one.parts
+    most = _REACHED[one.parts]
+    used = min(tiles if one.parts == 1 else ceil_div(tiles, tile.resident), most)
+    rounds = ceil_div(tiles, most * tile.resident)
+    beside = ceil_div(min(tiles, most * tile.resident), used)  # blocks of a multiprocessor
+    fetched = min(tile.rows, round_up(conv.images, 8)) + tile.columns
+    stage = max(
+        tile.step * beside,
+        _LATENCY / tile.stages,
+        STAGE_ROW * tile.columns * beside * max(1 / _TAKEN, used / down / _READ),
+        STAGE_ROW * fetched * beside / _FETCHED,
+    )
+    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest)
+    return time + _START + _COMBINED[one.parts]

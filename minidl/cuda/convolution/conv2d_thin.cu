@@ -1,0 +1,309 @@
+// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16. Memory bounds them, so
+// nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight into the fragments of
+// mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of float32 multiply-adds.
+//
+//   narrow  out[r, f] = bias[f] + add[r, f] + sum_j source[r, j] w(f, j)    forward to few filters, data gradient of few
+//                                                                           channels
+//   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of few
+//                                                                           filters
+//
+// Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or null;
+// add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN.
+//
+// Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in flight.
+// For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than memory: words
+// 0 and 1 of a thread are words t and t + 4 of one product, words 2 and 3 those of the next, and the filters in shared
+// memory are laid out alike. Going wide it is the columns whose order is chosen: those of four products that a thread
+// holds are eight neighbours.
+//
+// Macros: DTYPE, TF32, FEW, RELU; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend; BATCH, chunks
+// of a row in flight (narrow).
+// Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each chunk
+// (rounded up to BATCH) and each of FEW (rounded up to eight for 16-bit types).
+// FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
+#include "conv2d_thin.cuh"
+
+constexpr int CHUNK = 4 * WIDTH;                 // channels
+constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;  // of the few, as the filters are kept
+constexpr int EACH = 4, WARP_ROWS = 8 * EACH, ROWS = 8 * WARP_ROWS;
+
+struct Problem {
+    i64 rows, source_pitch, add_pitch;
+    int wide, few_step, wide_step, share;
+};
+
+DEVICE T filter(const T* __restrict__ w, const Problem& p, int f, int j) {
+    return f < FEW && j < p.wide ? operand(w[i64(f) * p.few_step + i64(j) * p.wide_step]) : from_float<T>(0.0f);
+}
+
+// ---------------------------------------------------------------------------------------------------------- narrow
+
+#ifdef BATCH
+// A thread's part of its rows, BATCH chunks at a time.
+struct Part {
+    Vector x[BATCH][EACH];
+
+    __device__ __forceinline__ void read(const T* __restrict__ source, const Problem& p, i64 row, int channel) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const i64 at = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
+#pragma unroll
+            for (int c = 0; c < BATCH; ++c) x[c][i] = fetch<VEC_X>(source + at * p.source_pitch, channel + c * CHUNK, p.wide);
+        }
+    }
+};
+
+// Sums of a thread: of 16-bit types complete, of its rows and of filters 8b + 2t, 8b + 2t + 1; else its share of all.
+struct Sum {
+#if DTYPE
+    float parts[EACH / 2][OCTETS][4] = {};
+
+    __device__ __forceinline__ void add(const Part& part, const uint4* filters) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int c = 0; c < BATCH; ++c)
+#pragma unroll
+            for (int b = 0; b < OCTETS; ++b) {
+                const uint4 w = filters[(c * OCTETS + b) * 32 + lane];
+#pragma unroll
+                for (int m = 0; m < EACH / 2; ++m) {
+                    const Vector &x = part.x[c][2 * m], &y = part.x[c][2 * m + 1];
+                    multiply_units(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
+                    multiply_units(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
+                }
+            }
+    }
+
+    __device__ __forceinline__ void result(int i, int b, float (&v)[2]) const {
+        v[0] = parts[i / 2][b][i % 2 * 2], v[1] = parts[i / 2][b][i % 2 * 2 + 1];
+    }
+#else
+    float parts[EACH][FEW] = {};
+
+    __device__ __forceinline__ void add(const Part& part, const uint4* filters) {
+        const float4* w = reinterpret_cast<const float4*>(filters) + threadIdx.x % 4;
+#pragma unroll
+        for (int c = 0; c < BATCH; ++c) {
+            float x[EACH][WIDTH];
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+#pragma unroll
+                for (int e = 0; e < WIDTH; ++e) x[i][e] = operand(part.x[c][i].items[e]);
+#pragma unroll
+            for (int f = 0; f < FEW; ++f) {
+                const float4 filter = w[(c * FEW + f) * 4];
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) {
+                    float& sum = parts[i][f];
+                    sum = fmaf(x[i][0], filter.x, sum), sum = fmaf(x[i][1], filter.y, sum);
+                    sum = fmaf(x[i][2], filter.z, sum), sum = fmaf(x[i][3], filter.w, sum);
+                }
+            }
+        }
+    }
+
+    // Adds up what the four threads of a row have; each gets two of eight filters.
+    __device__ __forceinline__ void result(int i, int b, float (&v)[2]) const {
+        const bool second = threadIdx.x & 2, odd = threadIdx.x & 1;
+        float four[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            four[e] = 0.0f;
+            if (8 * b + e >= FEW) continue;
+            const float low = parts[i][8 * b + e], high = 8 * b + e + 4 < FEW ? parts[i][(8 * b + e + 4) % FEW] : 0.0f;
+            four[e] = (second ? high : low) + __shfl_xor_sync(0xffffffffu, second ? low : high, 2);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            v[e] = 0.0f;
+            if (8 * b + e < FEW)
+                v[e] = (odd ? four[e + 2] : four[e]) + __shfl_xor_sync(0xffffffffu, odd ? four[e] : four[e + 2], 1);
+        }
+    }
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(256, UNITS ? 3 : 2)
+conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
+                          const T* __restrict__ add, T* __restrict__ out, const Problem p) {
+    extern __shared__ uint4 filters[];
+    const int t = threadIdx.x % 4;
+    const i64 first = i64(blockIdx.x) * p.share * ROWS;
+    i64 row = first + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    Part part;
+    part.read(source, p, row, t * WIDTH);
+    const int chunks = ceil_div(p.wide, BATCH * CHUNK) * BATCH;
+    for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256)
+        reinterpret_cast<T*>(filters)[i] = filter(w, p, i / CHUNK % SLOTS, i / (SLOTS * CHUNK) * CHUNK + i % CHUNK);
+    __syncthreads();
+    for (int turn = 0; turn < p.share && first + turn * ROWS < p.rows; ++turn, row += ROWS) {
+        Sum sum;
+        for (int c = 0; c < chunks; c += BATCH) {
+            if (turn + c > 0) part.read(source, p, row, c * CHUNK + t * WIDTH);
+            sum.add(part, filters + c * SLOTS * 4);
+        }
+#pragma unroll
+        for (int b = 0; b < OCTETS; ++b) {
+            const int f = 8 * b + 2 * t;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                float v[2];
+                sum.result(i, b, v);
+                const i64 at = row + 8 * i;
+                if (at >= p.rows) continue;
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (f + e < FEW) {
+                        if (bias) v[e] += bias[f + e];
+                        if (add) v[e] += to_float(add[at * p.add_pitch + f + e]);
+                        if (RELU) v[e] = clamp_below(v[e], 0.0f);
+                    }
+                T* to = out + at * FEW + f;
+                if constexpr (VEC_Y == 2) {
+                    if (f < FEW) store(to, v);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (f + e < FEW) to[e] = from_float<T>(v[e]);
+                }
+            }
+        }
+    }
+}
+#endif
+
+// ----------------------------------------------------------------------------------------------------------- widen
+
+#ifdef VEC_ADD
+// A thread's few of its rows: of 16-bit types pairs 2t, 2t + 1 of each eight; else all.
+struct Few {
+#if DTYPE
+    u32 parts[EACH][OCTETS];
+
+    __device__ __forceinline__ void read(int i, const T* __restrict__ row) {
+#pragma unroll
+        for (int b = 0; b < OCTETS; ++b) {
+            const int f = 8 * b + threadIdx.x % 4 * 2;
+            Raw<T, 2> both;
+            both.pairs[0] = 0;
+            if constexpr (VEC_X > 1) {
+                if (f < FEW) both = load_raw<2>(row + f);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (f + e < FEW) both.items[e] = row[f + e];
+            }
+            parts[i][b] = both.pairs[0];
+        }
+    }
+#else
+    float parts[EACH][FEW];
+
+    __device__ __forceinline__ void read(int i, const T* __restrict__ row) {
+        fetch_few<VEC_X>(row, parts[i]);
+#pragma unroll
+        for (int f = 0; f < FEW; ++f) parts[i][f] = operand(parts[i][f]);
+    }
+#endif
+};
+
+// A thread's WIDTH neighbours of each of its rows; `filters` of their chunk.
+DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH]) {
+#if DTYPE
+    u32 w[OCTETS][4];
+#pragma unroll
+    for (int b = 0; b < OCTETS; ++b) {
+        const uint4 four = filters[b * 32 + threadIdx.x % 32];
+        w[b][0] = four.x, w[b][1] = four.y, w[b][2] = four.z, w[b][3] = four.w;
+    }
+#pragma unroll
+    for (int m = 0; m < EACH; m += 2)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            float c[4] = {};
+            if constexpr (OCTETS == 1)
+                multiply_half(c, {few.parts[m][0], few.parts[m + 1][0]}, {w[0][j]});
+            else
+                multiply_units(c, {few.parts[m][0], few.parts[m + 1][0], few.parts[m][OCTETS - 1], few.parts[m + 1][OCTETS - 1]},
+                               {w[0][j], w[OCTETS - 1][j]});
+            y[m][2 * j] = c[0], y[m][2 * j + 1] = c[1], y[m + 1][2 * j] = c[2], y[m + 1][2 * j + 1] = c[3];
+        }
+#else
+#pragma unroll
+    for (int f = 0; f < FEW; ++f) {
+        const float4 w = reinterpret_cast<const float4*>(filters)[f * 4 + threadIdx.x % 4];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const float x = few.parts[i][f];
+            y[i][0] = fmaf(x, w.x, f ? y[i][0] : 0.0f), y[i][1] = fmaf(x, w.y, f ? y[i][1] : 0.0f);
+            y[i][2] = fmaf(x, w.z, f ? y[i][2] : 0.0f), y[i][3] = fmaf(x, w.w, f ? y[i][3] : 0.0f);
+        }
+    }
+#endif
+}
+
+// Lays the filters out as `widen` reads them.
+DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, int chunks) {
+    for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256) {
+        int f = i / CHUNK % SLOTS, j = i / (SLOTS * CHUNK) * CHUNK + i % CHUNK;
+        if constexpr (UNITS) {  // word `product` of a lane's four is of column g of that product
+            const int product = i / 2 % 4, lane = i / 8 % 32, g = lane / 4;
+            f = i / 256 % OCTETS * 8 + lane % 4 * 2 + i % 2;
+            j = i / (256 * OCTETS) * CHUNK + g / 2 * 8 + product * 2 + g % 2;
+        }
+        reinterpret_cast<T*>(filters)[i] = filter(w, p, f, j);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, UNITS && OCTETS == 1 ? 3 : 2)
+conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
+                         const T* __restrict__ add, T* __restrict__ out, const Problem p) {
+    extern __shared__ uint4 filters[];
+    const int t = threadIdx.x % 4, chunks = ceil_div(p.wide, CHUNK);
+    const i64 first = i64(blockIdx.x) * p.share * ROWS;
+    i64 row = first + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    lay_out(filters, w, p, chunks);
+    __syncthreads();
+    for (int turn = 0; turn < p.share && first + turn * ROWS < p.rows; ++turn, row += ROWS) {
+        Few few;
+        i64 at[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            at[i] = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
+            few.read(i, source + at[i] * p.source_pitch);
+        }
+        for (int c = 0; c < chunks; ++c) {
+            const int channel = c * CHUNK + t * WIDTH;
+            Vector added[EACH];
+            if (add)
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) added[i] = fetch<VEC_ADD>(add + at[i] * p.add_pitch, channel, p.wide);
+            float y[EACH][WIDTH], shift[WIDTH];
+            widen(few, filters + c * SLOTS * 4, y);
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) shift[e] = bias && channel + e < p.wide ? bias[channel + e] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                if (add) {
+                    float more[WIDTH];
+                    unpack(added[i], more);
+#pragma unroll
+                    for (int e = 0; e < WIDTH; ++e) y[i][e] += shift[e] + more[e];
+                } else {
+#pragma unroll
+                    for (int e = 0; e < WIDTH; ++e) y[i][e] += shift[e];
+                }
+                if (row + 8 * i >= p.rows) continue;
+                T* to = out + at[i] * p.wide + channel;
+#pragma unroll
+                for (int e = 0; e < WIDTH; e += VEC_Y) {
+                    float part[VEC_Y];
+#pragma unroll
+                    for (int k = 0; k < VEC_Y; ++k) part[k] = RELU ? clamp_below(y[i][e + k], 0.0f) : y[i][e + k];
+                    if (channel + e < p.wide) store(to + e, part);
+                }
+            }
+        }
+    }
+}
+#endif

@@ -1,0 +1,171 @@
+"""1x1 convolutions between many channels and few; kernels in conv2d_thin.cu and conv2d_thin_weight.cu.
+
+The last layer of a network that labels pixels, and its gradients: memory bounds them, and tiles of 64 or more columns
+would multiply, or fetch, mostly nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from minidl.cuda.array import as_rows, empty
+from minidl.cuda.convolution.channel_sum import sum_partials
+from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
+from minidl.cuda.convolution.conv2d_walk import itemsize_of
+from minidl.cuda.rows import ACCESS, rows, vector_width
+from minidl.precision import float32
+from minidl.shapes import ceil_div, round_up
+
+__all__ = ["applies", "backward_weight", "gather", "pays"]
+
+FEW = 16  # channels on one side, at most
+MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
+THREADS = 256
+ROWS = 256  # that a block takes at a time
+SHARED = 96 * 1024  # bytes of filters, at most
+ENOUGH = 32 * 132  # blocks: beyond these each takes several times as many rows, up to
+LONGEST = 4
+SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
+PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
+
+_PRODUCT = struct("rows source_pitch add_pitch", "wide few_step wide_step share")
+_WEIGHT = struct("rows chunk few_pitch wide_pitch", "wide few_step wide_step")
+
+
+class _Sides(NamedTuple):
+    """Channels on both sides, and what lies between filters of neighbouring ones."""
+
+    few: int
+    wide: int
+    few_step: int
+    wide_step: int
+
+    def shared_bytes(self, itemsize: int, batch: int) -> int:
+        """The filters as conv2d_thin.cu keeps them."""
+        slots = round_up(self.few, 8) if itemsize == 2 else self.few
+        return round_up(self.chunks(itemsize), batch) * slots * 4 * ACCESS
+
+    def chunks(self, itemsize: int) -> int:
+        """Of a wide row: four accesses each."""
+        return ceil_div(self.wide * itemsize, 4 * ACCESS)
+
+
+def _sides(conv: Convolution) -> _Sides:
+    if conv.out_channels <= conv.channels:
+        return _Sides(conv.out_channels, conv.channels, conv.channels, 1)
+    return _Sides(conv.channels, conv.out_channels, 1, conv.channels)
+
+
+@functools.lru_cache(maxsize=1024)
+def applies(conv: Convolution, code: int) -> bool:
+    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side."""
+    if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
+        return False
+    sides = _sides(conv)
+    return sides.few <= FEW and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
+
+
+def pays(conv: Convolution, code: int, tf32: int, weight: bool, units: bool) -> bool:
+    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
+    rows have something for most of the four threads that share one.
+
+    Args:
+        weight: of a weight gradient.
+        units: whether Hopper's kernels can do it, which are as fast from nine channels on.
+    """
+    few, wide = _sides(conv)[:2]
+    if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
+        return False
+    if weight and tf32 == 1:  # rounding every operand takes longer than memory
+        return few <= MOST_ROUNDED
+    return few <= MOST_ALWAYS or not units
+
+
+def gather(
+    conv: Convolution,
+    code: int,
+    tf32: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    relu: bool = False,
+) -> None:
+    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense.
+
+    With ``relu``, the output of a ReLU over that.
+    """
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    vectors = vector_width(source), vector_width(output), 1 if add is None else vector_width(add)
+    _plan_gather(conv, code, tf32, backward, pitches, vectors, relu).start(source, w, bias, add, output)
+
+
+def backward_weight(conv: Convolution, code: int, tf32: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
+    """Weight gradient into ``out``."""
+    dy, x = as_rows(dy), as_rows(x)
+    few, wide = (dy, x) if conv.out_channels <= conv.channels else (x, dy)
+    pitches, vectors = (rows(few)[2], rows(wide)[2]), (vector_width(few), vector_width(wide))
+    planned = _plan_weight(conv, code, tf32, pitches, vectors)
+    partials = empty((planned.grid[1], out.size), float32)
+    planned.start(few, wide, partials)
+    sum_partials(partials, planned.grid[1], out, accumulate)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_gather(
+    conv: Convolution,
+    code: int,
+    tf32: int,
+    backward: bool,
+    pitches: tuple[int, int],
+    vectors: tuple[int, int, int],
+    relu: bool,
+) -> Launched:
+    """The launch of conv2d_thin.cu.
+
+    Args:
+        pitches: elements per pixel of the source and of the array to be added.
+        vectors: widest legal vectors of the source, of the output and of that array.
+    """
+    sides, itemsize = _sides(conv), itemsize_of(code)
+    most = ACCESS // itemsize
+    narrow = (conv.out_channels <= conv.channels) != backward
+    vec_x, vec_y, vec_add = (min(vector, most) for vector in vectors)
+    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu)}
+    room = code > 0 or sides.few <= 8  # in registers, beside the sums
+    batch = 2 if narrow and room and sides.chunks(itemsize) > 1 else 1
+    if narrow:
+        defines |= {"VEC_X": vec_x, "VEC_Y": min(vec_y, 2), "BATCH": batch}
+    else:
+        defines |= {"VEC_X": min(vec_x, 2) if code else vec_x, "VEC_Y": vec_y, "VEC_ADD": vec_add}
+    count = ceil_div(conv.pixels, ROWS)
+    share = max(1, min(count // ENOUGH, LONGEST))
+    problem = argument(
+        _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
+        few_step=sides.few_step, wide_step=sides.wide_step, share=share,
+    )  # fmt: skip
+    name = "conv2d_thin_narrow_kernel" if narrow else "conv2d_thin_widen_kernel"
+    shared = sides.shared_bytes(itemsize, batch)
+    return Launched("conv2d_thin", name, ceil_div(count, share), THREADS, problem, defines, shared)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_weight(
+    conv: Convolution, code: int, tf32: int, pitches: tuple[int, int], vectors: tuple[int, int]
+) -> Launched:
+    """The launch of conv2d_thin_weight.cu; pitches and widest vectors of the few and of the wide."""
+    sides, itemsize = _sides(conv), itemsize_of(code)
+    spans = ceil_div(sides.wide * itemsize, SPAN_BYTES)
+    chunk = round_up(max(LEAST, ceil_div(conv.pixels, max(1, PLACES // spans))), STEP)
+    vec_few, vec_x = (min(vector, ACCESS // itemsize) for vector in vectors)
+    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "VEC_X": vec_x}
+    defines["VEC_FEW"] = 1 if code else vec_few
+    problem = argument(
+        _WEIGHT, rows=conv.pixels, chunk=chunk, few_pitch=pitches[0], wide_pitch=pitches[1], wide=sides.wide,
+        few_step=sides.few_step, wide_step=sides.wide_step,
+    )  # fmt: skip
+    grid = spans, ceil_div(conv.pixels, chunk)
+    return Launched("conv2d_thin_weight", "conv2d_thin_weight_kernel", grid, THREADS, problem, defines, 0)

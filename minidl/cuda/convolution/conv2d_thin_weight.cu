@@ -1,0 +1,118 @@
+// Weight gradient of thin convolutions (conv2d_thin.cu): chunks of rows to float32 partials, which sum_partials_kernel of
+// channel_sum.cu adds up.
+//
+//   partials[chunk, f * few_step + j * wide_step] = sum over the rows r of the chunk of few[r, f] * wide[r, j]
+//
+// Layout: few, wide  rows * pitch + channel. A warp takes 16 rows at a time of 128 bytes of `wide`: lane 4g + t the vector
+// g of rows 4t to 4t + 3. For mma.sync these are, two rows interleaved, fragments of `wide` turned: its row g or g + 8 is
+// channel 8g + 2q or 8g + 2q + 1 of product q, its depth the rows. Float32 is multiplied as it is, and the four threads of
+// a vector add up their rows at the end; then the warps, in order.
+//
+// Macros: DTYPE, TF32, FEW; VEC_X, VEC_FEW, elements per access of wide and few (VEC_FEW of float32 only).
+// Block: 8 warps. Grid: (blocks of 128 bytes of channels, chunks). A chunk is a multiple of 128 rows.
+// FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW); the few are read once for each block of channels.
+#include "conv2d_thin.cuh"
+
+constexpr int WARPS = 8, SPAN = 8 * WIDTH, STEP = 16;  // channels of a block, rows of a warp at a time
+constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;
+
+struct Problem {
+    i64 rows, chunk, few_pitch, wide_pitch;
+    int wide, few_step, wide_step;
+};
+
+struct Sum {
+#if DTYPE
+    float parts[4][OCTETS][4] = {};
+
+    __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row, i64 end) {
+        const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int b = 0; b < OCTETS; ++b) {
+            Raw<T, 4> y;
+            y.words[0] = make_uint2(0, 0);
+            const int f = 8 * b + g;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (f < FEW && row + i < end) y.items[i] = few[(row + i) * p.few_pitch + f];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const u32 a[4] = {
+                    __byte_perm(x[0].pairs[q], x[1].pairs[q], 0x5410), __byte_perm(x[0].pairs[q], x[1].pairs[q], 0x7632),
+                    __byte_perm(x[2].pairs[q], x[3].pairs[q], 0x5410), __byte_perm(x[2].pairs[q], x[3].pairs[q], 0x7632)};
+                multiply_units(parts[q][b], a, {y.pairs[0], y.pairs[1]});
+            }
+        }
+    }
+
+    // sums[channel][slot] of this warp
+    __device__ __forceinline__ void leave(float (*sums)[SLOTS]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+#pragma unroll
+            for (int b = 0; b < OCTETS; ++b)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sums[8 * g + 2 * q + e / 2][8 * b + 2 * t + e % 2] = parts[q][b][e];
+    }
+#else
+    float parts[FEW][WIDTH] = {};
+
+    __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row, i64 end) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (row + i >= end) break;
+            float y[FEW], v[WIDTH];
+            fetch_few<VEC_FEW>(few + (row + i) * p.few_pitch, y);
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) v[e] = operand(x[i].items[e]);
+#pragma unroll
+            for (int f = 0; f < FEW; ++f)
+#pragma unroll
+                for (int e = 0; e < WIDTH; ++e) parts[f][e] = fmaf(operand(y[f]), v[e], parts[f][e]);
+        }
+    }
+
+    __device__ __forceinline__ void leave(float (*sums)[SLOTS]) const {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+        for (int f = 0; f < FEW; ++f)
+#pragma unroll
+            for (int e = 0; e < WIDTH; ++e) {
+                float sum = parts[f][e];
+                sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                if (t == 0) sums[WIDTH * g + e][f] = sum;
+            }
+    }
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, UNITS ? 3 : 2)
+conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide, float* __restrict__ partials,
+                          const Problem p) {
+    __shared__ float sums[WARPS][SPAN][SLOTS];
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int channel = blockIdx.x * SPAN + g * WIDTH;
+    const i64 begin = blockIdx.y * p.chunk, end = begin + p.chunk < p.rows ? begin + p.chunk : p.rows;
+    Sum sum;
+#pragma unroll 2
+    for (i64 row = begin + warp * STEP + 4 * t; row - 4 * t < end; row += WARPS * STEP) {
+        Vector x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            clear(x[i]);
+            if (row + i < end) x[i] = fetch<VEC_X>(wide + (row + i) * p.wide_pitch, channel, p.wide);
+        }
+        sum.add(x, few, p, row, end);
+    }
+    sum.leave(sums[warp]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < SPAN * FEW; i += 32 * WARPS) {
+        const int f = i / SPAN, j = i % SPAN, at = blockIdx.x * SPAN + j;
+        float total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < WARPS; ++k) total += sums[k][j][f];
+        if (at < p.wide) partials[i64(blockIdx.y) * FEW * p.wide + i64(f) * p.few_step + i64(at) * p.wide_step] = total;
+    }
+}

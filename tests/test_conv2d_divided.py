@@ -1,0 +1,161 @@
+"""Products of few rows on Hopper, whose depth blocks share: which are divided so, and that parts add up to the whole.
+
+On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from minidl.cuda.convolution import conv2d_divided
+from minidl.cuda.convolution.conv2d_family import Choice, family, kernel
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from tests.convolutions import Guarded, both, both_expected, draws, plan_of, same
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.tolerance import assert_close, draw, draw_integers
+
+
+def _case(images: int, channels: int, filters: int) -> Case:
+    return Case(f"{images}x{channels}-{filters}", (images, 1, 1, channels), (filters, 1, 1))
+
+
+CASES = [
+    _case(64, 4096, 1000), _case(1, 2048, 520), _case(3, 1096, 776), _case(130, 1536, 520), _case(256, 2056, 584),
+]  # fmt: skip
+SPLITS = [("128x64x4*2", 3), ("128x256x4", 2), ("256x128x4", 7), ("128x192x4", 5), ("128x128x5", 100)]
+STORAGE = pytest.mark.parametrize(
+    ("storage", "tf32"), [(bfloat16, 0), (float16, 0), (float32, 1)], ids=["bf16", "fp16", "tf32"]
+)
+
+
+@pytest.fixture
+def hopper(cuda_ops):
+    if current_device().arch != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    with family("hopper"):
+        yield cuda_ops
+
+
+def _with(case: Case, tf32: int):
+    return case.options | {"tf32": tf32}
+
+
+def _both(ops, case, x, w, dy, tf32, forward_bias=None, add=None, relu=False):
+    options = _with(case, tf32)
+    y = ops.conv2d(x, w, forward_bias, **options, relu=relu)
+    return [ops.to_host(a) for a in (y, ops.conv2d_backward_data(dy, w, case.x, **options, add=add))]
+
+
+# ------------------------------------------------------------------------------------------------------ without a GPU
+
+
+def _kernels(case, dtype=bfloat16, device="H200", passes=1, **options):
+    from minidl import cuda as ops
+
+    with dry_run(BUILT_IN[device]) as log:
+        x, w, dy = (ops.empty(shape, dtype) for shape in (case.x, case.w, case.y))
+        ops.conv2d(x, w, **case.options, **options)
+        if passes > 1:
+            ops.conv2d_backward_data(dy, w, case.x, mask=x, **case.options)
+    return [launch.name for launch in log.launches]
+
+
+def test_few_rows_are_divided():
+    divided = ["conv2d_divided_kernel"]
+    assert _kernels(_case(64, 25088, 4096)) == _kernels(_case(64, 4096, 1000)) == divided
+    assert _kernels(_case(64, 4096, 1000), device="H100") == divided
+    assert _kernels(_case(64, 25088, 4096), float32, tf32=1) == divided
+    assert _kernels(_case(64, 64, 4096), bias=None, relu=True) == divided
+    for whole in (_case(4000, 25088, 4096), Case("map", (64, 2, 1, 4096), (1000, 1, 1))):
+        assert divided[0] not in _kernels(whole), whole.name
+    assert divided[0] not in _kernels(_case(64, 25088, 4096), device="A100")
+    masked = _kernels(_case(64, 1000, 4096), passes=2)
+    assert masked == [*divided, *divided, "activate_backward_kernel"], "masked when complete"
+
+
+@cases(CASES)
+def test_all_multiprocessors_fetch_where_there_is_enough(case):
+    """Nearly half of them at least, by tiles or by shares of their depth."""
+    conv = plan_of(case)
+    for backward in (False, True):
+        tile, parts = conv2d_divided.divided(None, conv, backward, 1)
+        depth, columns = (conv.out_channels, conv.channels)[:: -1 if not backward else 1]
+        if depth * columns >= 2**21:
+            assert parts * -(-columns // tile.columns) * -(-conv.images // tile.rows) >= 64
+
+
+@cases(CASES)
+def test_every_choice_can_be_had_by_name(case):
+    conv = plan_of(case)
+    for backward in (False, True):
+        for one in conv2d_divided._candidates(conv, backward, 1):
+            assert conv2d_divided.divided(conv2d_divided._choice(one), conv, backward, 1) == one
+        assert conv2d_divided.divided(Choice("hopper", "128x256x4", (1,)), conv, backward, 1) is None
+        assert conv2d_divided.divided(Choice("hopper", "128x256x4", (1, 3)), conv, backward, 1) is None
+
+
+# ------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.parametrize(("tile", "parts"), SPLITS, ids=[tile for tile, _ in SPLITS])
+@cases(CASES)
+@STORAGE
+def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, tf32, tile, parts, rng):
+    hosts = draws(rng, case, storage)
+    bias, add = draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x, storage)
+    x, w, dy, shift, added = put(hopper, *hosts, bias, add)
+    with kernel(Choice("hopper", tile, (1, parts))):
+        same(_both(hopper, case, x, w, dy, tf32), both_expected(case, *hosts, storage))
+        found = _both(hopper, case, x, w, dy, tf32, shift, added, relu=True)
+    y, dx = both_expected(case, *hosts, storage, bias, None, add)
+    same(found, [np.maximum(y.astype(np.float64), 0.0), dx])
+
+
+@cases(CASES)
+@STORAGE
+def test_equals_definition_and_repeats(hopper, case, storage, tf32, rng):
+    x, w, dy = hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
+    placed = put(hopper, *hosts)
+    y, dx = found = _both(hopper, case, *placed, tf32)
+    same(_both(hopper, case, *placed, tf32), found)
+    check = {"scale": 32, "tf32": bool(tf32)}
+    assert_close(y, reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], **check)
+    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
+    assert_close(dx, expected, storage, terms=case.terms[1], **check)
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
+    hosts, add = [draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)], draw(rng, case.x, bfloat16)
+    x, w, dy = put(hopper, *hosts)
+    with kernel(Choice("hopper", "128x128x5", (1, 4))):
+        expected = both(hopper, case, x, w, dy, add=hopper.from_host(add))
+        for before, after in ((8, 16), (4, 4), (3, 2)):
+            x, dy, other = (pitched(hopper, host, before, after) for host in (hosts[0], hosts[2], add))
+            same(both(hopper, case, x, w, dy, add=other), expected)
+
+
+@cases(CASES)
+def test_what_is_fused_has_the_bits_of_passes_of_their_own(hopper, case, rng):
+    """Masks and statistics, whichever way the product is done."""
+    x, w, dy = put(hopper, *(draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)))
+    y, dx = hopper.conv2d(x, w, **case.options), hopper.conv2d_backward_data(dy, w, case.x, **case.options)
+    masked = hopper.conv2d_backward_data(dy, w, case.x, mask=x, **case.options)
+    same([hopper.to_host(masked)], [hopper.to_host(hopper.relu_backward(dx, x))])
+    same([hopper.to_host(hopper.conv2d_stats(x, w, **case.options)[0])], [hopper.to_host(y)])
+
+
+@cases(CASES)
+def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
+    hosts, guarded = draws(rng, case, bfloat16), Guarded(hopper)
+    placed = put(hopper, *hosts)
+    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
+    with kernel(Choice("hopper", "128x64x4*2", (1, 8))):
+        same(both(hopper, case, *placed), both_expected(case, *hosts, bfloat16))
+    guarded.check(2)
