@@ -183,6 +183,15 @@ class Graph:
                 readers[i].append(node.index)
         return readers
 
+    def unbound(self) -> Graph:
+        """The same network of layers that belong to no model (`Layer.unbound`)."""
+        other = Graph()
+        for node in self.nodes:
+            layer = None if node.layer is None else node.layer.unbound()
+            other.nodes.append(Node(other, node.index, layer, node.inputs, node.shape))
+            other._names[node.name] = other.nodes[-1]
+        return other.output(other.nodes[self.output_node.index])
+
     def shapes(self, input_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The output shape of every node for this input shape, batch first.
 

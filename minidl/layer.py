@@ -7,6 +7,7 @@ own input gradient hides its all-reduce) and open the profiler's spans.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
@@ -395,6 +396,14 @@ class Layer:
         self._arena.connect(self.comm)
         self.params = self._arena.layer("")
         self.buffers = {name: self.ops.from_host(values) for name, values in self.buffer_specs.items()}
+
+    def unbound(self) -> Layer:
+        """A layer of the same kind, sizes and modes that belongs to no model, talks to nobody and has no arrays."""
+        other = copy.copy(self)
+        Layer.__init__(other, self.name)
+        vars(other).pop("folded", None)
+        other.specs, other.buffer_specs, other.seed = list(self.specs), self.buffer_specs, self.seed
+        return other
 
     def to(self, device: str | None = None, precision: Any = None) -> Layer:
         """Move a layer that works alone to ``"cpu"`` or ``"cuda"``, or give its products another precision."""

@@ -15,7 +15,7 @@ from minidl.memory import Joint, Race, pin, problem, validate, widen
 from minidl.memory.execute import ScriptedStore
 from minidl.memory.joint import PAIRED_GROUP
 from minidl.memory.program import prove
-from minidl.memory.record import record_step, unbound
+from minidl.memory.record import record_step
 from minidl.memory.script import write
 from tests.conftest import CUDA
 from tests.cuda_graphs import KERNEL, MEMCPY, ancestors, read
@@ -41,7 +41,7 @@ def _planned(case, fusion: str = "none"):
     """A recording, and plans for it: all moved, much made again, both, pairs of blocks, nothing."""
     name, image, batch, precision = case
     with dry_run():
-        graph = unbound(_model(case, fusion).graph)
+        graph = _model(case, fusion).graph.unbound()
     recording = record_step(graph, batch, precision=precision)
     trace = recording.trace
     times = [1e-3 + (step.bytes + step.flop / 10) * 1e-9 for step in trace.steps]

@@ -22,6 +22,7 @@ from minidl.fusion.piece import twin
 from minidl.fusion.plans import PLANS, Plan, choose, set_modes
 from minidl.fusion.sites import Site
 from minidl.graph import Graph
+from minidl.layers import BatchNorm2d
 from minidl.model import Model
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
@@ -90,14 +91,13 @@ class Whole:
 
 
 def _copy(graph: Graph) -> Graph:
-    """The same network, unbound."""
-    copy = Graph()
-    nodes = [copy.input(graph.nodes[0].shape)]
-    for node in graph.nodes[1:]:
-        layer = twin(node.layer)
+    """The same network, unbound, with weights that are quickly drawn."""
+    copy = graph.unbound()
+    for layer in copy.layers:
         layer.specs = [dataclasses.replace(s, init=_sketched) if s.product else s for s in layer.specs]
-        nodes.append(copy.add(layer, [nodes[i] for i in node.inputs]))
-    return copy.output(nodes[graph.output_node.index])
+        if isinstance(layer, BatchNorm2d):
+            layer.sync = False
+    return copy
 
 
 def _sketched(rng: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -8,7 +8,6 @@ which no mode changes, are left out.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -212,11 +211,8 @@ class Piece:
 
 
 def twin(layer: Layer) -> Layer:
-    """A layer of the same kind and sizes that belongs to no model and, if it is one of a piece's, talks to nobody."""
-    other = copy.copy(layer)
-    specs, buffers = layer.specs, layer.buffer_specs
-    Layer.__init__(other, layer.name)
-    other.specs, other.buffer_specs, other.folded = specs, buffers, None
+    """`Layer.unbound`, which talks to nobody in its passes either."""
+    other = layer.unbound()
     if isinstance(other, BatchNorm2d):
         other.sync = False
     return other

@@ -6,7 +6,6 @@ watcher (`minidl.memory.watch`). Whatever a later fusion saves or no longer save
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
@@ -19,8 +18,7 @@ from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import dry_run
 from minidl.dist.communicator import SOLO
 from minidl.dist.simulated import ImaginedCommunicator
-from minidl.graph import Graph, Node
-from minidl.layer import Layer
+from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.memory.nested import mapped
 from minidl.memory.recording import Allocation, Place, Recording, Run
@@ -31,7 +29,7 @@ from minidl.optim import SGD
 from minidl.precision import Precision
 from minidl.profile import PassCost
 
-__all__ = ["blank", "record", "record_model", "record_step", "unbound"]
+__all__ = ["blank", "record", "record_model", "record_step"]
 
 
 def record(
@@ -166,32 +164,11 @@ def record_model(model: Model, batch: int, momentum: float = 0.9) -> Recording:
     """
     arena = model.arena
     return record_step(
-        unbound(model.graph), batch, precision=model.precision, momentum=momentum, device=model.ops.current_device(),
+        model.graph.unbound(), batch, precision=model.precision, momentum=momentum, device=model.ops.current_device(),
         ranks=model.comm.size, slots=arena.slots, in_momentum=arena.adds, input_grad=model.input_grad,
         frozen=[s.full_name for s in arena.segments if not s.trainable], group_bytes=arena.group_bytes,
         message_dtype="bf16" if arena.wire.dtype != np.float32 else "fp32",
     )  # fmt: skip
-
-
-def unbound(graph: Graph) -> Graph:
-    """The network once more, with layers that belong to no model: same modes, no arrays."""
-    bare = Graph()
-    for node in graph.nodes:
-        layer = None if node.layer is None else _unbound_layer(node.layer)
-        bare.nodes.append(Node(bare, node.index, layer, node.inputs, node.shape))
-        bare._names[node.name] = bare.nodes[-1]
-    bare.output(bare.nodes[graph.output_node.index])
-    return bare
-
-
-def _unbound_layer(layer: Layer) -> Layer:
-    bare = copy.copy(layer)
-    fresh: Mapping[str, Any] = vars(Layer(layer.name))
-    keep = ("name", "specs", "buffer_specs", "training", "seed")
-    vars(bare).update({name: value for name, value in fresh.items() if name not in keep})
-    bare.specs = list(layer.specs)
-    bare.training = True
-    return bare
 
 
 def blank(graph: Graph) -> Graph:
