@@ -21,25 +21,33 @@ _LEAST_MS = 0.008  # memory-bound operations that take less measure launches
 Found = tuple[float, str, Row]  # speed against the best peer, on which machine, and the row
 
 
-def _steps(benchmark: str) -> list[Found]:
-    """Of the same step twice the newest; worst first."""
-    found: dict[tuple, Found] = {}
+def _newest(benchmark: str, *what: str) -> list[tuple[str, Row]]:
+    """The machine and the row; of the same row twice, by case, machine, dtype and ``what``, the newest."""
+    found = {}
     for file in sorted(everywhere(benchmark), key=lambda file: file["date"]):
         for row in file["rows"]:
-            if row["peers"]:
-                key = row["case"], machine_of(file), row["dtype"], row["arm"], row.get("ranks")
-                found[key] = min(row["peers"].values()) / row["ms"], machine_of(file), row
-    return sorted(found.values(), key=lambda item: item[0])
+            key = row["case"], machine_of(file), row["dtype"], *(row.get(name) for name in what)
+            found[key] = machine_of(file), row
+    return list(found.values())
 
 
-def _convolutions() -> Iterator[Found]:
-    for file in everywhere("bench_conv"):
-        for row in file["rows"]:
-            yield min(row["peers"].values()) / row["ms"], machine_of(file), row
+def _beside_peers(benchmark: str, *what: str) -> list[Found]:
+    """Worst first."""
+    rows = [(machine, row) for machine, row in _newest(benchmark, *what) if row["peers"]]
+    found = [(min(row["peers"].values()) / row["ms"], machine, row) for machine, row in rows]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _steps(benchmark: str) -> list[Found]:
+    return _beside_peers(benchmark, "arm", "ranks")
+
+
+def _convolutions() -> list[Found]:
+    return _beside_peers("bench_conv", "pass", "arm")
 
 
 def _operations() -> list[Row]:
-    return [row for file in everywhere("bench_ops") for row in file["rows"] if row["floor_ms"] >= _LEAST_MS]
+    return [row for _, row in _newest("bench_ops", "pass", "arm") if row["floor_ms"] >= _LEAST_MS]
 
 
 def _peer(row: Row) -> tuple[str, float]:
@@ -71,12 +79,13 @@ def _all_convolutions() -> Iterator[tuple]:
     groups: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     for speed, machine, row in _convolutions():
         part = f"{row['case']}, {row['pass'].replace('_', ' ')}"
-        kind = "grouped convolutions" if " in " in row["case"] else "convolutions"
+        kind = "fully connected layers" if row["case"].startswith("Linear") else "convolutions"
+        kind = "grouped convolutions" if " in " in row["case"] else kind
         groups.setdefault((kind, machine, row["dtype"]), []).append((speed, part, row["case"].split()[0]))
     for (kind, machine, dtype), members in groups.items():
-        networks = ", ".join(sorted({network for _, _, network in members}))
+        networks = ", ".join(sorted({network.replace("Linear", "VGG-16") for _, _, network in members}))
         worst, part, _ = min(members)
-        peer = "oneDNN" if machine.startswith("CPU") else "cuDNN"
+        peer = "oneDNN" if machine.startswith("CPU") else "cuDNN, cuBLAS" if kind.startswith("fully") else "cuDNN"
         mean = statistics.geometric_mean(speed for speed, _, _ in members)
         yield mean, f"{kind} of {networks}, {dtype}", machine, peer, f"{worst:.2f}: {part}"
 
