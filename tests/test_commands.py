@@ -68,5 +68,8 @@ def test_benchmarks_of_pages_have_these_options(page):
             imported = re.findall(r"^import (\w+)$", script.read_text(), re.MULTILINE)
             own = [script, *(script.with_name(f"{stem}.py") for stem in imported)]
             source = "".join(path.read_text() for path in own if path.is_file())
+            rest, *recipe = rest.split(" --recipe ")  # behind which options of minidl train follow
             for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
                 assert f'"{option}"' in source, f"{line}: {option}"
+            trained = {option for action in verb_of(["train"])._actions for option in action.option_strings}
+            assert set(re.findall(r"(?<=\s)--[a-z][a-z-]*", " ".join(recipe))) <= trained, line

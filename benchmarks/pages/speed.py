@@ -81,13 +81,17 @@ def _all_convolutions() -> Iterator[tuple]:
         part = f"{row['case']}, {row['pass'].replace('_', ' ')}"
         kind = "fully connected layers" if row["case"].startswith("Linear") else "convolutions"
         kind = "grouped convolutions" if " in " in row["case"] else kind
-        groups.setdefault((kind, machine, row["dtype"]), []).append((speed, part, row["case"].split()[0]))
+        groups.setdefault((kind, machine, row["dtype"]), []).append((speed, part, _network(row)))
     for (kind, machine, dtype), members in groups.items():
-        networks = ", ".join(sorted({network.replace("Linear", "VGG-16") for _, _, network in members}))
+        networks = ", ".join(sorted({network for _, _, network in members}))
         worst, part, _ = min(members)
         peer = "oneDNN" if machine.startswith("CPU") else "cuDNN, cuBLAS" if kind.startswith("fully") else "cuDNN"
         mean = statistics.geometric_mean(speed for speed, _, _ in members)
         yield mean, f"{kind} of {networks}, {dtype}", machine, peer, f"{worst:.2f}: {part}"
+
+
+def _network(row: Row) -> str:
+    return row["case"].removeprefix("Linear of ").split()[0]
 
 
 def _all_operations() -> Iterator[tuple]:
