@@ -35,6 +35,23 @@ def pytest_runtest_setup(item):
         pytest.skip("times the GPU: run it without -n")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # of pytest-xdist the controller alone
+        config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """Names a test as soon as it fails: a run that is cut off has said so far what it found."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.config.pluginmanager.getplugin("terminalreporter").write_line(f" {report.nodeid}: failed")
+
+
 @pytest.fixture(params=["cpu", CUDA])
 def ops(request):
     """An operation table: every op law runs on each."""
