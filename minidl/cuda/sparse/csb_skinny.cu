@@ -21,8 +21,9 @@
 // Grid: groups of WARPS_M block rows (fastest), slices, tiles of SAMPLES samples.
 // Bytes: 4 nnz, x once per group (from L2), y; FLOP 2 M K samples on tensor cores. 8192 x 8192 at 90 %: 6 us of bytes
 // from memory, but with 64 samples 134 MB of x from L2 (24 us) and 14 us of mma.sync, of which little hides. Tried, with
-// differences mostly below 6 %, some up to a quarter slower: x of the next block fetched ahead with all block bounds known from the start; two
-// warps that share a block, half of the samples each; thread blocks of two or four block rows, whose warps find x in L1.
+// differences mostly below 6 %, some up to a quarter slower: x of the next block fetched ahead with all block bounds
+// known from the start; two warps that share a block, half of the samples each; thread blocks of two or four block rows,
+// whose warps find x in L1.
 // After H. Xia et al., "Flash-LLM", VLDB 2024.
 //
 // Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_M, WARPS_K (a power of two).
