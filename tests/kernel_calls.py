@@ -6,6 +6,7 @@ For dry runs on shapes. Convolutions and sparse products are in test_cuda_compil
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from minidl.cuda.spin import spin
 from minidl.precision import bfloat16, float16, float32
 
 STORAGE = (float32, bfloat16, float16)
+PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # that compile: as many as cores, in all
 ACTIVATIONS = ("relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
 
 

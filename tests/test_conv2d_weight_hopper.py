@@ -19,6 +19,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, halo_views
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
+from tests.kernel_calls import PROCESSES
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
@@ -204,7 +205,7 @@ def test_every_tile_compiles_and_fits(tile, tf32):
         planned = hopper.plan(conv, 0 if tf32 else code, (64, 64), vec_y, False, forced, tf32=tf32)
         variants.add((planned.stem, tuple(planned.defines.items())))
     assert len(variants) >= 3
-    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch)):
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch), PROCESSES):
         (kernel,) = report.kernels
         # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
         assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log

@@ -25,7 +25,7 @@ from minidl.cuda.launch import dry_run
 from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
-from tests.kernel_calls import STORAGE
+from tests.kernel_calls import PROCESSES, STORAGE
 from tests.kernel_calls import parameters as _parameters
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
@@ -246,7 +246,7 @@ def test_every_variant_compiles_and_fits(stem, name):
     with dry_run(device) as log:
         CALLS[stem]()
     variants = log.variants
-    compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch)), strict=True))
+    compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch), PROCESSES), strict=True))
     problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
     for launch in log.launches:
         kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
@@ -276,7 +276,7 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
             variants.add((launch.stem, tuple(launch.defines.items())))
             assert launch.shared <= device.shared_per_block and launch.block == tile.threads
     assert len(variants) >= 4
-    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch)):
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch), PROCESSES):
         (kernel,) = report.kernels
         assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
         assert kernel.registers * tile.threads * tile.resident <= REGISTERS

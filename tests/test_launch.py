@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -236,8 +237,35 @@ def test_cache_never_shows_half_a_file(cache, monkeypatch):
         with pytest.raises(OSError, match="disk full"):
             nvrtc.build("trivial", "sm_80")
     assert not list(nvrtc.cache_directory().iterdir())
-    results = nvrtc.compile_all([("trivial", ())] * 4, "sm_80", workers=4)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: nvrtc.build("trivial", "sm_80"), range(4)))
     assert len({result.image for result in results}) == 1 and len(list(nvrtc.cache_directory().iterdir())) == 1
+
+
+@needs_nvrtc
+def test_processes_compile_what_this_one_would_each_variant_once(cache, monkeypatch):
+    variants = [("trivial", (("N", i % 5),)) for i in range(10)]
+    source = nvrtc.source_of("trivial")
+    expected = [nvrtc.compile(source, "trivial.cu", "sm_80", dict(defines)) for _, defines in variants]
+    monkeypatch.setattr(nvrtc, "compile", None)
+    started, genuine = [], nvrtc.Process
+    monkeypatch.setattr(nvrtc, "Process", lambda path: started.append(genuine(path)) or started[-1])
+    built = nvrtc.compile_all(variants, "sm_80", 2)
+    assert [(each.image, each.kernels) for each in built] == [(each.image, each.kernels) for each in expected]
+    assert len(started) == 2 and len(list(nvrtc.cache_directory().iterdir())) == 5
+    assert all(process._process.returncode is not None for process in started), "none is left behind"
+    assert nvrtc.compile_all(variants, "sm_80", 2) == built and len(started) == 2, "the cache had them all"
+
+
+@needs_nvrtc
+def test_an_error_in_a_process_that_compiles_is_raised_here(cache):
+    (cache / "trivial.cu").write_text("int x = nonsense;")
+    with pytest.raises(RuntimeError, match=r"trivial.cu does not compile .*sm_80(.|\n)*trivial.cu\(1\)(.|\n)*nonsense"):
+        nvrtc.compile_all([("trivial", (("N", i),)) for i in range(4)], "sm_80", 2)
+    with nvrtc.Process(nvrtc._library().path) as process:
+        process._process.kill()
+        with pytest.raises(RuntimeError, match="the process that compiled trivial.cu ended with status -9"):
+            process.compile("", "trivial.cu", [], True)
 
 
 def test_cache_that_cannot_be_written_is_replaced_with_one_warning(tmp_path, monkeypatch):
