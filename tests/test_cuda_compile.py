@@ -29,12 +29,13 @@ from tests.kernel_calls import PROCESSES, STORAGE
 from tests.kernel_calls import parameters as _parameters
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
+# The device whose launches are taken, and the architecture that they are compiled for.
 ARCHITECTURES = [
-    pytest.param("A100", id="sm_80"),
-    # Same instruction set as sm_80; what differs, the limits, is also checked by the test of launches below.
-    pytest.param("RTX 3090", id="sm_86", marks=pytest.mark.slow),
-    pytest.param("L40", id="sm_89", marks=pytest.mark.slow),
-    pytest.param("H200", id="sm_90"),
+    pytest.param("A100", "sm_80", id="sm_80"),
+    pytest.param("RTX 3090", "sm_86", id="sm_86", marks=pytest.mark.slow),
+    # The assembler makes the same of both, as the law of it below says: what is compiled already need not be again.
+    pytest.param("L40", "sm_86", id="sm_89", marks=pytest.mark.slow),
+    pytest.param("H200", "sm_90a", id="sm_90"),
 ]
 
 # (stem, kernel) -> why its spills are accepted. Empty is the aim.
@@ -238,21 +239,38 @@ def _problems(launch, kernel, device) -> Iterator[str]:
         yield f"wants {kernel.registers} registers for each of {threads} threads"
 
 
+def _compiled(log, arch):
+    """What compiling each variant of a dry run told."""
+    return dict(zip(log.variants, nvrtc.compile_all(log.variants, arch, PROCESSES), strict=True))
+
+
 @pytest.mark.parametrize("stem", CALLS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "arch"), ARCHITECTURES)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
-def test_every_variant_compiles_and_fits(stem, name):
+def test_every_variant_compiles_and_fits(stem, name, arch):
     device = BUILT_IN[name]
     with dry_run(device) as log:
         CALLS[stem]()
-    variants = log.variants
-    compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch), PROCESSES), strict=True))
+    compiled = _compiled(log, arch)
     problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
     for launch in log.launches:
         kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
         for problem in _problems(launch, kernels[launch.name], device):
             problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
     assert not problems, "\n".join(sorted(problems))
+
+
+@pytest.mark.parametrize("stem", CALLS)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
+    """Of the largest kernels that each file has, by their registers."""
+    with dry_run(BUILT_IN["L40"]) as log:
+        CALLS[stem]()
+    compiled = _compiled(log, "sm_86")
+    registers = {variant: max(kernel.registers for kernel in each.kernels) for variant, each in compiled.items()}
+    largest = {variant[0]: variant for variant in sorted(registers, key=registers.get)}
+    for stem, defines in largest.values():
+        assert nvrtc.build(stem, "sm_89", dict(defines)).kernels == compiled[stem, defines].kernels
 
 
 @pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *HALO_TILES), ids=str)
