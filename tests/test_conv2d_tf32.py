@@ -54,10 +54,6 @@ def all_three(ops, case, x, w, dy):
     return *both(ops, case, x, w, dy), gradient
 
 
-def conv_of(case):
-    return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-
-
 def draws(rng, case):
     return tuple(draw_integers(rng, shape, float32) for shape in (case.x, case.w, case.y))
 
