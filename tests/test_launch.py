@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -242,28 +243,46 @@ def test_cache_never_shows_half_a_file(cache, monkeypatch):
     assert len({result.image for result in results}) == 1 and len(list(nvrtc.cache_directory().iterdir())) == 1
 
 
+class Slow:
+    """NVRTC in this process, so slow that others come to take part."""
+
+    def __init__(self, library):
+        self.path, self.library = library.path, library
+
+    def __call__(self):
+        return self
+
+    def compile(self, *job):
+        time.sleep(0.2)
+        return self.library.compile(*job)
+
+
 @needs_nvrtc
 def test_processes_compile_what_this_one_would_each_variant_once(cache, monkeypatch):
-    variants = [("trivial", (("N", i % 5),)) for i in range(10)]
+    variants = [("trivial", (("N", i % 40),)) for i in range(80)]
     source = nvrtc.source_of("trivial")
     expected = [nvrtc.compile(source, "trivial.cu", "sm_80", dict(defines)) for _, defines in variants]
-    monkeypatch.setattr(nvrtc, "compile", None)
     started, genuine = [], nvrtc.Process
     monkeypatch.setattr(nvrtc, "Process", lambda path: started.append(genuine(path)) or started[-1])
-    built = nvrtc.compile_all(variants, "sm_80", 2)
+    monkeypatch.setattr(nvrtc, "_library", Slow(nvrtc._library()))
+    built = nvrtc.compile_all(variants, "sm_80", 3)
     assert [(each.image, each.kernels) for each in built] == [(each.image, each.kernels) for each in expected]
-    assert len(started) == 2 and len(list(nvrtc.cache_directory().iterdir())) == 5
+    assert len(started) == 2 and len(list(nvrtc.cache_directory().iterdir())) == 40
+    assert any(process.ready for process in started), "this one was slow enough for others to come"
     assert all(process._process.returncode is not None for process in started), "none is left behind"
-    assert nvrtc.compile_all(variants, "sm_80", 2) == built and len(started) == 2, "the cache had them all"
+    assert nvrtc.compile_all(variants, "sm_80", 3) == built and len(started) == 2, "the cache had them all"
 
 
 @needs_nvrtc
 def test_an_error_in_a_process_that_compiles_is_raised_here(cache):
     (cache / "trivial.cu").write_text("int x = nonsense;")
     with pytest.raises(RuntimeError, match=r"trivial.cu does not compile .*sm_80(.|\n)*trivial.cu\(1\)(.|\n)*nonsense"):
-        nvrtc.compile_all([("trivial", (("N", i),)) for i in range(4)], "sm_80", 2)
+        nvrtc.compile_all([("trivial", (("N", i),)) for i in range(16)], "sm_80", 2)
     with nvrtc.Process(nvrtc._library().path) as process:
-        process._process.kill()
+        assert process.wait()
+        with pytest.raises(RuntimeError, match="trivial.cu does not compile"):
+            process.compile("int x = nonsense;", "trivial.cu", [], True)
+        process.stop()
         with pytest.raises(RuntimeError, match="the process that compiled trivial.cu ended with status -9"):
             process.compile("", "trivial.cu", [], True)
 

@@ -66,19 +66,36 @@ class Library:
 
 
 class Process:
-    """A `Library` in a process of its own, which ends with the ``with`` block, or when its parent is no more."""
+    """A `Library` in a process of its own, which ends with the ``with`` block, or when its parent is no more.
+
+    Attributes:
+        ready: it has been waited for, and can compile.
+    """
 
     def __init__(self, path: str) -> None:
         # Isolated, without site-packages: it needs the standard library only.
         command = [sys.executable, "-I", "-S", __file__, path]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.ready = False
 
     def __enter__(self) -> Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # it holds nothing that would have to be put away
+        self.stop()
         self._process.communicate()
+
+    def stop(self) -> None:
+        """End it, from any thread; it holds nothing that would have to be put away."""
+        self._process.kill()
+
+    def wait(self) -> bool:
+        """Until it is `ready`; False where it was stopped before."""
+        try:
+            self.ready = pickle.load(self._process.stdout)
+        except EOFError:
+            return False
+        return self.ready
 
     def compile(self, *job: object) -> tuple[bytes, str]:
         """`Library.compile` of the same arguments.
@@ -89,7 +106,7 @@ class Process:
         try:
             _send(job, self._process.stdin)
             image, log = pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
             status = self._process.wait()
             raise RuntimeError(f"the process that compiled {job[1]} ended with status {status}") from error
         if image is None:
@@ -103,11 +120,12 @@ def _send(what: object, pipe) -> None:
 
 
 def _serve(path: str) -> None:
-    """Answer each job that comes in by stdin until there are no more."""
+    """Say that all is loaded, then answer each job that comes in by stdin."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     library = Library(path)
+    _send(True, answers)
     while True:
         try:
             job = pickle.load(sys.stdin.buffer)

@@ -14,12 +14,12 @@ import os
 import re
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from minidl import checks
 from minidl.cuda.compiler import Library, Process
@@ -44,7 +44,7 @@ FOLDER = Path(__file__).parent
 # NVRTC before 13.1 takes a generic lambda inside a kernel for host code unless told otherwise.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
 NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
-LEAST_JOBS = 2  # of a process: starting one takes about as long
+LEAST_JOBS = 8  # of a process: to start one takes as long as a few, on a busy machine as many
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def compile_all(
     """Build many (stem, defines) variants, those that the disk cache lacks by several processes.
 
     Args:
-        processes: at most so many; default: one for each core.
+        processes: at most so many, this one included; default: one for each core.
 
     Raises:
         RuntimeError, ImportError: as `build`.
@@ -296,24 +296,46 @@ def compile_all(
             missing[path] = _job(source, f"{Path(stem).stem}.cu", arch, defines)
     count = min(processes or len(os.sched_getaffinity(0)), len(missing) // LEAST_JOBS)
     if count > 1:
-        _compile_beside(missing, count)
+        _compile_beside(missing, count - 1)
     return [build(stem, arch, defines) for stem, defines in variants]
 
 
-def _compile_beside(jobs: Mapping[Path, tuple], count: int) -> None:
-    """Each of ``jobs`` into its file of the cache, by ``count`` processes."""
-    free: SimpleQueue[Process] = SimpleQueue()
+def _compile_beside(jobs: Mapping[Path, tuple], helpers: int) -> None:
+    """Each of ``jobs`` into its file of the cache, by this process and as many others.
 
-    def work(path: Path) -> None:
-        process = free.get()
+    They take jobs once they are up, which may take longer than all that there is to do: nobody waits for them.
+    """
+    library, todo, started = _library(), deque(jobs), []
+
+    def take() -> Path | None:
+        with suppress(IndexError):
+            return todo.popleft()
+
+    def work(compiler: Library | Process) -> None:
         try:
-            image, log = process.compile(*jobs[path])
+            while (path := take()) is not None:
+                image, log = compiler.compile(*jobs[path])
+                _store(path, Compiled(image, log, _reports(log)))
         finally:
-            free.put(process)
-        _store(path, Compiled(image, log, _reports(log)))
+            todo.clear()  # there are none, or one failed
 
-    with ExitStack() as stack:
-        for _ in range(count):
-            free.put(stack.enter_context(Process(_library().path)))
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(work, jobs))
+    def help_out() -> None:
+        with Process(library.path) as process:
+            started.append(process)
+            if todo and process.wait():
+                work(process)
+
+    with ThreadPoolExecutor(helpers) as pool:
+        helping = [pool.submit(help_out) for _ in range(helpers)]
+        try:
+            work(library)
+        finally:
+            todo.clear()
+            for future in helping:
+                future.cancel()
+            for process in started:
+                if not process.ready:
+                    process.stop()
+    for future in helping:
+        if not future.cancelled():
+            future.result()
