@@ -260,6 +260,23 @@ class Arena:
         self.grad = self.wire = sums
         self.begin_step()
 
+    @property
+    def grad(self) -> Any:
+        """The gradients, flat."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Any) -> None:
+        self._grad, self._views = array, {}
+
+    def _view_of_grad(self, begin: int, end: int, shape: tuple[int, ...]) -> Any:
+        """`gradient` in a shape; kept, because to cut a view takes the host longer than to launch a kernel."""
+        key = self._places.at(begin), shape
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self.gradient(begin, end).reshape(shape)
+        return view
+
     def gradient(self, begin: int, end: int) -> Any:
         """The gradients of elements ``begin`` to ``end``, which belong to one message."""
         at = self._places.at(begin)
@@ -365,7 +382,7 @@ class Arena:
         self._written.add((segment.full_name, begin))
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self.gradient(begin, end).reshape(shape), first
+        return self._view_of_grad(begin, end, shape), first
 
     def tile_ready(self, layer: str, rows: slice) -> None:
         """Update one tile of a tiled layer, and the padding behind the last one."""

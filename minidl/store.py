@@ -27,7 +27,7 @@ def slot_key(array: Any) -> Hashable:
     A ReLU's output is the next convolution's input: both save one buffer, which must be counted and moved once.
     """
     address = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
-    return address, array.shape, array.strides, str(array.dtype)
+    return address, array.shape, array.strides, array.dtype
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cuda.device import active_dry_run, import_cupy
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import DTYPE, walk
+from minidl.cuda.rows import DTYPE, dense, walk
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
@@ -72,7 +72,7 @@ def synchronize() -> None:
 
 def contiguous(x: Any) -> Any:
     """``x`` itself when it is dense in C order, else a dense copy."""
-    if x.flags.c_contiguous:
+    if dense(x):
         return x
     if shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
         out = empty(x.shape, x.dtype)
@@ -84,7 +84,7 @@ def contiguous(x: Any) -> Any:
 
 def as_rows(x: Any) -> Any:
     """``x`` itself when it is dense or pitched, else a dense copy: what every operation does to its inputs first."""
-    if x.flags.c_contiguous or shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
+    if dense(x) or shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
         return x
     return contiguous(x)
 
@@ -124,7 +124,7 @@ def assign(out: Any, values: Sequence[float]) -> None:
     They travel as arguments of a kernel: nothing waits, and no buffer has to live until a copy is done.
     """
     host = np.array(values, out.dtype)
-    assert out.dtype.itemsize == 4 and out.flags.c_contiguous, (out.dtype, out.strides)
+    assert out.dtype.itemsize == 4 and dense(out), (out.dtype, out.strides)
     assert out.shape == host.shape and out.ndim == 1 and out.size <= _WORDS, (out.shape, host.shape)
     words = np.zeros(_WORDS, np.uint32)
     words[: out.size] = host.view(np.uint32)

@@ -10,7 +10,7 @@ from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_plan import BLOCKS_WANTED, lanes_along
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
+from minidl.cuda.rows import ACCESS, address, dense, dtype_code, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -28,7 +28,7 @@ def check_sum(who: str, out: Any) -> None:
     """TypeError or ValueError unless ``out`` is a dense float32 array, as the summing kernels assume."""
     if out.dtype != float32:
         raise checks.bad_dtype(who, "out", "float32", out.dtype)
-    if not out.flags.c_contiguous:
+    if not dense(out):
         raise checks.bad_value(who, "out", "dense", f"strides {out.strides}")
 
 

@@ -13,7 +13,7 @@ from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
-from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
+from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, walk_channels
 
 __all__ = [
     "batch_norm_apply",
@@ -123,7 +123,7 @@ def batch_norm_finalize(
     if isinstance(stats, Sums):
         _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
         return stats.finalize(eps, running_mean, running_var, momentum)
-    assert stats.dtype == np.float64 and stats.flags.c_contiguous, checks.describe(stats)
+    assert stats.dtype == np.float64 and dense(stats), checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
     parts = 1 if stats.ndim == 1 else stats.shape[0]
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
@@ -356,5 +356,5 @@ def _same(x: Any, other: Any) -> Any:
 def _check_parameters(size: int, **arrays: Any) -> None:
     """Each array that is given is dense float32 of ``size`` elements: kernels read it through a bare pointer."""
     for name, x in arrays.items():
-        if x is not None and (x.dtype != np.float32 or x.size != size or not x.flags.c_contiguous):
+        if x is not None and (x.dtype != np.float32 or x.size != size or not dense(x)):
             raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
