@@ -89,7 +89,7 @@ class TensorMaps(NamedTuple):
 
     def argument(self) -> np.ndarray:
         """What the kernel gets; needs the driver."""
-        return self.views.at(tuple(0 if array is None else address(array) for array in self.arrays))
+        return self.views.at(tuple([0 if array is None else address(array) for array in self.arrays]))
 
 
 def _encode(view: View, base: int) -> bytes:

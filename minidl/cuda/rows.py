@@ -6,13 +6,12 @@ The device side is ``Share`` in common.cuh.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks, shapes
-from minidl.cuda._rows import address, aligned_rows, alignment, dense, rows
+from minidl.cuda._rows import address, alignment, dense, rows, spans, vector_width
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
@@ -20,7 +19,6 @@ __all__ = [
     "DTYPE",
     "Walk",
     "address",
-    "aligned_rows",
     "alignment",
     "dense",
     "dtype_code",
@@ -45,29 +43,6 @@ def dtype_code(x: Any, who: str, argument: str = "x") -> int:
     if code is None:
         raise checks.bad_dtype(who, argument, "float32, bfloat16 or float16", x.dtype)
     return code
-
-
-@functools.lru_cache(maxsize=4096)
-def _widest(itemsizes: tuple[int, ...], alignments: tuple[int, ...], channels: int = 0, itemsize: int = 0) -> int:
-    """The most elements per vector: a power of two that divides ``channels`` and whose accesses are aligned.
-
-    At most 16 bytes of ``itemsize``, by default the smallest: vectors of wider types are split into several accesses.
-    """
-    width = ACCESS // (itemsize or min(itemsizes))
-    while width > 1 and (
-        channels % width or any(a % min(ACCESS, width * s) for a, s in zip(alignments, itemsizes, strict=True))
-    ):
-        width //= 2
-    return width
-
-
-def vector_width(*arrays: Any) -> int:
-    """The most channels that a thread may move at a time in each of the pitched ``arrays``: 1, 2, 4, 8 or 16.
-
-    At most 16 bytes of the narrowest type; divides every channel count; every row of every array starts aligned for it.
-    """
-    _, channels, _, alignments = zip(*map(aligned_rows, arrays), strict=True)
-    return _widest(tuple([x.itemsize for x in arrays]), alignments, math.gcd(*channels))
 
 
 class Walk(NamedTuple):
@@ -111,12 +86,12 @@ def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
         in_bytes: count bytes instead of elements (the arrays have one type, and the kernel does not care which).
     """
     scale = arrays[0].itemsize if in_bytes else 1
-    itemsizes = tuple([x.itemsize // scale for x in arrays])
-    if all(map(dense, arrays)):
-        return _dense(arrays[0].size * scale, itemsizes, tuple(map(alignment, arrays)), unroll)
-    counts, channels, pitches, alignments = zip(*map(aligned_rows, arrays), strict=True)
-    vec = _widest(itemsizes, alignments, channels[0] * scale, max(itemsizes))
-    return _pitched(counts[0], channels[0] * scale, tuple([pitch * scale for pitch in pitches]), vec, unroll)
+    widest = max([x.itemsize for x in arrays]) // scale
+    flat = all(map(dense, arrays))
+    count, channels, pitches, vec = spans(arrays, (), widest, scale, flat)
+    if flat:
+        return _dense(count * channels, len(arrays), vec, unroll)
+    return _pitched(count, channels, pitches, vec, unroll)
 
 
 def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS) -> Walk:
@@ -128,10 +103,9 @@ def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: i
         groups: that a thread takes of the rows of a sample: what it reads for all of them should cost little.
         access: bytes that a thread moves at a time, at most.
     """
-    counts, channels, pitches, alignments = zip(*map(aligned_rows, arrays), strict=True)
-    itemsizes = tuple([x.itemsize for x in arrays])
-    vec = min(_widest(itemsizes, alignments, channels[0]), access // itemsizes[0])
-    return _sampled(counts[0] // samples, samples, channels[0], pitches, vec, unroll, groups)
+    count, channels, pitches, vec = spans(arrays)
+    vec = min(vec, access // arrays[0].itemsize)
+    return _sampled(count // samples, samples, channels, pitches, vec, unroll, groups)
 
 
 def walk_channels(*arrays: Any, unroll: int, lasting: bool = False, parameters: tuple[Any, ...] = ()) -> Walk:
@@ -143,19 +117,15 @@ def walk_channels(*arrays: Any, unroll: int, lasting: bool = False, parameters: 
             them where that leaves blocks enough. Else one each, as in `walk`.
         parameters: dense arrays of values per channel (or None) that the threads read in vectors, too.
     """
-    counts, channels, pitches, alignments = zip(*map(aligned_rows, arrays), strict=True)
-    present = [x for x in parameters if x is not None]
-    itemsizes = tuple([x.itemsize for x in (*arrays, *present)])
-    vec = _widest(itemsizes, (*alignments, *map(alignment, present)), channels[0])
-    return _pitched(counts[0], channels[0], pitches, vec, unroll, current_device().multiprocessors if lasting else 0)
+    count, channels, pitches, vec = spans(arrays, parameters)
+    return _pitched(count, channels, pitches, vec, unroll, current_device().multiprocessors if lasting else 0)
 
 
 @functools.lru_cache(maxsize=4096)
-def _dense(size: int, itemsizes: tuple[int, ...], alignments: tuple[int, ...], unroll: int) -> Walk:
-    vec = _widest(itemsizes, alignments, itemsize=max(itemsizes))
+def _dense(size: int, arrays: int, vec: int, unroll: int) -> Walk:
     count, last = divmod(size // vec, THREADS)
     grid = shapes.ceil_div(size, THREADS * vec * unroll)
-    pitches = (THREADS * vec,) * len(itemsizes)
+    pitches = (THREADS * vec,) * arrays
     return Walk(vec, unroll, (grid, 1), (THREADS, 1), _argument(size, count, THREADS, last, pitches))
 
 

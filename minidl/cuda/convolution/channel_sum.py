@@ -9,6 +9,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_plan import BLOCKS_WANTED, lanes_along
+from minidl.cuda.grid import int32, int64
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, dense, dtype_code, rows, vector_width
 from minidl.precision import float32
@@ -68,6 +69,6 @@ def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) 
     aligned = all(address(array) % ACCESS == 0 for array in (partials, out) if array is not None)
     vec = QUAD if out.size % QUAD == 0 and aligned else 1
     width = max(NARROWEST // vec, BLOCK // split)
-    sizes = np.int32(chunks), np.int64(out.size), np.int32(accumulate)
+    sizes = int32(chunks), int64(out.size), int32(accumulate)
     grid, defines = ceil_div(out.size, width * vec), {"SPLIT": split, "VEC": vec}
     launch("channel_sum", "sum_partials_kernel", grid, split * width, partials, out, *sizes, defines=defines)
