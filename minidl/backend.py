@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from types import ModuleType
@@ -16,6 +17,7 @@ __all__ = ["get_ops", "open_device", "ops_of"]
 _TABLES = ("cpu", "cuda")
 
 
+@functools.cache
 def get_ops(device: str) -> ModuleType:
     """The operation table of ``"cpu"`` or ``"cuda"``.
 

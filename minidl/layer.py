@@ -247,7 +247,7 @@ class Layer:
         self._taken = self.store.take(self.name)
         if self._arena is not None:
             self._arena.begin_step()
-        params = self.params if isinstance(self.params, LayerParams) else None
+        params = self.params or None
         tiled = params is not None and params.tiled
         try:
             factors = self.send_factors(array)
