@@ -4,9 +4,13 @@
 cimport numpy as cnp
 from libc.stdint cimport uintptr_t
 
+import functools
+
 from minidl import checks, shapes
 
 cnp.import_array()
+
+_pitch = functools.lru_cache(maxsize=4096)(shapes.pixel_pitch)
 
 cdef enum:
     ACCESS = 16  # bytes that one load or store moves at most
@@ -32,6 +36,11 @@ cpdef uintptr_t alignment(x, uintptr_t pitch=ACCESS) except? 0:
     return bits & (~bits + 1)
 
 
+cpdef bint in_rows(x) except -1:
+    """Whether ``x`` is dense or pitched: what `rows` takes."""
+    return dense(x) or _pitch(x.shape, x.strides, x.itemsize) is not None
+
+
 cpdef tuple rows(x):
     """``x`` as (number of rows, channels, pitch in elements).
 
@@ -45,7 +54,7 @@ cpdef tuple rows(x):
         count *= <Py_ssize_t>shape[i]
     if dense(x):
         return count, channels, channels
-    pitch = shapes.pixel_pitch(shape, x.strides, x.itemsize)
+    pitch = _pitch(shape, x.strides, x.itemsize)
     if pitch is None:
         raise ValueError(f"{checks.describe(x)} has strides {x.strides}: rows of channels must lie at one pitch")
     return count, channels, pitch

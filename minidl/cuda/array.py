@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks, shapes
+from minidl import checks
 from minidl.cuda.device import active_dry_run, import_cupy
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import DTYPE, dense, walk
+from minidl.cuda.rows import DTYPE, dense, in_rows, walk
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
@@ -74,7 +74,7 @@ def contiguous(x: Any) -> Any:
     """``x`` itself when it is dense in C order, else a dense copy."""
     if dense(x):
         return x
-    if shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
+    if in_rows(x):
         out = empty(x.shape, x.dtype)
         copy_into(out, x)
         return out
@@ -84,9 +84,7 @@ def contiguous(x: Any) -> Any:
 
 def as_rows(x: Any) -> Any:
     """``x`` itself when it is dense or pitched, else a dense copy: what every operation does to its inputs first."""
-    if dense(x) or shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
-        return x
-    return contiguous(x)
+    return x if in_rows(x) else contiguous(x)
 
 
 def cast(x: Any, dtype: Any) -> Any:

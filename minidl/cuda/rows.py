@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks, shapes
-from minidl.cuda._rows import address, alignment, dense, rows, spans, vector_width
+from minidl.cuda._rows import address, alignment, dense, in_rows, rows, spans, vector_width
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
@@ -22,6 +22,7 @@ __all__ = [
     "alignment",
     "dense",
     "dtype_code",
+    "in_rows",
     "rows",
     "vector_width",
     "walk",
