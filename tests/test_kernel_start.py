@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from minidl.backend import get_ops
 from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, Views
 from minidl.cuda.launch import launch
@@ -146,3 +147,40 @@ def test_threads_may_launch_at_the_same_time(recorder):
         thread.join()
     expected = sorted([n.to_bytes(4, "little"), i.to_bytes(8, "little")] for n in range(4) for i in range(200))
     assert sorted(found for *_, found in recorder.calls) == expected
+
+
+@pytest.mark.gpu
+def test_a_launch_beyond_the_limits_of_the_device_names_the_kernel():
+    ops = get_ops("cuda")
+    x = ops.zeros((64,), np.float32)
+    words = np.zeros(4, np.uint32)
+    with pytest.raises(RuntimeError, match="assign_kernel of array.cu .*block .2048.*CUDA_ERROR_INVALID_VALUE"):
+        launch("array", "assign_kernel", 1, 2048, x, np.int32(1), *words, defines={"ASSIGN": 1})
+    with pytest.raises(RuntimeError, match="assign_kernel cannot have 1000000 bytes of shared memory"):
+        launch("array", "assign_kernel", 1, 1, x, np.int32(1), *words, defines={"ASSIGN": 1}, shared=1_000_000)
+    assert not ops.to_host(x).any()
+
+
+@pytest.mark.gpu
+def test_threads_launch_on_their_own_streams():
+    import cupy
+
+    ops = get_ops("cuda")
+    results = {}
+
+    def work(number):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = ops.zeros((1000,), np.float32)
+            one = cupy.full((1000,), number, np.float32)
+            for _ in range(300):
+                x = ops.add(x, one)
+            stream.synchronize()
+            results[number] = ops.to_host(x)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(1, 5):
+        np.testing.assert_array_equal(results[number], np.full(1000, 300 * number, np.float32))
