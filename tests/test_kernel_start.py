@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minidl.backend import get_ops
 from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, Views
 from minidl.cuda.launch import launch
@@ -149,24 +148,20 @@ def test_threads_may_launch_at_the_same_time(recorder):
     assert sorted(found for *_, found in recorder.calls) == expected
 
 
-@pytest.mark.gpu
-def test_a_launch_beyond_the_limits_of_the_device_names_the_kernel():
-    ops = get_ops("cuda")
-    x = ops.zeros((64,), np.float32)
+def test_a_launch_beyond_the_limits_of_the_device_names_the_kernel(cuda_ops):
+    x = cuda_ops.zeros((64,), np.float32)
     words = np.zeros(4, np.uint32)
     with pytest.raises(RuntimeError, match="assign_kernel of array.cu .*block .2048.*CUDA_ERROR_INVALID_VALUE"):
         launch("array", "assign_kernel", 1, 2048, x, np.int32(1), *words, defines={"ASSIGN": 1})
     with pytest.raises(RuntimeError, match="assign_kernel cannot have 1000000 bytes of shared memory"):
         launch("array", "assign_kernel", 1, 1, x, np.int32(1), *words, defines={"ASSIGN": 1}, shared=1_000_000)
-    assert not ops.to_host(x).any()
+    assert not cuda_ops.to_host(x).any()
 
 
-@pytest.mark.gpu
-def test_threads_launch_on_their_own_streams():
+def test_threads_launch_on_their_own_streams(cuda_ops):
     import cupy
 
-    ops = get_ops("cuda")
-    results = {}
+    ops, results = cuda_ops, {}
 
     def work(number):
         with cupy.cuda.Stream(non_blocking=True) as stream:
