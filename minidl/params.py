@@ -52,6 +52,9 @@ class LayerParams(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._views[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._views.get(name, default)  # the base class tries, and catches
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
 
@@ -147,7 +150,7 @@ class Arena:
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
         mixed = precision.storage != np.float32
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
-        self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
+        self._written: set[tuple[str, str, int]] = set()  # layer, parameter, where a tile begins
         self._abandoned = False
         self._places: Whole | Ring = Whole()  # what ``grad`` holds at a time, and where
         self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
@@ -378,8 +381,9 @@ class Arena:
         if rows is not None:
             begin, end = segment.span(rows)
             shape = rows.stop - rows.start, *shape[1:]
-        first = (segment.full_name, begin) not in self._written and not self.adds
-        self._written.add((segment.full_name, begin))
+        key = segment.layer, segment.name, begin
+        first = key not in self._written and not self.adds
+        self._written.add(key)
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
         return self._view_of_grad(begin, end, shape), first
