@@ -272,18 +272,13 @@ class Arena:
     def grad(self, array: Any) -> None:
         self._grad, self._views = array, {}
 
-    def _view_of_grad(self, begin: int, end: int, shape: tuple[int, ...]) -> Any:
-        """`gradient` in a shape; kept, because to cut a view takes the host longer than to launch a kernel."""
-        key = self._places.at(begin), shape
-        view = self._views.get(key)
-        if view is None:
-            view = self._views[key] = self.gradient(begin, end).reshape(shape)
+    def gradient(self, begin: int, end: int, shape: tuple[int, ...] | None = None) -> Any:
+        """The gradients of elements ``begin`` to ``end``, which belong to one message; flat, or in ``shape``."""
+        at, shape = self._places.at(begin), (end - begin,) if shape is None else shape
+        view = self._views.get((at, shape))
+        if view is None:  # to cut it takes the host longer than to launch a kernel
+            view = self._views[at, shape] = self.grad[at : at + end - begin].reshape(shape)
         return view
-
-    def gradient(self, begin: int, end: int) -> Any:
-        """The gradients of elements ``begin`` to ``end``, which belong to one message."""
-        at = self._places.at(begin)
-        return self.grad[at : at + end - begin]
 
     # -- one backward pass ------------------------------------------------------------------------------------------
 
@@ -386,7 +381,7 @@ class Arena:
         self._written.add(key)
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self._view_of_grad(begin, end, shape), first
+        return self.gradient(begin, end, shape), first
 
     def tile_ready(self, layer: str, rows: slice) -> None:
         """Update one tile of a tiled layer, and the padding behind the last one."""
