@@ -39,7 +39,7 @@ def array_type() -> type:
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array whose values are whatever was there: the only way in which the table and the layers allocate."""
     dry = active_dry_run()
-    return import_cupy().empty(shape, dtype) if dry is None else dry.made(shape, dtype)
+    return import_cupy().ndarray(shape, dtype) if dry is None else dry.made(shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
