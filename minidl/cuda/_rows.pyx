@@ -7,6 +7,7 @@ from libc.stdint cimport uintptr_t
 import functools
 
 from minidl import checks, shapes
+from minidl.precision import float32
 
 cnp.import_array()
 
@@ -14,6 +15,7 @@ _pitch = functools.lru_cache(maxsize=4096)(shapes.pixel_pitch)
 
 cdef enum:
     ACCESS = 16  # bytes that one load or store moves at most
+    MOST = 16  # arrays that are walked together
 
 
 cpdef uintptr_t address(x) except? 0:
@@ -41,23 +43,58 @@ cpdef bint in_rows(x) except -1:
     return dense(x) or _pitch(x.shape, x.strides, x.itemsize) is not None
 
 
+cdef int _lie(x, Py_ssize_t *count, Py_ssize_t *channels, Py_ssize_t *pitch) except -1:
+    """Number of rows, channels and pitch in elements; a pitch of -1 where ``x`` does not lie in rows."""
+    cdef tuple shape = x.shape
+    cdef Py_ssize_t i, last = len(shape) - 1
+    count[0] = 1
+    for i in range(last):
+        count[0] *= <Py_ssize_t>shape[i]
+    channels[0] = pitch[0] = shape[last] if shape else 1
+    if not dense(x):
+        found = _pitch(shape, x.strides, x.itemsize)
+        pitch[0] = -1 if found is None else found
+    return 0
+
+
 cpdef tuple rows(x):
     """``x`` as (number of rows, channels, pitch in elements).
 
     Raises:
         ValueError: when ``x`` is neither dense nor pitched; ``as_rows`` makes it so.
     """
-    cdef tuple shape = x.shape
-    cdef Py_ssize_t count = 1, i
-    channels = shape[-1] if shape else 1
-    for i in range(len(shape) - 1):
-        count *= <Py_ssize_t>shape[i]
-    if dense(x):
-        return count, channels, channels
-    pitch = _pitch(shape, x.strides, x.itemsize)
-    if pitch is None:
-        raise ValueError(f"{checks.describe(x)} has strides {x.strides}: rows of channels must lie at one pitch")
+    cdef Py_ssize_t count, channels, pitch
+    _lie(x, &count, &channels, &pitch)
+    if pitch < 0:
+        raise _no_rows(x)
     return count, channels, pitch
+
+
+def _no_rows(x):
+    return ValueError(f"{checks.describe(x)} has strides {x.strides}: rows of channels must lie at one pitch")
+
+
+cdef Py_ssize_t _widest(
+    int n, Py_ssize_t *sizes, uintptr_t *aligned, uintptr_t channels, Py_ssize_t itemsize
+) except -1:
+    """The most elements per vector: a power of two that divides ``channels`` and whose accesses are aligned.
+
+    At most 16 bytes of ``itemsize``, by default the smallest: vectors of wider types are split into several accesses.
+    """
+    cdef Py_ssize_t width, access
+    cdef int i
+    if itemsize == 0:
+        itemsize = ACCESS
+        for i in range(n):
+            itemsize = min(itemsize, sizes[i])
+    width = ACCESS // itemsize
+    for i in range(n):
+        while width > 1:
+            access = width * sizes[i]
+            if not channels & <uintptr_t>(width - 1) and aligned[i] >= <uintptr_t>(access if access < ACCESS else ACCESS):
+                break
+            width //= 2
+    return width
 
 
 def vector_width(*arrays):
@@ -68,43 +105,65 @@ def vector_width(*arrays):
     return spans(arrays)[3]
 
 
-cpdef tuple spans(tuple arrays, tuple parameters=(), Py_ssize_t itemsize=0, Py_ssize_t scale=1, bint flat=False):
-    """How ``arrays``, seen as rows of channels, can be walked together.
+cpdef tuple spans(tuple arrays, tuple parameters=(), Py_ssize_t itemsize=0, Py_ssize_t scale=1):
+    """How ``arrays``, seen as rows of channels, are walked together.
 
     Args:
         parameters: dense arrays of values per channel, or None, that are read in vectors, too.
-        itemsize: bytes of an element of the widest vector, which takes 16; 0: of the narrowest type.
+        itemsize: bytes of the values of which a vector takes 16; 0: of the narrowest.
         scale: elements of a value, where bytes are counted in place of values.
-        flat: all are dense, and it does not matter where a row ends.
 
     Returns:
-        Of the first: number of rows, channels; pitches of all ``arrays``; the most elements per vector: a power of two
-        that divides the channels and whose accesses are aligned. Vectors of wider types are split into several accesses.
+        Of the first: number of rows, channels; pitches of all ``arrays``; the most elements per vector.
     """
-    cdef Py_ssize_t sizes[16]
-    cdef uintptr_t aligned[16]
-    cdef Py_ssize_t n = 0, width, least = ACCESS, i
-    cdef uintptr_t channels = 0  # every bit that some array's number of channels has
+    cdef Py_ssize_t sizes[MOST]
+    cdef uintptr_t aligned[MOST]
+    cdef Py_ssize_t count = 0, channels = 0, first_count = 0, first_channels = 0, pitch
+    cdef uintptr_t bits = 0  # every bit that some array's number of channels has
     cdef list pitches = []
-    cdef tuple first = None, span
-    assert 0 < len(arrays) + len(parameters) <= 16
+    cdef int n = 0
+    if not 0 < len(arrays) + len(parameters) <= MOST:
+        raise ValueError(f"1 to {MOST} arrays are walked together, got {len(arrays) + len(parameters)}")
     for x in arrays:
-        span = rows(x)
+        _lie(x, &count, &channels, &pitch)
+        if pitch < 0:
+            raise _no_rows(x)
+        if n == 0:
+            first_count, first_channels = count, channels * scale
         sizes[n] = <Py_ssize_t>x.itemsize // scale
-        if first is None:
-            first = span
-        aligned[n] = alignment(x, ACCESS if flat else <uintptr_t>span[2] * scale * sizes[n])
-        channels |= 0 if flat else <uintptr_t>span[1] * scale
-        pitches.append(span[2] * scale)
-        least = min(least, sizes[n])
+        aligned[n] = alignment(x, <uintptr_t>(pitch * scale * sizes[n]))
+        bits |= <uintptr_t>(channels * scale)
+        pitches.append(pitch * scale)
         n += 1
     for x in parameters:
         if x is not None:
             sizes[n], aligned[n] = x.itemsize, alignment(x)
-            least = min(least, sizes[n])
             n += 1
-    width = ACCESS // (itemsize or least)
-    for i in range(n):
-        while width > 1 and (channels & (width - 1) or aligned[i] < <uintptr_t>min(<Py_ssize_t>ACCESS, width * sizes[i])):
-            width //= 2
-    return first[0], first[1] * scale, tuple(pitches), width
+    return first_count, first_channels, tuple(pitches), _widest(n, sizes, aligned, bits, itemsize)
+
+
+cpdef Py_ssize_t flat_width(tuple arrays, Py_ssize_t scale=1) except -1:
+    """The most elements per vector of dense arrays, of whose widest type a vector takes 16 bytes, wherever rows end;
+    0 where one of them is not dense. ``scale``: as of `spans`.
+    """
+    cdef Py_ssize_t sizes[MOST]
+    cdef uintptr_t aligned[MOST]
+    cdef Py_ssize_t widest = 1
+    cdef int n = 0
+    if not 0 < len(arrays) <= MOST:
+        raise ValueError(f"1 to {MOST} arrays are walked together, got {len(arrays)}")
+    for x in arrays:
+        if not dense(x):
+            return 0
+        sizes[n], aligned[n] = <Py_ssize_t>x.itemsize // scale, alignment(x)
+        widest = max(widest, sizes[n])
+        n += 1
+    return _widest(n, sizes, aligned, 0, widest)
+
+
+cpdef bint vectors(Py_ssize_t size, tuple arrays) except -1:
+    """Whether each of ``arrays`` that is not None is dense float32 of ``size`` elements."""
+    for x in arrays:
+        if x is not None and (x.dtype != float32 or <Py_ssize_t>x.size != size or not dense(x)):
+            return False
+    return True

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks, shapes
-from minidl.cuda._rows import address, alignment, dense, in_rows, rows, spans, vector_width
+from minidl.cuda._rows import address, alignment, dense, flat_width, in_rows, rows, spans, vector_width, vectors
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
@@ -25,6 +25,7 @@ __all__ = [
     "in_rows",
     "rows",
     "vector_width",
+    "vectors",
     "walk",
     "walk_channels",
     "walk_samples",
@@ -87,12 +88,11 @@ def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
         in_bytes: count bytes instead of elements (the arrays have one type, and the kernel does not care which).
     """
     scale = arrays[0].itemsize if in_bytes else 1
+    vec = flat_width(arrays, scale)
+    if vec:
+        return _dense(arrays[0].size * scale, len(arrays), vec, unroll)
     widest = max([x.itemsize for x in arrays]) // scale
-    flat = all(map(dense, arrays))
-    count, channels, pitches, vec = spans(arrays, (), widest, scale, flat)
-    if flat:
-        return _dense(count * channels, len(arrays), vec, unroll)
-    return _pitched(count, channels, pitches, vec, unroll)
+    return _pitched(*spans(arrays, (), widest, scale), unroll)
 
 
 def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS) -> Walk:

@@ -14,7 +14,7 @@ from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
-from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, walk_channels
+from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
 __all__ = [
@@ -357,6 +357,6 @@ def _same(x: Any, other: Any) -> Any:
 
 def _check_parameters(size: int, **arrays: Any) -> None:
     """Each array that is given is dense float32 of ``size`` elements: kernels read it through a bare pointer."""
-    for name, x in arrays.items():
-        if x is not None and (x.dtype != float32 or x.size != size or not dense(x)):
-            raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
+    if not vectors(size, tuple(arrays.values())):
+        name, x = next((name, x) for name, x in arrays.items() if not vectors(size, (x,)))
+        raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
