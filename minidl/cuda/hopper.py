@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.device import driver
-from minidl.cuda.rows import address
+from minidl.cuda.rows import addresses
 from minidl.shapes import Pair
 
 __all__ = ["TF32", "TensorMaps", "View", "Views"]
@@ -89,7 +89,7 @@ class TensorMaps(NamedTuple):
 
     def argument(self) -> np.ndarray:
         """What the kernel gets; needs the driver."""
-        return self.views.at(tuple([0 if array is None else address(array) for array in self.arrays]))
+        return self.views.at(addresses(self.arrays))
 
 
 def _encode(view: View, base: int) -> bytes:

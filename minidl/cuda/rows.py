@@ -11,7 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks, shapes
-from minidl.cuda._rows import address, alignment, dense, flat_width, in_rows, rows, spans, vector_width, vectors
+from minidl.cuda._rows import (
+    address,
+    addresses,
+    alignment,
+    dense,
+    flat_width,
+    in_rows,
+    rows,
+    spans,
+    vector_width,
+    vectors,
+)
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
@@ -19,6 +30,7 @@ __all__ = [
     "DTYPE",
     "Walk",
     "address",
+    "addresses",
     "alignment",
     "dense",
     "dtype_code",

@@ -148,7 +148,8 @@ def _forward(
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
         able = choice.family in ("hopper", "thin") and not (conv.depthwise and depthwise.fits(conv, False))
-        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and able)
+        wider = question if wide is conv else question._replace(conv=wide)
+        stats = _gather(wider, choice, x, w, bias, None, y, statistics, relu and able)
         return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
