@@ -71,9 +71,10 @@ class LayerParams(Mapping[str, Any]):
 
     def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
         """Where to write the gradient of ``name``, or a tile of it, now; None when it is absent or frozen."""
-        if not self.trainable(name):
+        segment = self._segments.get(name)
+        if segment is None or not segment.trainable:
             return None
-        return Gradient(*self._arena.claim(self._segments[name], rows))
+        return self._arena.claim(segment, rows)
 
     @property
     def tiled(self) -> bool:
@@ -370,7 +371,7 @@ class Arena:
         """Whether ``grad`` holds gradients of an unfinished step beside what it is for."""
         return self.adds and bool(self._written)
 
-    def claim(self, segment: Segment, rows: slice | None = None) -> tuple[Any, bool]:
+    def claim(self, segment: Segment, rows: slice | None = None) -> Gradient:
         """The gradient's view, or that of a tile of it, and whether this is the first contribution of the step."""
         begin, end, shape = segment.offset, segment.offset + segment.size, segment.shape
         if rows is not None:
@@ -381,7 +382,7 @@ class Arena:
         self._written.add(key)
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self.gradient(begin, end, shape), first
+        return Gradient(self.gradient(begin, end, shape), first)
 
     def tile_ready(self, layer: str, rows: slice) -> None:
         """Update one tile of a tiled layer, and the padding behind the last one."""

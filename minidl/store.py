@@ -61,7 +61,7 @@ class TensorStore:
         """Keep ``items`` of the layer named ``owner``. Arrays become shared slots, anything else is kept as it is."""
         frame = {}
         for name, item in items.items():
-            if hasattr(item, "strides") and not isinstance(item, np.generic) and item.size:
+            if hasattr(item, "itemsize") and not isinstance(item, np.generic) and item.size:
                 key = slot_key(item)
                 slot = self._slots.get(key)
                 if slot is None or slot.source() is None:

@@ -7,10 +7,11 @@ from libc.stdint cimport uintptr_t
 import functools
 
 from minidl import checks, shapes
-from minidl.precision import float32
+from minidl.precision import float32 as _float32
 
 cnp.import_array()
 
+cdef object float32 = _float32
 _pitch = functools.lru_cache(maxsize=4096)(shapes.pixel_pitch)
 
 cdef enum:
@@ -169,6 +170,9 @@ cpdef Py_ssize_t flat_width(tuple arrays, Py_ssize_t scale=1) except -1:
 cpdef bint vectors(Py_ssize_t size, tuple arrays) except -1:
     """Whether each of ``arrays`` that is not None is dense float32 of ``size`` elements."""
     for x in arrays:
-        if x is not None and (x.dtype != float32 or <Py_ssize_t>x.size != size or not dense(x)):
+        if x is None:
+            continue
+        dtype = x.dtype
+        if (dtype is not float32 and dtype != float32) or <Py_ssize_t>x.size != size or not dense(x):
             return False
     return True

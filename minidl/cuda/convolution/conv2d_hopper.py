@@ -213,24 +213,41 @@ def gather(
 
     With ``relu``, the output of a ReLU over that.
     """
-    chosen = taken(choice, conv, backward, current_device(), code)
-    division = divided(choice, conv, backward, code)
     if backward and not code:
         w = _turned(w, conv)
     source, w, bias, add = [None if x is None else aligned(x) for x in (source, w, bias, add)]
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), choice, relu)
     if division is not None:
         _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
-        return
-    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    step = images_at_once(conv)
+    for images, one in launches:
+        if images is None:
+            start(one, w, source, output, add, bias)
+        else:
+            start(one, w, source[images], output[images], None if add is None else add[images], bias)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    pitches: tuple[int, ...],
+    added: bool,
+    device: DeviceRecord,
+    choice: Choice | None,
+    relu: bool,
+) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:
+    """How `gather` goes about it: divided, or in launches with the images of each, None for all."""
+    division = divided(choice, conv, backward, code)
+    if division is not None:
+        return division, []
+    chosen, step, found = taken(choice, conv, backward, device, code), images_at_once(conv), []
     for i in range(0, conv.images, step):
-        part, arrays = conv, (w, source, output, add, bias)
-        if conv.images > step:
-            images = slice(i, min(i + step, conv.images))
-            part = conv._replace(images=images.stop - i)
-            arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
-            start(one, *arrays)
+        part = conv._replace(images=min(step, conv.images - i))
+        images = None if part.images == conv.images else slice(i, i + part.images)
+        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, relu=relu)]
+    return None, found
 
 
 def _gather_divided(
