@@ -67,7 +67,8 @@ def launch(
 
     Raises:
         TypeError: for a plain Python number, whose width in C would be a guess.
-        RuntimeError: when the variant does not compile, or (with MINIDL_DEBUG=1) when the kernel fails.
+        RuntimeError: when the variant does not compile or cannot be started, or (with MINIDL_DEBUG=1) when the kernel
+            fails.
     """
     if type(grid) is not tuple:
         grid = (grid,)
