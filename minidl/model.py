@@ -120,7 +120,8 @@ class Model(checks.Told):
         self.arena.profiler = profiler
         self._readers = graph.consumers()
         self.input_grad = input_grad
-        self._needs_grad = [True] * len(graph.nodes) if input_grad else _needs_grad(graph)
+        needs = self._needs_grad = [True] * len(graph.nodes) if input_grad else _needs_grad(graph)
+        self._needs_input_grad = [any(needs[i] for i in node.inputs) for node in graph.nodes]
         self._modes = [(attrgetter(*layer.modes), layer) for layer in graph.layers]
         self._shapes: tuple[int, ...] | None = None
         self.training = True
@@ -248,7 +249,7 @@ class Model(checks.Told):
             grads[node.index] = None
             if not layer.accepts_masked:
                 dy = finished(self.ops, dy)
-            layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
+            layer.needs_input_grad = self._needs_input_grad[node.index]
             single = node.inputs[0] if len(node.inputs) == 1 else None
             dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
             self.arena.make_room()

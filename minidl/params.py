@@ -52,6 +52,9 @@ class LayerParams(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._views[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._views.get(name, default)  # the base class tries, and catches
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
 
@@ -68,9 +71,10 @@ class LayerParams(Mapping[str, Any]):
 
     def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
         """Where to write the gradient of ``name``, or a tile of it, now; None when it is absent or frozen."""
-        if not self.trainable(name):
+        segment = self._segments.get(name)
+        if segment is None or not segment.trainable:
             return None
-        return Gradient(*self._arena.claim(self._segments[name], rows))
+        return self._arena.claim(segment, rows)
 
     @property
     def tiled(self) -> bool:
@@ -147,7 +151,7 @@ class Arena:
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
         mixed = precision.storage != np.float32
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
-        self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
+        self._written: set[tuple[str, str, int]] = set()  # layer, parameter, where a tile begins
         self._abandoned = False
         self._places: Whole | Ring = Whole()  # what ``grad`` holds at a time, and where
         self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
@@ -260,10 +264,22 @@ class Arena:
         self.grad = self.wire = sums
         self.begin_step()
 
-    def gradient(self, begin: int, end: int) -> Any:
-        """The gradients of elements ``begin`` to ``end``, which belong to one message."""
-        at = self._places.at(begin)
-        return self.grad[at : at + end - begin]
+    @property
+    def grad(self) -> Any:
+        """The gradients, flat."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Any) -> None:
+        self._grad, self._views = array, {}
+
+    def gradient(self, begin: int, end: int, shape: tuple[int, ...] | None = None) -> Any:
+        """The gradients of elements ``begin`` to ``end``, which belong to one message; flat, or in ``shape``."""
+        at, shape = self._places.at(begin), (end - begin,) if shape is None else shape
+        view = self._views.get((at, shape))
+        if view is None:  # to cut it takes the host longer than to launch a kernel
+            view = self._views[at, shape] = self.grad[at : at + end - begin].reshape(shape)
+        return view
 
     # -- one backward pass ------------------------------------------------------------------------------------------
 
@@ -355,17 +371,18 @@ class Arena:
         """Whether ``grad`` holds gradients of an unfinished step beside what it is for."""
         return self.adds and bool(self._written)
 
-    def claim(self, segment: Segment, rows: slice | None = None) -> tuple[Any, bool]:
+    def claim(self, segment: Segment, rows: slice | None = None) -> Gradient:
         """The gradient's view, or that of a tile of it, and whether this is the first contribution of the step."""
         begin, end, shape = segment.offset, segment.offset + segment.size, segment.shape
         if rows is not None:
             begin, end = segment.span(rows)
             shape = rows.stop - rows.start, *shape[1:]
-        first = (segment.full_name, begin) not in self._written and not self.adds
-        self._written.add((segment.full_name, begin))
+        key = segment.layer, segment.name, begin
+        first = key not in self._written and not self.adds
+        self._written.add(key)
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self.gradient(begin, end).reshape(shape), first
+        return Gradient(self.gradient(begin, end, shape), first)
 
     def tile_ready(self, layer: str, rows: slice) -> None:
         """Update one tile of a tiled layer, and the padding behind the last one."""

@@ -45,7 +45,7 @@ class Origin:
     owner: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Value:
     """An array with notes, which are never owed.
 
@@ -57,6 +57,10 @@ class Value:
     origin: Origin | None = None
     stats: Any = None
     buffer: Any = None
+
+    def __init__(self, array: Any = None, origin: Origin | None = None, stats: Any = None, buffer: Any = None):
+        # A frozen class's own would set them one by one, four times as long; every layer's output is one.
+        self.__dict__.update(array=array, origin=origin, stats=stats, buffer=buffer)
 
     @property
     def shape(self) -> tuple[int, ...]:

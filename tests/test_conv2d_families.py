@@ -15,7 +15,7 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_walk
-from minidl.cuda.convolution.conv2d_family import choose_family, family
+from minidl.cuda.convolution.conv2d_family import family, forced_family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_walk import walks_of
 from minidl.cuda.device import BUILT_IN, current_device
@@ -147,7 +147,7 @@ def test_a_family_that_cannot_do_it_is_refused():
             both(ops, case, x, w, dy)
     with pytest.raises(ValueError, match="family"), family("fastest"):
         pass
-    assert choose_family("test", {"hopper": True, "generic": True}) == "hopper", "nothing is forced any more"
+    assert forced_family() is None, "nothing is forced any more"
 
 
 @cases(CASES)

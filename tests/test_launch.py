@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from minidl.cuda import array, device, nvrtc
-from minidl.cuda import launch as launch_module
 from minidl.cuda.launch import dry_run, launch
 from minidl.cuda.norm.batch_norm import MOST_ROWS_PER_THREAD, cut_rows
 from minidl.cuda.rows import rows, vector_width, walk, walk_channels
@@ -106,56 +105,6 @@ def test_launch_refuses_plain_numbers(number):
 def test_dry_run_holds_to_the_limits_of_the_device(sizes):
     with dry_run(), pytest.raises(AssertionError):
         launch("stem", "k", sizes.get("grid", 1), sizes.get("block", 32), shared=sizes.get("shared", 0))
-
-
-class _Recorder:
-    """Stands in for a CuPy function: keeps what it was called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, *call):
-        self.calls.append(call)
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    recorder, loads, grants = _Recorder(), [], []
-    monkeypatch.setattr(launch_module, "_get_device", lambda: 3)
-    monkeypatch.setattr(launch_module, "_kernels", {})
-    monkeypatch.setattr(launch_module, "_load", lambda *a: loads.append(a) or launch_module._Kernel(recorder))
-    monkeypatch.setattr(launch_module, "DEBUG", False)
-
-    def grant(kernel, shared):
-        grants.append(shared)
-        kernel.granted = shared
-
-    monkeypatch.setattr(launch_module, "_grant", grant)
-    recorder.loads, recorder.grants = loads, grants
-    return recorder
-
-
-def test_launch_loads_once_passes_null_pointers_and_asks_for_shared_memory_once(recorder):
-    one = np.int32(1)
-    for shared in (0, 60_000, 60_000, 1_000, 70_000):
-        launch("stem", "k", 5, (32, 4), one, None, defines={"A": 1}, shared=shared)
-    launch("stem", "k", (0,), 32, one)
-    assert len(recorder.loads) == 1 and recorder.grants == [60_000, 70_000]
-    grid, block, args, _ = recorder.calls[0]
-    assert len(recorder.calls) == 5 and grid == (5,) and block == (32, 4)
-    # A null pointer is eight zero bytes; CuPy would take None for a missing argument.
-    assert args[0] is one and args[1].itemsize == 8 and args[1] == 0
-    with pytest.raises(TypeError, match="pass a NumPy scalar"):
-        launch("stem", "k", 1, 32, 7)
-
-
-def test_structures_are_passed_as_bytes_of_the_same_memory(recorder):
-    structure = np.array([(7, (1, 2))], np.dtype([("size", np.int64), ("axis", [("a", np.int32), ("b", np.int32)])]))
-    plain = np.arange(1.0)
-    launch("stem", "k", 1, 32, structure, plain)
-    _, _, (passed, other), _ = recorder.calls[0]
-    assert passed.dtype.names is None and passed.shape == (1,) and other is plain
-    assert passed.ctypes.data == structure.ctypes.data and passed.tobytes() == structure.tobytes()
 
 
 @pytest.mark.parametrize("record", device.BUILT_IN.values(), ids=device.BUILT_IN)

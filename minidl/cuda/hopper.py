@@ -7,12 +7,12 @@ fastest dimension first. What lies outside of the array is read as zeros and not
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.rows import address
+from minidl.cuda.device import driver
+from minidl.cuda.rows import addresses
 from minidl.shapes import Pair
 
 __all__ = ["TF32", "TensorMaps", "View", "Views"]
@@ -89,12 +89,7 @@ class TensorMaps(NamedTuple):
 
     def argument(self) -> np.ndarray:
         """What the kernel gets; needs the driver."""
-        return self.views.at(tuple(0 if array is None else address(array) for array in self.arrays))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+        return self.views.at(addresses(self.arrays))
 
 
 def _encode(view: View, base: int) -> bytes:
@@ -119,7 +114,7 @@ def _encode(view: View, base: int) -> bytes:
     else:
         name, steps = "cuTensorMapEncodeIm2col", (1, *view.steps, 1)
         shape = (*(numbers(signed, corner) for corner in view.corners), word(view.box[0]), word(view.box[1]))
-    code = getattr(_driver(), name)(*head, *shape, numbers(word, steps), *tail)
+    code = getattr(driver(), name)(*head, *shape, numbers(word, steps), *tail)
     if code:
         raise RuntimeError(f"{name} of {view}, array at {base:#x}: CUDA error {code}")
     return ctypes.string_at(start, MAP_BYTES)

@@ -32,7 +32,7 @@ from minidl.cuda.convolution import (
     depthwise,
 )
 from minidl.cuda.convolution.channel_sum import channel_sum, check_sum, sum_partials
-from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, textbook
+from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, forced_family, textbook
 from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.convolution.conv2d_tuned import chosen
 from minidl.cuda.convolution.widen import narrow, wide_channels, widen
@@ -148,7 +148,8 @@ def _forward(
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
         able = choice.family in ("hopper", "thin") and not (conv.depthwise and depthwise.fits(conv, False))
-        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and able)
+        wider = question if wide is conv else question._replace(conv=wide)
+        stats = _gather(wider, choice, x, w, bias, None, y, statistics, relu and able)
         return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
@@ -350,9 +351,13 @@ def _widened(conv: Convolution, code: int) -> Convolution:
 
 def _choose(who: str, question: Question) -> Choice:
     """The kernel that was tuned or is forced, where it can do this; else the first family that should."""
-    wanted = chosen(question)
-    fits, unwanted = _families(question, current_device())
-    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None)
+    return _choice(who, question, current_device(), chosen(question), forced_family())
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(who: str, question: Question, device: DeviceRecord, wanted: Choice | None, forced: str | None) -> Choice:
+    fits, unwanted = _families(question, device)
+    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None, forced)
     return wanted if wanted is not None and wanted.family == name else Choice(name)
 
 

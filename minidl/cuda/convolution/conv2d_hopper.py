@@ -37,7 +37,7 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, DTYPE, address, rows
+from minidl.cuda.rows import ACCESS, DTYPE, alignment, rows
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
@@ -65,7 +65,7 @@ ALONE = 3  # the macro MASKED for a ReLU without a batch norm
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
-REACH = 2**40  # bytes of an image, as far as the engine counts
+REACH = 2**40  # bytes, as far as the engine counts
 
 # The structures Class and Problem of conv2d_hopper.cu.
 _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
@@ -129,9 +129,9 @@ def pays(conv: Convolution, code: int, backward: bool) -> bool:
 
 def aligned(x: Any) -> Any:
     """``x`` itself where the engine can walk it, else a dense copy: rows start at multiples of 16 bytes."""
-    pitch = rows(x)[2]
-    image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
-    if address(x) % ACCESS == 0 and pitch * x.itemsize % ACCESS == 0 and image * pitch * x.itemsize < REACH:
+    count, _, pitch = rows(x)
+    step = pitch * x.itemsize
+    if alignment(x, step) == ACCESS and count * step < REACH:
         return x
     out = empty(x.shape, x.dtype)
     copy_into(out, x)
@@ -213,22 +213,41 @@ def gather(
 
     With ``relu``, the output of a ReLU over that.
     """
-    chosen = taken(choice, conv, backward, current_device(), code)
-    division = divided(choice, conv, backward, code)
     if backward and not code:
         w = _turned(w, conv)
-    source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+    source, w, bias, add = [None if x is None else aligned(x) for x in (source, w, bias, add)]
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), choice, relu)
     if division is not None:
         _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
-        return
-    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    step = images_at_once(conv)
+    for images, one in launches:
+        if images is None:
+            start(one, w, source, output, add, bias)
+        else:
+            start(one, w, source[images], output[images], None if add is None else add[images], bias)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    pitches: tuple[int, ...],
+    added: bool,
+    device: DeviceRecord,
+    choice: Choice | None,
+    relu: bool,
+) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:
+    """How `gather` goes about it: divided, or in launches with the images of each, None for all."""
+    division = divided(choice, conv, backward, code)
+    if division is not None:
+        return division, []
+    chosen, step, found = taken(choice, conv, backward, device, code), images_at_once(conv), []
     for i in range(0, conv.images, step):
-        images = slice(i, min(i + step, conv.images))
-        part = conv._replace(images=images.stop - i)
-        arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
-            start(one, *arrays)
+        part = conv._replace(images=min(step, conv.images - i))
+        images = None if part.images == conv.images else slice(i, i + part.images)
+        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, relu=relu)]
+    return None, found
 
 
 def _gather_divided(

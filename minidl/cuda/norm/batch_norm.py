@@ -11,9 +11,11 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_statistics import Sums
+from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
-from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
+from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
+from minidl.precision import float32
 
 __all__ = [
     "batch_norm_apply",
@@ -94,14 +96,14 @@ def batch_norm_stats(x: Any) -> Any:
     vec = vector_width(x)
     cut = cut_rows(count, channels, x.itemsize, vec, pitch)
     mean = empty((cut.chunks, channels), np.float64)
-    squares = empty((cut.chunks, channels), np.float32)
+    squares = empty((cut.chunks, channels), float32)
     stats = empty(1 + 2 * channels, np.float64)
     defines = {"STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
     launch(
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    sizes = np.int32(count), np.int32(cut.chunk_rows)
+    sizes = ints(count, cut.chunk_rows)
     merge_lanes("batch_norm_merge", "batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, *sizes)
     return stats
 
@@ -123,16 +125,16 @@ def batch_norm_finalize(
     if isinstance(stats, Sums):
         _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
         return stats.finalize(eps, running_mean, running_var, momentum)
-    assert stats.dtype == np.float64 and stats.flags.c_contiguous, checks.describe(stats)
+    assert stats.dtype == np.float64 and dense(stats), checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
     parts = 1 if stats.ndim == 1 else stats.shape[0]
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
-    moments = empty((2, channels), np.float32)
+    moments = empty((2, channels), float32)
     count = empty(1, np.float64)
     launch(
         "batch_norm_merge", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
         stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
-        np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
+        *ints(parts, channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments, count
 
@@ -151,7 +153,7 @@ def batch_norm_concat(parts: Sequence[Any]) -> Any:
         both = empty(1 + 2 * channels, np.float64)
         launch(
             "batch_norm_merge", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
-            stats, part, both, np.int32(first), np.int32(channels), defines={"MERGE": FEW_LANES},
+            stats, part, both, int32(first), int32(channels), defines={"MERGE": FEW_LANES},
         )  # fmt: skip
         stats = both
     return stats
@@ -161,10 +163,10 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     """Moments (2, C) float32 from running statistics: mean and ``1/sqrt(variance + eps)``."""
     channels = running_mean.shape[0]
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
-    moments = empty((2, channels), np.float32)
+    moments = empty((2, channels), float32)
     launch(
         "batch_norm_merge", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
-        running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": FEW_LANES},
+        running_mean, running_var, moments, np.float64(eps), int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments
 
@@ -205,7 +207,7 @@ def batch_norm_apply(
     bound = np.float32(0.0 if relu else -np.inf)
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
-        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, bound, np.int32(channels), plan.argument,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, bound, int32(channels), plan.argument,
         defines=defines,
     )  # fmt: skip
     return y
@@ -276,7 +278,7 @@ def _backward_stats(
     _check_parameters(channels, gamma=gamma, beta=beta, dgamma=dgamma, dbeta=dbeta)
     vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, y, masked) if array is not None))
     cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if y is None else rows(y)[2])
-    partial = empty((cut.chunks, 2, channels), np.float32)
+    partial = empty((cut.chunks, 2, channels), float32)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
@@ -296,7 +298,7 @@ def batch_norm_backward_sums(
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
-    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate)
+    args = parts, moments, sums, dgamma, dbeta, int32(accumulate)
     merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args)
     return sums
 
@@ -340,7 +342,7 @@ def _backward_apply(
     }  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
-        dy, x, moments, gamma, beta, sums, count, add, dx, np.int32(channels), plan.argument, defines=defines,
+        dy, x, moments, gamma, beta, sums, count, add, dx, int32(channels), plan.argument, defines=defines,
     )  # fmt: skip
     return dx
 
@@ -355,6 +357,6 @@ def _same(x: Any, other: Any) -> Any:
 
 def _check_parameters(size: int, **arrays: Any) -> None:
     """Each array that is given is dense float32 of ``size`` elements: kernels read it through a bare pointer."""
-    for name, x in arrays.items():
-        if x is not None and (x.dtype != np.float32 or x.size != size or not x.flags.c_contiguous):
-            raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
+    if not vectors(size, tuple(arrays.values())):
+        name, x = next((name, x) for name, x in arrays.items() if not vectors(size, (x,)))
+        raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
