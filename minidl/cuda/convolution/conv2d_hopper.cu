@@ -98,6 +98,7 @@ struct Problem {
     int tap_step_h, tap_step_w;
     int added;        // whether there is an array to be added
     int stage_bytes;  // that are fetched for a stage
+    int count, turns;  // classes, and tiles_m that each of them has
     Class classes[4];
 };
 
@@ -116,9 +117,23 @@ struct Tile {
 #endif
         int m = number = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
-        if constexpr (SPREAD)
-            while (m >= p.classes[index].tiles) m -= p.classes[index++].tiles;
+        if constexpr (SPREAD) m = among_classes(p, m);
         row = m * TILE_M;
+    }
+
+    // Classes take turns: neighbouring pixels are written together, and what several classes read is read once. Each
+    // round of a group of blocks starts with another one, as tiles of different classes take different times. What some
+    // classes have more than others comes last. Sets the index, returns which tile of the class it is.
+    __device__ __forceinline__ int among_classes(const Problem& p, int m) {
+        const int turn = m / p.count;
+        if (turn < p.turns) {
+            const int round = turn * p.count * p.tiles_n / p.group;
+            index = (m - turn * p.count + round) % p.count;
+            return turn;
+        }
+        m -= p.turns * p.count;
+        while (m >= p.classes[index].tiles - p.turns) m -= p.classes[index++].tiles - p.turns;
+        return m + p.turns;
     }
 };
 
@@ -224,11 +239,9 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         const TensorMap& source = maps.source[tile.index];
         const Pixel start(c, tile.row);
         const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
-        // A class without taps gets one stage of zeros, from behind the last channel.
-        const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
-        for (int channel = empty ? p.depth : tile.begin; channel < tile.end + empty; channel += DEPTH)
-            for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
-                for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
+        for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
+            for (int a = 0; a < c.taps_h; ++a)
+                for (int b = 0; b < c.taps_w; ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                     barrier_expect(barrier, p.stage_bytes);
@@ -331,7 +344,16 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 }
 #endif
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
+// The sums of a class without taps. (Accumulators that are set to zero make ptxas wait for each product.)
+struct Zeros {
+    struct Row {
+        __device__ __forceinline__ float operator[](int) const { return 0.0f; }
+    };
+    __device__ __forceinline__ Row operator[](int) const { return {}; }
+};
+
+template <class Sums>
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
@@ -426,15 +448,19 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
-            const int chunks = ceil_div(tile.end - tile.begin, DEPTH);
-            Sum sum;
+            const int steps = c.taps_h * c.taps_w * ceil_div(tile.end - tile.begin, DEPTH);
             output.prepare(tile);
+            if (SPREAD && steps == 0) {
+                write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
+                continue;
+            }
+            Sum sum;
 #if NORMALIZED
             if constexpr (!IN_PLACE)
                 accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
             else
 #endif
-                accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
+                accumulate(sum, at, ring, steps, warpgroup);
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();

@@ -72,7 +72,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added stage_bytes",
+    "added stage_bytes count turns",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -408,6 +408,8 @@ def _problem(
         tap_step_w=w.tap_step,
         added=added,
         stage_bytes=stage_bytes,
+        count=len(walks),
+        turns=int(table["tiles"][: len(walks)].min()),
         classes=table,
     )
 

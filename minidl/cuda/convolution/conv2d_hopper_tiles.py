@@ -127,7 +127,7 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: i
         else:
             count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
         tiles += count
-        stages += count * max(h.taps * w.taps * chunks, 1)
+        stages += count * h.taps * w.taps * chunks
     return tiles, stages
 
 
