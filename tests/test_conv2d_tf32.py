@@ -77,8 +77,8 @@ def all_expected(case, x, w, dy):
 def test_it_is_taken_where_rounding_is_allowed():
     from minidl import cuda as ops
 
-    def kernels(device, channels, tf32):
-        case = Case("any", (2, 9, 10, channels), (32, 3, 3), padding=(1, 1))
+    def kernels(device, channels, tf32, side=9):
+        case = Case("any", (32, side, side + 1, channels), (32, 3, 3), padding=(1, 1))
         with dry_run(BUILT_IN[device]) as log:
             for shape, call in ((case.x, ops.conv2d), (case.y, ops.conv2d_backward_data)):
                 more = () if call is ops.conv2d else (case.x,)
@@ -86,6 +86,7 @@ def test_it_is_taken_where_rounding_is_allowed():
         return {launch.name for launch in log.launches}
 
     assert kernels("H200", 32, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
+    assert kernels("H200", 64, True, 224) == {"conv2d_halo_kernel", "conv2d_turn_kernel"}, "windows of wide images"
     assert kernels("H200", 16, False) == kernels("A100", 16, True) == {"conv2d_kernel"}
     assert kernels("H200", 3, True) == {"conv2d_kernel", "widen_kernel"}
     assert "conv2d_kernel" in kernels("H200", 16, True), "half of each stage would be empty"
@@ -142,7 +143,7 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     finally:
         conv2d_hopper.plan.cache_clear()
     first = results[conv2d_hopper_tiles.TILES[0]]
-    assert len(results) == len(conv2d_hopper_tiles.TILES)
+    assert set(results) >= set(conv2d_hopper_tiles.TILES)
     for found in results.values():
         for a, b in zip(found, first, strict=True):
             np.testing.assert_array_equal(a, b)
