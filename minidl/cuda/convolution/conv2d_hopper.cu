@@ -98,7 +98,7 @@ struct Problem {
     int tap_step_h, tap_step_w;
     int added;        // whether there is an array to be added
     int stage_bytes;  // that are fetched for a stage
-    int count, turns;  // classes, and tiles_m that each of them has
+    int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
     Class classes[4];
 };
 
@@ -109,31 +109,34 @@ struct Tile {
     int row, column;
     int begin, end;  // channels that are summed
 
-    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), number(0), begin(0), end(p.depth) {
 #if DIVIDED
         const int stages = ceil_div(p.depth, DEPTH), part = tile % DIVIDED;
         begin = stages * part / DIVIDED * DEPTH, end = min(stages * (part + 1) / DIVIDED * DEPTH, p.depth);
         tile /= DIVIDED;
 #endif
-        int m = number = tile / p.tiles_n;
+        if constexpr (SPREAD) tile = within_class(p, tile);
+        const int m = tile / p.tiles_n;
+        number += m;
         column = (tile - m * p.tiles_n) * TILE_N;
-        if constexpr (SPREAD) m = among_classes(p, m);
         row = m * TILE_M;
     }
 
-    // Classes take turns: neighbouring pixels are written together, and what several classes read is read once. Each
-    // round of a group of blocks starts with another one, as tiles of different classes take different times. What some
-    // classes have more than others comes last. Sets the index, returns which tile of the class it is.
-    __device__ __forceinline__ int among_classes(const Problem& p, int m) {
-        const int turn = m / p.count;
-        if (turn < p.turns) {
-            const int round = turn * p.count * p.tiles_n / p.group;
-            index = (m - turn * p.count + round) % p.count;
-            return turn;
+    // Which tile of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of
+    // them do, so that what they have in common is read once; what is left follows class by class.
+    __device__ __forceinline__ int within_class(const Problem& p, int tile) {
+        const int round = tile / p.group, cycle = round / p.count, done = p.cycles * p.group;
+        if (cycle < p.cycles) {
+            index = round - cycle * p.count;
+            tile += (cycle - round) * p.group;
+        } else {
+            const auto left = [&] { return p.classes[index].tiles * p.tiles_n - (index < p.count ? done : 0); };
+            tile -= done * p.count;
+            while (tile >= left()) tile -= left(), ++index;
+            if (index < p.count) tile += done;
         }
-        m -= p.turns * p.count;
-        while (m >= p.classes[index].tiles - p.turns) m -= p.classes[index++].tiles - p.turns;
-        return m + p.turns;
+        for (int i = 0; i < index; ++i) number += p.classes[i].tiles;
+        return tile;
     }
 };
 

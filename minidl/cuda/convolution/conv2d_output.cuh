@@ -57,6 +57,7 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 template <class Place>
 struct Output {
     static constexpr int AT_ONCE = SLABS >= Place::COUNT ? Place::COUNT : 1, GROUPS = Place::COUNT / AT_ONCE;
+    static_assert(Place::COUNT % AT_ONCE == 0 && SLABS % AT_ONCE == 0, "groups fill the ring of buffers");
     static constexpr int AHEAD = SLABS > AT_ONCE;  // addends are fetched while the group before them is worked on
 
     Place place;
