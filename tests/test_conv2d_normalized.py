@@ -102,7 +102,7 @@ def test_in_each_family(forced_ops, case, storage, ratio, rng):  # noqa: F811
 @pytest.mark.parametrize("ratio", [0.0, 30.0, 1e3])
 @pytest.mark.parametrize("rows", [1, 2, 700])
 def test_what_float32_loses(ops, storage, ratio, rows, rng):
-    """A batch norm in a pass of its own; of one row the channels are constant. CPUs round x - mean and the product, too."""
+    """A batch norm in a pass of its own; of one row it is constant. CPUs round x - mean and the product, too."""
     x, _, norm = operands(rng, Case("rows", (rows, 1, 1, 64), (8, 1, 1)), storage, ratio)
     exact, lost = normalised(x, norm, np.float64), 3 * float32_error(x, norm)
     y = ops.to_host(ops.batch_norm_apply(*put(ops, x), *put(ops, *norm), relu=True)).astype(np.float64)
