@@ -11,7 +11,7 @@
 // One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels, 128
 // bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes
 // of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the
-// output.
+// output. Those without taps, three of the four of a 1x1 filter with a stride of two, are neither fetched nor multiplied.
 //
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
 //   source  (C, W, H, N), im2col: TILE_M pixels x DEPTH channels; FLAT: (C, pixels), tiled, for 1x1 without stride
@@ -453,10 +453,14 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             const Class& c = p.classes[tile.index];
             const int steps = c.taps_h * c.taps_w * ceil_div(tile.end - tile.begin, DEPTH);
             output.prepare(tile);
-            if (SPREAD && steps == 0) {
-                write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
-                continue;
-            }
+            if constexpr (SPREAD)
+                if (steps == 0) {
+                    if (MASKED || bias || output.added())
+                        write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
+                    else
+                        output.store_zeros(tile);
+                    continue;
+                }
             Sum sum;
 #if NORMALIZED
             if constexpr (!IN_PLACE)
