@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
 from tests.reference import conv2d as reference
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import STORE, draw, draw_integers
@@ -118,15 +117,7 @@ def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
     hosts = operands(rng, case, bfloat16, 3.0)
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    launcher = sys.modules["minidl.cuda.convolution.conv2d"]
-    own = launcher.empty
-
-    def poisoned(shape, dtype):
-        array = own(shape, dtype)
-        array.fill(np.nan)
-        return array
-
-    monkeypatch.setattr(launcher, "empty", poisoned)
+    poison(monkeypatch)
     found = set()
     try:
         for tile in conv2d_hopper_tiles.candidates(conv, False, current_device(), normalized=True):

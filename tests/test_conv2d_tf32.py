@@ -19,7 +19,7 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
-from tests.test_conv2d_families import CUT, GUARD
+from tests.test_conv2d_families import CUT, GUARD, poison
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.test_conv2d_weight_hopper import rounded
 from tests.tolerance import assert_close, draw, draw_integers
@@ -132,6 +132,7 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
     results = {}
+    poison(monkeypatch)
     # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
     few = dataclasses.replace(current_device(), multiprocessors=2)
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
@@ -139,10 +140,13 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
         for tile in conv2d_hopper_tiles.candidates(conv, False, few, 0):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
-            results[tile] = [hopper.to_host(y) for y in both(hopper, case, *put(hopper, *hosts), **options)]
+            placed = put(hopper, *hosts)
+            found = *both(hopper, case, *placed, **options), *both(hopper, case, *placed)
+            results[tile] = [hopper.to_host(y) for y in found]
     finally:
         conv2d_hopper.plan.cache_clear()
     first = results[conv2d_hopper_tiles.TILES[0]]
+    assert all(np.isfinite(one).all() for one in first)
     assert set(results) >= set(conv2d_hopper_tiles.TILES)
     for found in results.values():
         for a, b in zip(found, first, strict=True):
