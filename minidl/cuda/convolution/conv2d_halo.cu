@@ -24,10 +24,11 @@
 // all taps, by three warps that are otherwise idle.
 //
 // What is added to a window and what is read below it comes in patches, too. The output takes the place of the last patch
-// of a tile and leaves from there while the next tile is under way, in one piece (float32: in two, conv2d_halo_float.cuh).
+// of a tile and leaves from there while the next tile is under way, in one piece; in float32 in two
+// (conv2d_halo_float.cuh).
 //
-// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU; PATCHES and STAGES (of filters) of the
-// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
+// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU;
+// PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.

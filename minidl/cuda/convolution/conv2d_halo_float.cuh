@@ -1,12 +1,12 @@
-// How the float32 results of a window leave in conv2d_halo.cu, a part of it: a patch holds DEPTH = 32 channels of a window,
-// so the halves of a tile's channels, each of two warps, leave one after the other from the place of the last patch. The
-// first half is read by the engine while the other warpgroup multiplies.
+// How the float32 results of a window leave in conv2d_halo.cu, a part of it: a patch holds DEPTH = 32 channels of a
+// window, so the halves of a tile's channels, each of two warps, leave one after the other from the place of the last
+// patch. The first half is read by the engine while the other warpgroup multiplies.
 #pragma once
 
 constexpr int HALVES = FILTERS / DEPTH;
 
-// Of a lane's results on a line of a patch: where sum[4 * line + 2 * i + e] is, channel lane / 4 of eight i of the warp's 16,
-// pixel lane % 4 * 2 + e. A warp meets each bank once.
+// Of a lane's results on a line of a patch: where sum[4 * line + 2 * i + e] is, channel lane / 4 of eight i of the warp's
+// 16, pixel lane % 4 * 2 + e. A warp meets each bank once.
 struct Spot {
     u32 to[2][2];
 
@@ -28,7 +28,8 @@ DEVICE void add_lines(Sum& sum, const Spot& spot) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float other;
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(spot.to[i / 2][i % 2] + line * (WIDTH * 128)) : "memory");
+            const u32 from = spot.to[i / 2][i % 2] + line * (WIDTH * 128);
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(other) : "r"(from) : "memory");
             sum[4 * line + i] += other;
         }
 }
@@ -39,7 +40,8 @@ DEVICE void write_lines(const Sum& sum, const Spot& spot) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float value = RELU ? clamp_below(sum[4 * line + i], 0.0f) : sum[4 * line + i];
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(spot.to[i / 2][i % 2] + line * (WIDTH * 128)), "f"(value) : "memory");
+            const u32 to = spot.to[i / 2][i % 2] + line * (WIDTH * 128);
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
         }
 }
 
