@@ -47,10 +47,10 @@
 // tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
-// it should tell most: stores set the pace there); two to four times the output buffers for fewer stages (2 % there, and
-// a quarter slower sums over 512 channels); stores that leave the second-level cache first (1 % there, 5 % slower where
-// the output fits). Of 64-256 channels at 56x56 pixels an H200 reads and writes 3.4 TB/s here, 3.8 in plain loads and
-// stores of as many bytes, 4.3 in stores alone: it is the turns between reads and writes that cost.
+// it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
+// quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output fits). Of 64-256
+// channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many bytes, 4.3 in stores
+// alone: it is the turns between reads and writes that cost.
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per second
 // on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
