@@ -105,8 +105,8 @@ _WINDOW, _IN_PLACE = 1.09, 0.53
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 # Tiles of a block of two on a multiprocessor, at most, for 1x1 filters where memory sets the pace: long blocks of fixed
-# shares are slower (64-256 channels at 56x56 pixels: 154 us; with 4 tiles to a block 145). For narrow tiles, whose source
-# comes from the cache for all but the first of a row, long ones are faster.
+# shares are slower (64-256 channels at 56x56 pixels: 154 us; with 4 tiles to a block 145). For narrow tiles, whose
+# source comes from the cache for all but the first of a row, long ones are faster.
 EVEN = 4
 
 
