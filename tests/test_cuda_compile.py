@@ -276,18 +276,18 @@ def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
 @pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *HALO_TILES), ids=str)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
-    """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""
+    """Whichever tile sizes or a tuner choose: with and without strides, both directions, all types."""
     device, variants = BUILT_IN["H200"], set()
-    for code, backward, (kernel, stride) in itertools.product((1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
+    for code, backward, (kernel, stride) in itertools.product((0, 1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
         shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
-        if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
+        if tile in conv2d_hopper_tiles.candidates(conv, backward, device, code):
             launches += conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
-            if kernel == 1 and tile in conv2d_hopper_tiles.TILES:
+            if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
                 for parts in (1, 2, 4, 8):
                     launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=parts)
-        if not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
+        if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)
         for launch in launches:

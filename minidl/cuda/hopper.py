@@ -21,7 +21,7 @@ MAP_BYTES = 128
 _ALIGNMENT = 64  # of what the driver writes
 TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way to shared memory
 _DATA_TYPE = {0: 7, 1: 9, 2: 6, TF32: 11}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32
-_SWIZZLE_128B, _PROMOTION_256B = 3, 3
+_SWIZZLE_128B, _PROMOTION_128B, _PROMOTION_256B = 3, 2, 3
 _CORNERS = range(-128, 128)
 
 
@@ -37,6 +37,7 @@ class View(NamedTuple):
             the last one's: the pixels that a column walks through.
         steps: between the pixels of a column, (w, h).
         offset: bytes from the array's address.
+        neighbours: whether the second-level cache shall fetch 256 bytes for a row, so with the next one's, or just it.
     """
 
     code: int
@@ -46,6 +47,7 @@ class View(NamedTuple):
     corners: tuple[Pair, Pair] | None = None
     steps: Pair = (1, 1)
     offset: int = 0
+    neighbours: bool = True
 
     @property
     def legal(self) -> bool:
@@ -108,7 +110,8 @@ def _encode(view: View, base: int) -> bytes:
         ctypes.c_void_p(start), signed(_DATA_TYPE[view.code]), word(dimensions), ctypes.c_void_p(base + view.offset),
         numbers(wide, view.sizes), numbers(wide, view.pitches),
     )  # fmt: skip
-    tail = (signed(0), signed(_SWIZZLE_128B), signed(_PROMOTION_256B), signed(0))
+    promotion = _PROMOTION_256B if view.neighbours else _PROMOTION_128B
+    tail = (signed(0), signed(_SWIZZLE_128B), signed(promotion), signed(0))
     if view.corners is None:
         name, shape, steps = "cuTensorMapEncodeTiled", (numbers(word, view.box),), (1,) * dimensions
     else:

@@ -72,7 +72,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added stage_bytes",
+    "added stage_bytes count cycles",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -176,7 +176,8 @@ def plan(
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
-    walks, group = walks_of(conv, backward), GROUP_LIMIT if parts else device.multiprocessors * tile.resident
+    walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
+    group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
     launches = []
@@ -408,7 +409,7 @@ def _problem(
         walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
         table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
     h, w = walks[0]
-    tiles_n = ceil_div(columns, tile.columns)
+    tiles_n, count = ceil_div(columns, tile.columns), max(1, sum(h.taps * w.taps > 0 for h, w in walks))
     return argument(
         _PROBLEM,
         tiles=int(table["tiles"].sum()) * tiles_n * max(parts, 1),
@@ -427,6 +428,8 @@ def _problem(
         tap_step_w=w.tap_step,
         added=added,
         stage_bytes=stage_bytes,
+        count=count,
+        cycles=int(table["tiles"][:count].min()) * tiles_n // group,
         classes=table,
     )
 
@@ -454,7 +457,10 @@ def _views(
         corners = tuple(zip(w.corners, h.corners, strict=True))
         apart = pixel, w.source * pixel, h.source * w.source * pixel
         sizes = depth, w.source, h.source, conv.images
-        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step))
+        # A pixel's next chunk is read after all taps of this one; of strided walks over large images it has left the
+        # cache by then, if it was fetched with this one.
+        soon = h.taps * w.taps == 1 or max(h.step, w.step) == 1
+        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step), neighbours=soon)
 
     def output(h: Walk, w: Walk, pitch: int) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
