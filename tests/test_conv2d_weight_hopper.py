@@ -161,7 +161,7 @@ def test_every_block_has_a_step():
             continue
         forced = tile, hopper.Division(parts, cluster)
         pitches = conv.channels, conv.out_channels
-        planned = hopper.plan(conv, int(not tf32), pitches, 2, False, forced, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), pitches, 4, False, forced, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
         assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= min(steps, parts * cluster)
         assert planned.shared <= H200.shared_per_block
@@ -176,7 +176,7 @@ def test_large_products_keep_the_multiprocessors_busy():
         pad = (kernel // 2,) * 2
         w = filters, kernel, kernel, channels
         conv = convolution("test", (128, size, size, channels), w, (1, 1), pad, (1, 1), 1)
-        planned = hopper.plan(conv, int(not tf32), (channels, filters), 2, False, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
         assert steps // chunks >= 4 or chunks == 1
         assert planned.grid >= WORKERS // 2 or steps // chunks < 16
@@ -197,7 +197,7 @@ def test_every_tile_compiles_and_fits(tile, tf32):
     """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters."""
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
-    for code, stride, parts, cluster, vec_y in ((1, 1, 1, 1, 1), (2, 1, 2, 2, 2), (1, 2, 2, 1, 2), (2, 2, 1, 2, 2)):
+    for code, stride, parts, cluster, vec_y in ((1, 1, 1, 1, 1), (2, 1, 2, 2, 4), (1, 2, 2, 1, 4), (2, 2, 1, 2, 4)):
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
         conv = convolution("test", (4, 16, 16, 64), (64, *kernel, 64), strides, (0, 0), (1, 1), 1)
         forced = tile, hopper.Division(parts, cluster)

@@ -104,6 +104,27 @@ DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w,
         : "memory");
 }
 
+// The same of what is read about once: the L2 cache gives its lines up first.
+constexpr u64 STREAMED = 0x12f0000000000000;
+
+DEVICE void load_box_streamed(u32 to, const TensorMap& map, u32 barrier, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+        "%4}], [%2], %5;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(STREAMED)
+        : "memory");
+}
+
+DEVICE void load_pixels_streamed(u32 to, const TensorMap& map, u32 barrier, int c, int w, int h, int n, int offset_w,
+                                 int offset_h) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+        "{%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
+        "h"(static_cast<u16>(offset_h)), "l"(STREAMED)
+        : "memory");
+}
+
 DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(from),
                  "r"(c0), "r"(c1)

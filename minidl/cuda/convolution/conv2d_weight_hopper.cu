@@ -7,14 +7,15 @@
 // Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as
 // many channels of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output
 // pixels in chunks, each summed in order by one block; the blocks of a cluster add theirs up into one float32 partial,
-// and sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone, so the
+// and conv2d_weight_sum.cu adds the partials, both in order. Chunks depend on the sizes alone, so the
 // bits depend neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN
 // reaches all taps of its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (partials, K, R, S, C / groups) dense; with one partial the gradient itself, set or added to  float32
+//   output  (K, R, S, C / groups) dense, the gradient, set or added to; or partials, those of a tile one after another,
+//           (tiles, partials, TILE_M / 16, TILE_N / 8) patches, which conv2d_weight_sum.cu adds up        float32
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -23,7 +24,7 @@
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
+// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks
 // which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
 // lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
@@ -69,7 +70,7 @@ struct Problem {
     int dilation_h, dilation_w;
     int further_n, further_h, further_w;  // SPAN pixels, as images, rows and pixels
     int tiles_m, tiles_n;
-    int accumulate;
+    int mode;
 };
 
 // The tile of a block, and its share of the sum.
@@ -77,7 +78,7 @@ struct Work {
     int group;
     int row, block;   // the first of it
     int first, last;  // steps
-    int part;         // the partial sum that its cluster leaves
+    int part;         // the partial sum that its cluster leaves, among those of all tiles
 
     __device__ __forceinline__ explicit Work(const Problem& p) {
         u32 index = blockIdx.x / CLUSTER;
@@ -86,8 +87,9 @@ struct Work {
         row = index % p.tiles_m * TILE_M;
         index /= p.tiles_m;
         group = index % p.groups;
-        part = index / p.groups;
-        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
+        const int share = index / p.groups, chunk = share * CLUSTER + blockIdx.x % CLUSTER;
+        const int tile = (group * p.tiles_m + row / TILE_M) * p.tiles_n + block / COLUMN_BLOCKS;
+        part = tile * (p.chunks / CLUSTER) + share;
         first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
         last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
     }
@@ -160,6 +162,17 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
         if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
+#ifdef EVICT
+        if (of_dy) {
+            load_box_streamed(to, maps.dy, barrier, channel, step * SPAN);
+        } else if (busy) {
+            if constexpr (FLAT)
+                load_box_streamed(to, maps.x, barrier, channel, step * SPAN);
+            else
+                load_pixels_streamed(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
+                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
+        }
+#else
         if (of_dy) {
             load_box(to, maps.dy, barrier, channel, step * SPAN);
         } else if (busy) {
@@ -169,6 +182,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
                 load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
                             pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
         }
+#endif
         pixels.advance(p);
         ring.advance();
     }
@@ -261,14 +275,14 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-template <bool ADD>
-DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
-                    int column) {
-    const int first = work.row + row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
-        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
-    });
-}
+// Of a thread's accumulators: rows from product to product and from the first pair to the second, patches of a block.
+constexpr int ACROSS = 64, DOWN = 8, PER = SPAN / 8;
+
+// A thread's first row, from the first of its warp's patch on.
+DEVICE int thread_row() { return threadIdx.x % 32 / 4; }
+
+// A warp's part of the warpgroup's, from row and column on.
+DEVICE void find_part(int& row, int& column) { row += threadIdx.x / 32 % 4 * 16; }
 
 #else
 
@@ -329,16 +343,22 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
     }
 }
 
-template <bool ADD>
+constexpr int ACROSS = 16, DOWN = 1, PER = SPAN / 8;
+
+DEVICE int thread_row() { return threadIdx.x % 32 / 4 * 2; }
+#endif
+
+template <Mode MODE>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     find_part(row, column);
-    const int first = work.row + row + threadIdx.x % 32 / 4 * 2;
-    finish<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
-        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
-    });
+    const int first = work.row + row + thread_row();
+    constexpr int LINE = TILE_N / 8 * 128;  // values of a line of patches
+    if (MODE == PART) output += row / 16 * LINE + column / 8 * 128 + threadIdx.x % 32 * 4;
+    finish<128 * WARPGROUPS, ACROSS, DOWN, PER, MODE>(
+        sum, at.base, output, first, p.rows, MODE == PART ? LINE : p.columns,
+        [&](int b) { return find_columns(p, work.block + column / SPAN + b, thread_column()); });
 }
-#endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
@@ -371,8 +391,12 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
         Sum sum;
         accumulate(sum, at, work.last - work.first, row, column);
-        output += (i64(work.part) * p.groups + work.group) * p.rows * p.columns;
-        p.accumulate ? put_sum<true>(output, sum, at, p, work, row, column)
-                     : put_sum<false>(output, sum, at, p, work, row, column);
+        if (p.mode == PART) {
+            put_sum<PART>(output + i64(work.part) * (TILE_M * TILE_N), sum, at, p, work, row, column);
+        } else {
+            output += i64(work.group) * p.rows * p.columns;
+            p.mode == ADD ? put_sum<ADD>(output, sum, at, p, work, row, column)
+                          : put_sum<SET>(output, sum, at, p, work, row, column);
+        }
     }
 }

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from math import gcd, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.convolution.channel_sum import sum_partials
+from minidl.cuda.convolution.channel_sum import BLOCK, QUAD, split_of
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
@@ -21,6 +21,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     HALO,
     ITEMSIZE,
     ROW_BYTES,
+    SPAN,
     TILES,
     Division,
     HaloTile,
@@ -65,17 +66,34 @@ ARCH = (9, 0)
 _PROBLEM = struct(
     "",
     "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
-    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
+    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n mode",
 )
 _HALO_PROBLEM = struct(
     "",
     "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
-    "further_n further_h further_w tiles_m tiles_n accumulate",
+    "further_n further_h further_w tiles_m tiles_n mode",
 )
+# That of conv2d_weight_sum.cu.
+_SUM = struct(
+    "",
+    "tiles_m tiles_n parts tile_rows tile_columns rows channels span spans blocks tile_step block_step down accumulate",
+)
+SET, ADD, PART = 0, 1, 2  # the kernels' modes
+
+
+class Summed(NamedTuple):
+    """A launch of conv2d_weight_sum.cu that adds up ``values`` float32 of partial sums."""
+
+    values: int
+    grid: tuple[int, int]
+    problem: np.ndarray
+    defines: dict[str, int]
 
 
 class Planned(NamedTuple):
-    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``parts``: partial sums that it leaves."""
+    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``parts``: partial sums of a tile that it leaves, and
+    ``summed``: who adds them up, if there are several.
+    """
 
     stem: str
     grid: int
@@ -85,6 +103,7 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     parts: int
+    summed: Summed | None
 
 
 def backward_weight(
@@ -103,18 +122,22 @@ def backward_weight(
     ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
     """
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
-    vec_y = gcd(address(out) // out.itemsize, 2)
+    vec_y = 4 if address(out) % 16 == 0 else 1
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
     forced = taken(choice, conv, normalized, tf32)
     planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
-    partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
+    summed = planned.summed
+    written = empty(summed.values, float32) if summed else out
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        TensorMaps(planned.views, (dy, x)), partials, *(norm or (None,) * 3), planned.problem,
+        TensorMaps(planned.views, (dy, x)), written, *(norm or (None,) * 3), planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    if planned.parts > 1:
-        sum_partials(partials, planned.parts, out, accumulate)
+    if summed:
+        launch(
+            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, BLOCK, written, out, summed.problem,
+            defines=summed.defines,
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,8 +183,8 @@ def plan(
 
     Args:
         pitches: elements per pixel of x and dy.
-        vec_y: values of the gradient that may be written at a time, as far as its address goes.
-        accumulate: whether a single partial sum is added to the gradient.
+        vec_y: values of the gradient that may be written at a time, as far as its address goes: 4 or 1.
+        accumulate: whether the sum is added to the gradient.
         forced: tile and division, instead of those chosen.
         normalized: whether x is the input of a batch norm with a ReLU over it.
         tf32: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
@@ -178,23 +201,44 @@ def plan(
     further_n, further_h = divmod(lines, height)
     fields = {
         "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
-        "further_h": further_h, "further_w": further_w, "accumulate": accumulate and division.parts == 1,
+        "further_h": further_h, "further_w": further_w, "mode": PART if division.parts > 1 else int(accumulate),
     }  # fmt: skip
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
-    defines["VEC_Y"] = vec_y if division.parts == 1 else 2
+    defines["VEC_Y"] = vec_y if division.parts == 1 else 4
+    taps = conv.kernel[0] * conv.kernel[1]
     if grid:
         stem, shared, tiles = "conv2d_weight_halo", grid.shared_bytes(tile.stages), (ceil_div(rows, span), spans)
         fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
         fields |= {"ahead": grid.ahead, "held": grid.ahead + tile.stages}
     else:
-        taps = conv.kernel[0] * conv.kernel[1]
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
         tiles = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans}
         defines |= {"FLAT": int(_flat(conv))} | ({"TF32": int(tf32)} if tf32 else {})
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
-    blocks = prod(tiles) * conv.groups * division.chunks
-    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts)
+    count = prod(tiles) * conv.groups
+    sizes = {"rows": rows, "channels": channels, "span": span, "spans": spans, "blocks": taps * spans}
+    summed = _sum(tile, tiles, count, division.parts, vec_y, **sizes, accumulate=accumulate)
+    blocks = count * division.chunks
+    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
+
+
+def _sum(
+    tile: WeightTile | HaloTile, tiles: tuple[int, int], count: int, parts: int, vec_y: int, **sizes: int
+) -> Summed | None:
+    """Who adds up the partial sums of so many tiles, if there are several of each. ``sizes``: fields of the problem."""
+    if parts == 1:
+        return None
+    (rows, columns), halo = tile.size, isinstance(tile, HaloTile)
+    values, split = rows * columns, split_of(parts, count * rows * columns)
+    fields = {
+        "tiles_m": tiles[0], "tiles_n": tiles[1], "parts": parts, "tile_rows": rows, "tile_columns": columns,
+        "tile_step": 1 if halo else columns // sizes["span"], "block_step": sizes["spans"] if halo else 1,
+        "down": 8 if sizes["span"] == SPAN else 1,
+    }  # fmt: skip
+    grid = count, ceil_div(values * split, BLOCK * QUAD)
+    defines = {"SPLIT": split, "VEC": QUAD, "VEC_Y": vec_y}
+    return Summed(count * parts * values, grid, argument(_SUM, **fields, **sizes), defines)
 
 
 def _flat(conv: Convolution) -> bool:

@@ -67,6 +67,11 @@ class WeightTile(NamedTuple):
         return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
 
     @property
+    def size(self) -> Pair:
+        """Rows and columns."""
+        return self.rows, self.columns
+
+    @property
     def threads(self) -> int:
         return 128 * self.warpgroups[0] * self.warpgroups[1] + (128 if self.resident == 1 else 32)
 
@@ -138,7 +143,7 @@ class HaloTile(NamedTuple):
     """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
 
     stages: int
-    name, threads, resident = "halo", 512, 1
+    name, threads, resident, size = "halo", 512, 1, (SPAN, 9 * SPAN)
     traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
 
     @property
