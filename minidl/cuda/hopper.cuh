@@ -105,13 +105,13 @@ DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w,
 }
 
 // The same of what is read about once: the L2 cache gives its lines up first.
-constexpr u64 STREAMED = 0x12f0000000000000;
+constexpr u64 EVICTED_FIRST = 0x12f0000000000000;
 
 DEVICE void load_box_streamed(u32 to, const TensorMap& map, u32 barrier, int c0, int c1) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
         "%4}], [%2], %5;" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(STREAMED)
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(EVICTED_FIRST)
         : "memory");
 }
 
@@ -121,7 +121,7 @@ DEVICE void load_pixels_streamed(u32 to, const TensorMap& map, u32 barrier, int 
         "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
         "{%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
-        "h"(static_cast<u16>(offset_h)), "l"(STREAMED)
+        "h"(static_cast<u16>(offset_h)), "l"(EVICTED_FIRST)
         : "memory");
 }
 

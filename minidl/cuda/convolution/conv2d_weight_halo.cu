@@ -220,7 +220,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                          const float* __restrict__ moments, const float* __restrict__ gamma,
+                          float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
                           const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
@@ -254,10 +254,10 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
         const int channel = work.channel + thread_column();
         const auto find = [&](int tap) { return Target{tap * p.channels + channel, p.channels - channel}; };
-        if (p.mode == PART) {
+        if (p.chunks > CLUSTER) {
             constexpr int LINE = 9 * 64 / 8 * 128;  // values of a line of patches
-            output += i64(work.part) * (64 * 9 * 64) + warp % 4 * LINE + filter_row * (LINE / 3) + threadIdx.x % 32 * 4;
-            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, output, row, p.rows, LINE, find);
+            partials += i64(work.part) * (64 * 9 * 64) + warp % 4 * LINE + filter_row * (LINE / 3) + threadIdx.x % 32 * 4;
+            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, partials, row, p.rows, LINE, find);
         } else {
             output += i64(work.group) * p.rows * columns + filter_row * 3 * p.channels;
             p.mode == ADD ? finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, base, output, row, p.rows, columns, find)

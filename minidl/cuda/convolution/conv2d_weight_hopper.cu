@@ -58,7 +58,9 @@ struct Maps {
 };
 
 struct Problem {
-    int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
+    int steps;                // stages that make up the sum of a tile
+    int lots, shared;         // lots of so many tiles
+    int chunks;               // into which the steps of a lot are divided, one for each block
     int groups, rows, channels, columns;  // of a group
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
@@ -70,30 +72,56 @@ struct Problem {
     int dilation_h, dilation_w;
     int further_n, further_h, further_w;  // SPAN pixels, as images, rows and pixels
     int tiles_m, tiles_n;
+    int turn_m, turn_n;  // tiles from one to the next along rows and columns
     int mode;
 };
 
-// The tile of a block, and its share of the sum.
+// What is left of a block's chunk of the steps of its lot.
+struct Portion {
+    int lot, chunk;
+    int next, end;
+
+    __device__ __forceinline__ explicit Portion(const Problem& p) {
+        const u32 index = blockIdx.x / CLUSTER;
+        const i64 steps = i64(p.steps) * p.shared;
+        lot = index % p.lots;
+        chunk = index / p.lots * CLUSTER + blockIdx.x % CLUSTER;
+        next = static_cast<int>(steps * chunk / p.chunks);
+        end = static_cast<int>(steps * (chunk + 1) / p.chunks);
+    }
+};
+
+// A tile, and a block's share of its sum.
 struct Work {
     int group;
     int row, block;   // the first of it
     int first, last;  // steps
     int part;         // the partial sum that its cluster leaves, among those of all tiles
+    bool whole;       // there is no other of the tile
 
-    __device__ __forceinline__ explicit Work(const Problem& p) {
-        u32 index = blockIdx.x / CLUSTER;
-        block = index % p.tiles_n * COLUMN_BLOCKS;
-        index /= p.tiles_n;
-        row = index % p.tiles_m * TILE_M;
-        index /= p.tiles_m;
-        group = index % p.groups;
-        const int share = index / p.groups, chunk = share * CLUSTER + blockIdx.x % CLUSTER;
-        const int tile = (group * p.tiles_m + row / TILE_M) * p.tiles_n + block / COLUMN_BLOCKS;
-        part = tile * (p.chunks / CLUSTER) + share;
-        first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
-        last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
+    __device__ __forceinline__ Work(const Problem& p, const Portion& portion) {
+        const int turn = STREAMED ? portion.next / p.steps : 0, tile = turn * p.lots + portion.lot;
+        row = tile / p.turn_m % p.tiles_m * TILE_M;
+        block = tile / p.turn_n % p.tiles_n * COLUMN_BLOCKS;
+        group = tile / (p.tiles_m * p.tiles_n);
+        first = portion.next - turn * p.steps;
+        last = portion.end - turn * p.steps;
+        if (STREAMED && last > p.steps) last = p.steps;
+        part = portion.lot * (p.chunks / CLUSTER + p.shared - 1) + portion.chunk / CLUSTER + turn;
+        whole = p.chunks == CLUSTER || (STREAMED && last - first == p.steps);
     }
 };
+
+// The works of a block, one after another.
+template <class F>
+DEVICE void for_works(const Problem& p, F work) {
+    Portion portion(p);
+    do {
+        const Work one(p, portion);
+        work(one);
+        portion.next += one.last - one.first;
+    } while (STREAMED && portion.next < portion.end);
+}
 
 // A block of columns; one behind the last lies behind the last channel, where all is zero.
 struct Columns {
@@ -147,7 +175,7 @@ struct Pixels {
 };
 
 // A warp: fills stage after stage; lane i has the i-th block of each.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, Ring<STAGES>& ring) {
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const Columns columns(p, work.block + lane - ROW_BLOCKS);
@@ -156,7 +184,6 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
     const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
     Pixels pixels(p, work.first * SPAN);
-    Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
@@ -208,13 +235,13 @@ DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& c
 }
 
 // A warp: normalises every third stage of x, what lies in an image; around it are zeros.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp,
+                          Ring<STAGES>& ring) {
     const int lane = threadIdx.x % 32;
     Pixels pixels[] = {{p, work.first * SPAN + lane}, {p, work.first * SPAN + 32 + lane}};
     const Columns begin(p, work.block);
     Chunk chunk;
     int loaded = -1, turn = warp;
-    Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step, ring.advance()) {
         // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
         // from the next.
@@ -249,9 +276,8 @@ constexpr int BLOCKS = ROWS / 64;  // products along the rows
 using Sum = float[BLOCKS][COLUMNS / 2];
 
 // A warpgroup: sums up its part of the tile, from row and column on.
-DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int row, int column) {
     const bool speaks = threadIdx.x % 32 == 0;
-    Ring<STAGES> ring;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.ready(ring.index), ring.parity);
@@ -271,6 +297,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
         ring.advance();
     }
     await_products<0>();
+    if (STREAMED && speaks) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
@@ -299,7 +326,7 @@ DEVICE void find_part(int& row, int& column) {
 }
 
 // A warp: sums up its part of the tile. Operands are read a product ahead, across stages too.
-DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int row, int column) {
     find_part(row, column);
     const bool speaks = threadIdx.x % 32 == 0;
     const Places places(at.base + row / SPAN * BLOCK_BYTES, at.base + (ROW_BLOCKS + column / SPAN) * BLOCK_BYTES);
@@ -308,9 +335,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
         load_fragments(fragments[k % 2], places, stage * STAGE_BYTES + k * 1024, BLOCK_BYTES);
     };
     clear(sum);
-    Ring<STAGES> ring;
-    barrier_wait(at.filled(0), 0);
-    read(0, 0);
+    barrier_wait(at.filled(ring.index), ring.parity);
+    read(ring.index, 0);
     for (int step = 0; step < steps; ++step) {
         const u32 emptied = at.emptied(ring.index);
 #if TF32 == 3
@@ -362,7 +388,7 @@ DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Probl
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                            const float* __restrict__ moments, const float* __restrict__ gamma,
+                            float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
                             const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
@@ -379,24 +405,29 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
-        const Work work(p);
-        if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
+        Ring<STAGES> ring;
+        if (warp == 4 * WARPGROUPS)
+            for_works(p, [&](const Work& work) { fill(at, maps, p, work, ring); });
 #if NORMALIZED
-        if (warp > 4 * WARPGROUPS)
-            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
+        else
+            for_works(p, [&](const Work& work) {
+                normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1, ring);
+            });
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
-        const Work work(p);
         const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
-        Sum sum;
-        accumulate(sum, at, work.last - work.first, row, column);
-        if (p.mode == PART) {
-            put_sum<PART>(output + i64(work.part) * (TILE_M * TILE_N), sum, at, p, work, row, column);
-        } else {
-            output += i64(work.group) * p.rows * p.columns;
-            p.mode == ADD ? put_sum<ADD>(output, sum, at, p, work, row, column)
-                          : put_sum<SET>(output, sum, at, p, work, row, column);
-        }
+        Ring<STAGES> ring;
+        for_works(p, [&](const Work& work) {
+            Sum sum;
+            accumulate(sum, at, ring, work.last - work.first, row, column);
+            if (!work.whole) {
+                put_sum<PART>(partials + i64(work.part) * (TILE_M * TILE_N), sum, at, p, work, row, column);
+            } else {
+                float* const to = output + i64(work.group) * p.rows * p.columns;
+                p.mode == ADD ? put_sum<ADD>(to, sum, at, p, work, row, column)
+                              : put_sum<SET>(to, sum, at, p, work, row, column);
+            }
+        });
     }
 }

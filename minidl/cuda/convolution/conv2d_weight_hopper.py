@@ -65,8 +65,9 @@ ARCH = (9, 0)
 # The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
 _PROBLEM = struct(
     "",
-    "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
-    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n mode",
+    "steps lots shared chunks groups rows channels columns spans blocks kernel_w pixels height width out_height "
+    "out_width stride_h stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m "
+    "tiles_n turn_m turn_n mode",
 )
 _HALO_PROBLEM = struct(
     "",
@@ -76,9 +77,9 @@ _HALO_PROBLEM = struct(
 # That of conv2d_weight_sum.cu.
 _SUM = struct(
     "",
-    "tiles_m tiles_n parts tile_rows tile_columns rows channels span spans blocks tile_step block_step down accumulate",
+    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows tile_columns rows channels span spans blocks "
+    "tile_step block_step down accumulate",
 )
-SET, ADD, PART = 0, 1, 2  # the kernels' modes
 
 
 class Summed(NamedTuple):
@@ -91,8 +92,12 @@ class Summed(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``parts``: partial sums of a tile that it leaves, and
-    ``summed``: who adds them up, if there are several.
+    """A launch of ``<stem>_kernel``.
+
+    Attributes:
+        views: of dy and x.
+        parts: into how many sums the pixels are divided.
+        summed: who adds them up, if there are several.
     """
 
     stem: str
@@ -127,15 +132,15 @@ def backward_weight(
     forced = taken(choice, conv, normalized, tf32)
     planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
     summed = planned.summed
-    written = empty(summed.values, float32) if summed else out
+    partials = empty(summed.values, float32) if summed else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        TensorMaps(planned.views, (dy, x)), written, *(norm or (None,) * 3), planned.problem,
+        TensorMaps(planned.views, (dy, x)), out, partials, *(norm or (None,) * 3), planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
     if summed:
         launch(
-            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, BLOCK, written, out, summed.problem,
+            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, BLOCK, partials, out, summed.problem,
             defines=summed.defines,
         )  # fmt: skip
 
@@ -196,49 +201,53 @@ def plan(
     span, rows, channels = span_of(tf32), conv.out_channels // conv.groups, conv.channels // conv.groups
     height, width = grid.size if grid else (conv.out_height, conv.out_width)
     steps, spans = ceil_div(conv.images * height * width, span), ceil_div(channels, span)
-    division = division.of(steps)
     lines, further_w = divmod(span, width)
     further_n, further_h = divmod(lines, height)
+    taps = conv.kernel[0] * conv.kernel[1]
+    down, across = tile.size[0], tile.size[1] // (taps if grid else 1)
+    tiles = ceil_div(rows, down), ceil_div(taps * spans, across // span) if not grid else spans
+    count = prod(tiles) * conv.groups
+    division = division.of(steps, count)
     fields = {
         "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
-        "further_h": further_h, "further_w": further_w, "mode": PART if division.parts > 1 else int(accumulate),
+        "further_h": further_h, "further_w": further_w, "mode": int(accumulate),
     }  # fmt: skip
+    # Blocks that run together sum up the same pixels: of several tiles each, those of a few rows and columns.
+    turns = {"turn_m": tiles[1], "turn_n": 1} if division.tiles == 1 else {"turn_m": 1, "turn_n": tiles[0]}
+    lots = {"lots": count // division.tiles, "shared": division.tiles} | turns
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
-    defines["VEC_Y"] = vec_y if division.parts == 1 else 4
-    taps = conv.kernel[0] * conv.kernel[1]
+    defines["VEC_Y"] = 4 if division.parts > 1 and division.tiles == 1 else vec_y
     if grid:
-        stem, shared, tiles = "conv2d_weight_halo", grid.shared_bytes(tile.stages), (ceil_div(rows, span), spans)
+        stem, shared = "conv2d_weight_halo", grid.shared_bytes(tile.stages)
         fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
         fields |= {"ahead": grid.ahead, "held": grid.ahead + tile.stages}
     else:
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
-        tiles = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
-        fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans}
-        defines |= {"FLAT": int(_flat(conv))} | ({"TF32": int(tf32)} if tf32 else {})
+        fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
+        defines |= {"FLAT": int(_flat(conv)), "STREAMED": int(division.tiles > 1)}
+        defines |= {"TF32": int(tf32)} if tf32 else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
-    count = prod(tiles) * conv.groups
     sizes = {"rows": rows, "channels": channels, "span": span, "spans": spans, "blocks": taps * spans}
-    summed = _sum(tile, tiles, count, division.parts, vec_y, **sizes, accumulate=accumulate)
-    blocks = count * division.chunks
+    sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "steps": steps} | lots
+    summed = _sum(tile, division.parts, vec_y, **sizes, accumulate=accumulate) if division.parts > 1 else None
+    blocks = lots["lots"] * division.chunks
     return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
 
 
-def _sum(
-    tile: WeightTile | HaloTile, tiles: tuple[int, int], count: int, parts: int, vec_y: int, **sizes: int
-) -> Summed | None:
-    """Who adds up the partial sums of so many tiles, if there are several of each. ``sizes``: fields of the problem."""
-    if parts == 1:
-        return None
+def _sum(tile: WeightTile | HaloTile, parts: int, vec_y: int, **sizes: int) -> Summed:
+    """Who adds up the partial sums. ``sizes``: fields of the problem."""
     (rows, columns), halo = tile.size, isinstance(tile, HaloTile)
-    values, split = rows * columns, split_of(parts, count * rows * columns)
+    count, values = sizes["lots"] * sizes["shared"], rows * columns
+    split = split_of(ceil_div(parts, sizes["shared"]), count * values)
     fields = {
-        "tiles_m": tiles[0], "tiles_n": tiles[1], "parts": parts, "tile_rows": rows, "tile_columns": columns,
+        "parts": parts, "tile_rows": rows, "tile_columns": columns,
         "tile_step": 1 if halo else columns // sizes["span"], "block_step": sizes["spans"] if halo else 1,
         "down": 8 if sizes["span"] == SPAN else 1,
     }  # fmt: skip
     grid = count, ceil_div(values * split, BLOCK * QUAD)
+    left = sizes["lots"] * (parts + sizes["shared"] - 1)
     defines = {"SPLIT": split, "VEC": QUAD, "VEC_Y": vec_y}
-    return Summed(count * parts * values, grid, argument(_SUM, **fields, **sizes), defines)
+    return Summed(left * values, grid, argument(_SUM, **fields, **sizes), defines)
 
 
 def _flat(conv: Convolution) -> bool:

@@ -1,8 +1,10 @@
 // Adds up the partial sums that weight gradients on Hopper leave, in a fixed order, into the gradient.
 //
-//   partials   (tiles, parts, tile_rows / 16, tile_columns / 8) patches                           float32
+//   partials   (parts of all tiles, tile_rows / 16, tile_columns / 8) patches                     float32
 //   output     (K, R, S, C / groups) dense, set or added to                                       float32
-// Tiles are counted by group, rows and columns, the last first. A patch is 16 rows x 8 columns as a warp holds the sums of
+// Tiles i, i + lots, i + 2 * lots and so on, `shared` of them, are lot i, whose steps, tile after tile, were divided among
+// `parts` blocks; what a block has summed of a tile is a part, and those of a lot follow one another. A tile of which
+// there is one part has been written already. A patch is 16 rows x 8 columns as a warp holds the sums of
 // a product, four values of each lane: of two neighbouring columns in row g and `down` further, g by the quad of lanes.
 // Columns of a tile are blocks of `span` channels; block b of tile n is the n * tile_step + b * block_step-th of the
 // gradient, where `spans` blocks make a tap. What a tile has beyond the gradient's rows and columns is left out.
@@ -13,8 +15,8 @@
 #include "partial_sums.cuh"
 
 struct Problem {
-    int tiles_m, tiles_n;
-    int parts;
+    int tiles_m, tiles_n, turn_m, turn_n;
+    int steps, lots, shared, parts;
     int tile_rows, tile_columns;
     int rows, channels;  // of a group
     int span, spans, blocks;
@@ -56,11 +58,17 @@ conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__
                          const __grid_constant__ Problem p) {
     const int item = blockIdx.y * WIDTH + threadIdx.x % WIDTH, size = p.tile_rows * p.tile_columns;
     const u32 tile = blockIdx.x;
+    const int turn = tile / p.lots, lot = tile % p.lots;
+    const i64 steps = i64(p.steps) * p.shared, begin = i64(turn) * p.steps;
+    const int first = ((begin + 1) * p.parts - 1) / steps, last = ((begin + p.steps) * p.parts - 1) / steps;
+    if (first == last) return;  // written already
     const bool inside = item * VEC < size;
     float sum[VEC];
-    if (!sum_up(partials + i64(tile) * p.parts * size + item * VEC, size, inside ? p.parts : 0, sum)) return;
+    const i64 part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
+    if (!sum_up(partials + part * size + item * VEC, size, inside ? last - first + 1 : 0, sum)) return;
     const int lane = item % 32, line = p.tile_columns / 8, patch = item / 32;
-    const int tile_n = tile % p.tiles_n, tile_m = tile / p.tiles_n % p.tiles_m, group = tile / p.tiles_n / p.tiles_m;
+    const int tile_m = tile / p.turn_m % p.tiles_m, tile_n = tile / p.turn_n % p.tiles_n;
+    const int group = tile / (p.tiles_m * p.tiles_n);
     const int column = patch % line * 8 + lane % 4 * 2;
     const int block = tile_n * p.tile_step + column / p.span * p.block_step, tap = block / p.spans;
     const int channel = (block - tap * p.spans) * p.span + column % p.span;

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from math import inf, prod
+from math import gcd, inf, prod
 from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_family import Choice
@@ -208,21 +208,29 @@ def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: 
 
 
 class Division(NamedTuple):
-    """How the pixels are summed: in ``parts`` partial sums, each by a cluster of ``cluster`` blocks."""
+    """How the pixels are summed: of ``tiles`` tiles one after another, in ``parts`` partial sums, each by a cluster of
+    ``cluster`` blocks. With several tiles a partial sum may end one and begin the next; then there are no clusters.
+    """
 
     parts: int
     cluster: int
+    tiles: int = 1
 
     @property
     def chunks(self) -> int:
         return self.parts * self.cluster
 
-    def of(self, steps: int) -> Division:
-        """The same, but at least a step for each block."""
-        cluster = self.cluster
+    @property
+    def split(self) -> tuple[int, ...]:
+        """As a `Choice` has it."""
+        return tuple(self) if self.tiles > 1 else (self.parts, self.cluster)
+
+    def of(self, steps: int, count: int) -> Division:
+        """The same for ``count`` tiles of so many steps: at least a step for each block, and whole lots of tiles."""
+        cluster, tiles = self.cluster, gcd(self.tiles, count)
         while cluster > steps:
             cluster //= 2
-        return Division(min(self.parts, steps // cluster), cluster)
+        return Division(min(self.parts, steps * tiles // cluster), cluster, tiles)
 
 
 class _Candidate(NamedTuple):
@@ -317,7 +325,7 @@ def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
     """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
     ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
     found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
-    return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
+    return [Choice("hopper", one.tile.name, one.division.split) for one in found[:MOST]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -325,7 +333,9 @@ def taken(
     choice: Choice | None, conv: Convolution, normalized: bool = False, tf32: int = 0
 ) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
-    if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
+    if choice is None or len(choice.split) not in (2, 3) or choice.split[1] not in CLUSTERS:
+        return None
+    if len(choice.split) == 3 and (choice.split[1] > 1 or choice.tile == HALO.name):
         return None
     every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
     tiles = {tile.name: tile for tile in every if not normalized or _spare(tile)}
