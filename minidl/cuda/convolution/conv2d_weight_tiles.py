@@ -232,6 +232,11 @@ class Division(NamedTuple):
             cluster //= 2
         return Division(min(self.parts, steps * tiles // cluster), cluster, tiles)
 
+    @property
+    def left(self) -> float:
+        """Partial sums of a tile, on average."""
+        return (self.parts + self.tiles - 1) / self.tiles
+
 
 class _Candidate(NamedTuple):
     """A way to do the work.
@@ -305,7 +310,8 @@ ROUNDS = 8  # partial sums of a division that is fine
 
 def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate))
+    found = [one for one in _candidates(conv, normalized, tf32) if one.division.tiles == 1]  # XXX until measured
+    best = min(found, key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
 
 
@@ -367,7 +373,8 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared)
         normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
-        for division in _divisions(count, steps, tile.resident, tf32 > 0):
+        shared = _shared(count, steps, tile.resident)
+        for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 copied, copy = _copy(tiles, conv.groups, division, tile, span, rates)
@@ -405,11 +412,13 @@ def _copy(
     if division.cluster > 1:
         members = [turn * WORKERS // 2 + index for turn in range(tile.resident) for index in _DEALT]
     fetched, height, width = set(), tile.rows // span, tile.columns // span
-    for part, index in (divmod(index, count) for index in members if index < count * division.parts):
-        m, n = divmod(index, tiles[1])  # m: rows of tiles of all groups
-        fetched |= {(part, "dy", block) for block in range(m * height, (m + 1) * height)}
+    lots = count // division.tiles
+    for part, index in (divmod(index, lots) for index in members if index < lots * division.parts):
+        group, index = divmod(index, prod(tiles))
+        m, n = divmod(index, tiles[1]) if division.tiles == 1 else divmod(index, tiles[0])[::-1]
+        fetched |= {(part, "dy", group, block) for block in range(m * height, (m + 1) * height)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
-        fetched |= {(part, "x", m // tiles[0], block) for block in range(n * width, (n + 1) * width)}
+        fetched |= {(part, "x", group, block) for block in range(n * width, (n + 1) * width)}
     copied = ROW_BYTES * (tile.rows + tile.columns)
     fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
     return copied, max(copied / rates.copied, fetches / rates.fetched)
@@ -428,20 +437,34 @@ def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Divi
     return sorted(one for one in divisions if one.chunks == 1 or 0 < LEAST * one.chunks <= steps)
 
 
+def _shared(tiles: int, steps: int, resident: int) -> list[Division]:
+    """Several tiles for some blocks, so that all multiprocessors have about as much to do: with every one of them, and
+    with the most blocks that sum up the same pixels at a time.
+    """
+    full = resident * WORKERS
+    found = []
+    for blocks in (full, max(range(full - full // 16, full + 1), key=lambda blocks: (gcd(blocks, tiles), blocks))):
+        lots = gcd(blocks, tiles)
+        if lots < tiles and LEAST * blocks <= steps * tiles:
+            found.append(Division(blocks // lots, 1, tiles // lots))
+    return list(dict.fromkeys(found))
+
+
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     """Roughly the time that it takes."""
     tile, division, steps, tiles, itemsize, copied, step = candidate
     rates = _SIXTEEN if itemsize == ITEMSIZE else _FLOAT
-    share = ceil_div(tiles * division.chunks, WORKERS)
+    share = ceil_div(tiles // division.tiles * division.chunks, WORKERS)
     rounds = share + (rates.alone - 1 if share % tile.resident else 0)
     gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
     merged = rates.merged if division.cluster > 1 and isinstance(tile, HaloTile) else 0
-    around = rates.start + gradient / tiles / rates.written + merged
-    busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, tile.resident) * around
+    written = gradient / tiles * division.left * division.tiles / division.parts
+    around = rates.start + written / rates.written + merged
+    busy = rounds * ceil_div(steps * division.tiles, division.chunks) * step + ceil_div(share, tile.resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
     memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels)
     waited = (memory + rates.missed * tiles * steps * copied) / rates.memory + rates.start
     time = max(busy, waited) + rates.exposed * min(busy, waited)
     if division.parts > 1:
-        time += rates.second + division.parts * gradient / rates.summed
+        time += rates.second + division.left * gradient / rates.summed
     return time
