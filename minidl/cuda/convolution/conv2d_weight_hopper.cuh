@@ -56,9 +56,10 @@ DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Targe
         traded.x = __shfl_xor_sync(0xffffffffu, traded.x, 1), traded.y = __shfl_xor_sync(0xffffffffu, traded.y, 1);
         traded.z = __shfl_xor_sync(0xffffffffu, traded.z, 1), traded.w = __shfl_xor_sync(0xffffffffu, traded.w, 1);
         const float4 before = odd ? traded : mine, after = odd ? mine : traded;
-        if (8 * j >= at.left) return;
-        if (row < rows) put_four<MODE>(to, make_float4(before.x, before.y, after.x, after.y));
-        if (row + DOWN < rows) put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
+        const bool inside = 8 * j < at.left;
+        if (inside && row < rows) put_four<MODE>(to, make_float4(before.x, before.y, after.x, after.y));
+        if (inside && row + DOWN < rows) put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
+        asm volatile("" ::: "memory");
     } else {
         const float4* const both[] = {&left, &right};
 #pragma unroll
