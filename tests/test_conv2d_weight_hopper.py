@@ -158,7 +158,9 @@ def test_every_block_has_a_step():
     divisions = itertools.product((1, 2, 7, 100), (1, 2), (1, 2, 3, 5))
     for case, (tile, tf32), (parts, cluster, shared) in itertools.product(CASES, TILES, divisions):
         conv = sizes(case)
-        if (tile is hopper.HALO and (hopper.halo(conv) is None or shared > 1)) or (shared > 1 and cluster > 1):
+        if tile is hopper.HALO and hopper.halo(conv) is None:
+            continue
+        if shared > 1 and (cluster > 1 or not hopper.shares(tile, tf32)):
             continue
         forced = tile, hopper.Division(parts, cluster, shared)
         pitches = conv.channels, conv.out_channels
@@ -224,7 +226,7 @@ def test_every_tile_compiles_and_fits(tile, tf32):
     variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
     kinds = ((1, 1, (1, 1), 1), (2, 1, (2, 2), 4), (1, 2, (2, 1), 4), (2, 2, (1, 2), 4), (1, 1, (3, 1, 2), 4))
     for code, stride, division, vec_y in kinds:
-        if tile is hopper.HALO and len(division) > 2:
+        if len(division) > 2 and not hopper.shares(tile, tf32):
             continue
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
         conv = convolution("test", (4, 16, 16, 64), (512, *kernel, 64), strides, (0, 0), (1, 1), 1)
@@ -336,7 +338,7 @@ def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
         if of != tf32 or (tile is hopper.HALO and case not in HALO_CASES):
             continue
         for division in DIVISIONS:
-            if tile is hopper.HALO and len(division) > 2:
+            if len(division) > 2 and not hopper.shares(tile, tf32):
                 continue
             taking(tile, *division)
             with family("hopper"):
@@ -373,10 +375,9 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
         guards.append((arena, size))
         return arena[1024 : 1024 + size].view(dtype).reshape(shape)
 
-    tiles = [
-        hopper.tiles_of(tf32)[0],
-        *([hopper.HALO] if case in HALO_CASES and not tf32 and len(division) == 2 else []),
-    ]
+    tiles = [hopper.tiles_of(tf32)[0], *([hopper.HALO] if case in HALO_CASES and not tf32 else [])]
+    if len(division) > 2:
+        tiles = [tile for tile in tiles if hopper.shares(tile, tf32)]
     for tile, offset in itertools.product(tiles, (0, 1)):
         taking(tile, *division)
         placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
@@ -390,7 +391,7 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
         np.testing.assert_array_equal(hopper_ops.to_host(out), expected)
         around = hopper_ops.to_host(arena)
         assert np.isnan(around[: 128 + offset]).all() and np.isnan(around[128 + offset + size :]).all()
-    assert bool(guards) == (division[0] > 1)
+    assert bool(guards) == (division[0] > 1 and bool(tiles))
     for arena, size in guards:
         host = cupy.asnumpy(arena)
         assert (host[:1024] == 255).all() and (host[1024 + size :] == 255).all()

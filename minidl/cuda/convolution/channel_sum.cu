@@ -7,7 +7,7 @@
 //   Grid: (ceil(channels / (LANES*VEC)), chunks). FLOP: 1 per element. Bytes: x once.
 // sum_partials_kernel    out[i] (+)= sum over chunks of partials[chunk, i]
 //   partials   (chunks, count) dense;  out (count,)                                   float32
-//   Block: WIDTH x SPLIT threads (partial_sums.cuh).
+//   Block: WIDTH x SPLIT threads; thread (i, j) adds chunks j, j + SPLIT, ... of VEC neighbours, then a tree.
 //   Grid: ceil(count / (WIDTH * VEC)).
 //   FLOP: 1 per partial. Bytes: partials once. Also the second step of the weight gradients.
 //
@@ -63,14 +63,59 @@ channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 ro
 #endif
 
 #ifdef SPLIT
-#include "partial_sums.cuh"
+constexpr int WIDTH = VEC == 1 && SPLIT > 32 ? 8 : 256 / SPLIT;
+constexpr int DEEP = 8;  // partials that a thread has in flight
+
+DEVICE void add(float (&sum)[VEC], const float (&value)[VEC]) {
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) sum[e] += value[e];
+}
 
 extern "C" __global__ void __launch_bounds__(SPLIT * WIDTH)
 sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count,
                     int accumulate) {
-    const i64 i = (i64(blockIdx.x) * WIDTH + threadIdx.x % WIDTH) * VEC;
-    float sum[VEC];
-    if (!sum_up(partials + i, count, i < count ? chunks : 0, sum)) return;
+    const int lane = threadIdx.x % WIDTH, part = threadIdx.x / WIDTH;
+    const i64 i = (i64(blockIdx.x) * WIDTH + lane) * VEC;
+    float sum[VEC] = {};
+    if (i < count)
+        for (int first = part; first < chunks; first += DEEP * SPLIT) {
+            Raw<float, VEC> raw[DEEP];
+#pragma unroll
+            for (int u = 0; u < DEEP; ++u)
+                if (first + u * SPLIT < chunks) raw[u] = load_once<VEC>(partials + (first + u * SPLIT) * count + i);
+#pragma unroll
+            for (int u = 0; u < DEEP; ++u)
+                if (first + u * SPLIT < chunks) add(sum, raw[u].items);
+        }
+    if constexpr (SPLIT > 1) {
+        __shared__ __align__(16) float scratch[SPLIT][WIDTH][VEC];
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) scratch[part][lane][e] = sum[e];
+        // The last levels of the tree are one thread's: a barrier costs more than its additions.
+        constexpr int LAST = SPLIT < 8 ? SPLIT : 8;
+#pragma unroll
+        for (int half = SPLIT / 2; half >= LAST; half /= 2) {
+            __syncthreads();
+            if (part < half) {
+                add(sum, scratch[part + half][lane]);
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) scratch[part][lane][e] = sum[e];
+            }
+        }
+        __syncthreads();
+        if (part > 0) return;
+        float last[LAST][VEC];
+#pragma unroll
+        for (int j = 0; j < LAST; ++j)
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) last[j][e] = scratch[j][lane][e];
+#pragma unroll
+        for (int half = LAST / 2; half > 0; half /= 2)
+#pragma unroll
+            for (int j = 0; j < half; ++j) add(last[j], last[j + half]);
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) sum[e] = last[0][e];
+    }
     if (i >= count) return;
     Raw<float, VEC> result;
     if (accumulate) {

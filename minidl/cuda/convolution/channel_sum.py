@@ -14,7 +14,7 @@ from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["BLOCK", "QUAD", "channel_sum", "check_sum", "split_of", "sum_partials"]
+__all__ = ["channel_sum", "check_sum", "sum_partials"]
 
 BLOCK = 256
 DEEPEST = 128  # chunks that a block of sum_partials_kernel adds side by side, at most
@@ -59,17 +59,11 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
     sum_partials(partials, chunks, out, accumulate)
 
 
-def split_of(chunks: int, size: int) -> int:
-    """The macro SPLIT: threads that share a sum of ``chunks`` partials, of ``size`` values each."""
-    split = 1
-    while split < DEEPEST and 2 * split <= chunks and split * size < ENOUGH_THREADS * QUAD:
-        split *= 2
-    return split
-
-
 def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) -> None:
     """``out`` (+)= the sum over ``partials``, (chunks, out.size) float32, in the order of the chunks."""
-    split = split_of(chunks, out.size)
+    split = 1
+    while split < DEEPEST and 2 * split <= chunks and split * out.size < ENOUGH_THREADS * QUAD:
+        split *= 2
     # Narrower accesses leave the order of the sums as it is.
     aligned = all(address(array) % ACCESS == 0 for array in (partials, out) if array is not None)
     vec = QUAD if out.size % QUAD == 0 and aligned else 1

@@ -53,6 +53,10 @@ constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCK
 static_assert(ROW_BLOCKS + COLUMN_BLOCKS <= 32, "a lane per block");
 static_assert(!NORMALIZED || (SHIFT && WARPGROUPS == 2), "warps to spare, and registers for them");
 
+// Where in the tile a warpgroup's part begins.
+DEVICE int row_of(int warpgroup) { return warpgroup % WARPGROUPS_M * ROWS; }
+DEVICE int column_of(int warpgroup) { return warpgroup / WARPGROUPS_M * COLUMNS; }
+
 struct Maps {
     TensorMap dy, x;
 };
@@ -81,13 +85,15 @@ struct Portion {
     int lot, chunk;
     int next, end;
 
-    __device__ __forceinline__ explicit Portion(const Problem& p) {
-        const u32 index = blockIdx.x / CLUSTER;
-        const i64 steps = i64(p.steps) * p.shared;
-        lot = index % p.lots;
-        chunk = index / p.lots * CLUSTER + blockIdx.x % CLUSTER;
-        next = static_cast<int>(steps * chunk / p.chunks);
-        end = static_cast<int>(steps * (chunk + 1) / p.chunks);
+    __device__ __forceinline__ explicit Portion(const Problem& p, u32 block = blockIdx.x) {
+        const u32 index = block / CLUSTER, steps = p.steps * p.shared;
+        const u32 turn = index / p.lots;
+        lot = index - turn * p.lots;
+        chunk = turn * CLUSTER + block % CLUSTER;
+        // steps * chunk / chunks without 64 bits
+        const u32 each = steps / p.chunks, rest = steps - each * p.chunks;
+        next = each * chunk + rest * chunk / p.chunks;
+        end = each * (chunk + 1) + rest * (chunk + 1) / p.chunks;
     }
 };
 
@@ -100,27 +106,27 @@ struct Work {
     bool whole;       // there is no other of the tile
 
     __device__ __forceinline__ Work(const Problem& p, const Portion& portion) {
-        const int turn = STREAMED ? portion.next / p.steps : 0, tile = turn * p.lots + portion.lot;
+        const int turn = TURNS ? portion.next / p.steps : 0, tile = turn * p.lots + portion.lot;
         row = tile / p.turn_m % p.tiles_m * TILE_M;
         block = tile / p.turn_n % p.tiles_n * COLUMN_BLOCKS;
         group = tile / (p.tiles_m * p.tiles_n);
         first = portion.next - turn * p.steps;
         last = portion.end - turn * p.steps;
-        if (STREAMED && last > p.steps) last = p.steps;
+        if (TURNS && last > p.steps) last = p.steps;
         part = portion.lot * (p.chunks / CLUSTER + p.shared - 1) + portion.chunk / CLUSTER + turn;
-        whole = p.chunks == CLUSTER || (STREAMED && last - first == p.steps);
+        whole = p.chunks == CLUSTER || (TURNS && last - first == p.steps);
     }
 };
 
 // The works of a block, one after another.
 template <class F>
-DEVICE void for_works(const Problem& p, F work) {
-    Portion portion(p);
-    do {
-        const Work one(p, portion);
-        work(one);
-        portion.next += one.last - one.first;
-    } while (STREAMED && portion.next < portion.end);
+DEVICE void for_works(const Problem& p, Portion portion, Work one, F work) {
+    work(one);
+    if constexpr (TURNS)
+        while ((portion.next += one.last - one.first) < portion.end) {
+            one = Work(p, portion);
+            work(one);
+        }
 }
 
 // A block of columns; one behind the last lies behind the last channel, where all is zero.
@@ -189,27 +195,15 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
         if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
-#ifdef EVICT
         if (of_dy) {
-            load_box_streamed(to, maps.dy, barrier, channel, step * SPAN);
+            load_box<ONCE>(to, maps.dy, barrier, channel, step * SPAN);
         } else if (busy) {
             if constexpr (FLAT)
-                load_box_streamed(to, maps.x, barrier, channel, step * SPAN);
+                load_box<ONCE>(to, maps.x, barrier, channel, step * SPAN);
             else
-                load_pixels_streamed(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
+                load_pixels<ONCE>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
                             pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
         }
-#else
-        if (of_dy) {
-            load_box(to, maps.dy, barrier, channel, step * SPAN);
-        } else if (busy) {
-            if constexpr (FLAT)
-                load_box(to, maps.x, barrier, channel, step * SPAN);
-            else
-                load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
-                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
-        }
-#endif
         pixels.advance(p);
         ring.advance();
     }
@@ -297,7 +291,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
         ring.advance();
     }
     await_products<0>();
-    if (STREAMED && speaks) barrier_arrive(before);
+    if (TURNS && speaks) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
@@ -392,6 +386,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
                             const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
+    if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
 #if NORMALIZED
@@ -399,28 +394,38 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
 #endif
         barrier_init_done();
     }
-    __syncthreads();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
+        // What the first copy needs is worked out while the barriers are made.
+        const Portion portion(p);
+        const Work first(p, portion);
+        block_sync();
         Ring<STAGES> ring;
         if (warp == 4 * WARPGROUPS)
-            for_works(p, [&](const Work& work) { fill(at, maps, p, work, ring); });
+            for_works(p, portion, first, [&](const Work& work) { fill(at, maps, p, work, ring); });
 #if NORMALIZED
         else
-            for_works(p, [&](const Work& work) {
+            for_works(p, portion, first, [&](const Work& work) {
                 normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1, ring);
             });
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
-        const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
+        int warpgroup = warp / 4;
+        block_sync();
+        const Portion portion(p);
         Ring<STAGES> ring;
-        for_works(p, [&](const Work& work) {
+        for_works(p, portion, Work(p, portion), [&](Work work) {
             Sum sum;
-            accumulate(sum, at, ring, work.last - work.first, row, column);
+            accumulate(sum, at, ring, work.last - work.first, row_of(warpgroup), column_of(warpgroup));
+#if DTYPE == 0 && TF32 == 3
+            // There are no registers for it over the sum.
+            work = Work(p, Portion(p, block_again())), warpgroup = warpgroup_again();
+#endif
+            const int row = row_of(warpgroup), column = column_of(warpgroup);
             if (!work.whole) {
                 put_sum<PART>(partials + i64(work.part) * (TILE_M * TILE_N), sum, at, p, work, row, column);
             } else {

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.convolution.channel_sum import BLOCK, QUAD, split_of
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
@@ -23,6 +22,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     ROW_BYTES,
     SPAN,
     TILES,
+    WORKERS,
     Division,
     HaloTile,
     WeightTile,
@@ -31,6 +31,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     halo_views,
     normalizes,
     options,
+    shares,
     span_of,
     taken,
     tiles_of,
@@ -57,6 +58,7 @@ __all__ = [
     "options",
     "pays",
     "plan",
+    "shares",
     "tiles_of",
 ]
 
@@ -77,9 +79,14 @@ _HALO_PROBLEM = struct(
 # That of conv2d_weight_sum.cu.
 _SUM = struct(
     "",
-    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows tile_columns rows channels span spans blocks "
-    "tile_step block_step down accumulate",
+    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows tile_columns cells rows channels spans blocks "
+    "tile_step block_step accumulate",
 )
+
+
+_CELL = 256  # values of two patches, which are a warp's
+# Threads and blocks that adding partial sums up keeps any device busy with, and threads that share a sum, at most.
+ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**16, 512, 32
 
 
 class Summed(NamedTuple):
@@ -87,6 +94,7 @@ class Summed(NamedTuple):
 
     values: int
     grid: tuple[int, int]
+    block: int
     problem: np.ndarray
     defines: dict[str, int]
 
@@ -140,7 +148,7 @@ def backward_weight(
     )  # fmt: skip
     if summed:
         launch(
-            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, BLOCK, partials, out, summed.problem,
+            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, summed.block, partials, out, summed.problem,
             defines=summed.defines,
         )  # fmt: skip
 
@@ -224,30 +232,37 @@ def plan(
     else:
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
-        defines |= {"FLAT": int(_flat(conv)), "STREAMED": int(division.tiles > 1)}
+        once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
+        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1), "ONCE": int(once)}
         defines |= {"TF32": int(tf32)} if tf32 else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
-    sizes = {"rows": rows, "channels": channels, "span": span, "spans": spans, "blocks": taps * spans}
-    sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "steps": steps} | lots
-    summed = _sum(tile, division.parts, vec_y, **sizes, accumulate=accumulate) if division.parts > 1 else None
+    sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
+    sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
+    summed = _sum(tile, code, vec_y, **sizes) if division.parts > 1 else None
     blocks = lots["lots"] * division.chunks
     return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
 
 
-def _sum(tile: WeightTile | HaloTile, parts: int, vec_y: int, **sizes: int) -> Summed:
+def _sum(tile: WeightTile | HaloTile, code: int, vec_y: int, **sizes: int) -> Summed:
     """Who adds up the partial sums. ``sizes``: fields of the problem."""
-    (rows, columns), halo = tile.size, isinstance(tile, HaloTile)
-    count, values = sizes["lots"] * sizes["shared"], rows * columns
-    split = split_of(ceil_div(parts, sizes["shared"]), count * values)
+    (rows, columns), lots, shared, parts = tile.size, *(sizes[name] for name in ("lots", "shared", "parts"))
+    halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
     fields = {
-        "parts": parts, "tile_rows": rows, "tile_columns": columns,
-        "tile_step": 1 if halo else columns // sizes["span"], "block_step": sizes["spans"] if halo else 1,
-        "down": 8 if sizes["span"] == SPAN else 1,
+        "tile_rows": rows, "tile_columns": columns, "tile_step": 1 if halo else columns // span,
+        "block_step": sizes["spans"] if halo else 1,
     }  # fmt: skip
-    grid = count, ceil_div(values * split, BLOCK * QUAD)
-    left = sizes["lots"] * (parts + sizes["shared"] - 1)
-    defines = {"SPLIT": split, "VEC": QUAD, "VEC_Y": vec_y}
-    return Summed(left * values, grid, argument(_SUM, **fields, **sizes), defines)
+    cells = lots * shared * rows * columns // _CELL
+    split = lines = 1
+    while 2 * split <= min(parts // shared, MOST_SPLIT) and 32 * split * cells < ENOUGH_THREADS:
+        split *= 2
+    warps = max(1, 4 // split)
+    while lines < 4 and cells >= 2 * lines * warps * ENOUGH_BLOCKS:
+        lines *= 2
+    fields["cells"] = rows * columns // (_CELL * lines * warps)
+    grid = fields["cells"] * lots, shared
+    defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
+    values = lots * (parts + shared - 1) * rows * columns
+    return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
 
 
 def _flat(conv: Convolution) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "halo_views",
     "normalizes",
     "options",
+    "shares",
     "span_of",
     "taken",
     "tiles_of",
@@ -228,6 +229,8 @@ class Division(NamedTuple):
     def of(self, steps: int, count: int) -> Division:
         """The same for ``count`` tiles of so many steps: at least a step for each block, and whole lots of tiles."""
         cluster, tiles = self.cluster, gcd(self.tiles, count)
+        if steps * tiles * self.parts >= 2**31:  # 32 bits count
+            tiles = 1
         while cluster > steps:
             cluster //= 2
         return Division(min(self.parts, steps * tiles // cluster), cluster, tiles)
@@ -302,6 +305,7 @@ _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were 
 # Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
 # kernel; bytes of a pass of its own.
 _STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
+_KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
@@ -310,8 +314,7 @@ ROUNDS = 8  # partial sums of a division that is fine
 
 def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    found = [one for one in _candidates(conv, normalized, tf32) if one.division.tiles == 1]  # XXX until measured
-    best = min(found, key=lambda candidate: _microseconds(conv, candidate))
+    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate))
     return best.tile, best.division
 
 
@@ -341,11 +344,18 @@ def taken(
     """Tile and division of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) not in (2, 3) or choice.split[1] not in CLUSTERS:
         return None
-    if len(choice.split) == 3 and (choice.split[1] > 1 or choice.tile == HALO.name):
+    shared = len(choice.split) == 3
+    if shared and choice.split[1] > 1:
         return None
     every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
-    tiles = {tile.name: tile for tile in every if not normalized or _spare(tile)}
+    able = [tile for tile in every if (not normalized or _spare(tile)) and (not shared or shares(tile, tf32))]
+    tiles = {tile.name: tile for tile in able}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
+
+
+def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
+    """Whether blocks may have several tiles in turn; for three products in TF32 there are not the registers."""
+    return isinstance(tile, WeightTile) and tf32 < 3
 
 
 def _spare(tile: WeightTile | HaloTile) -> bool:
@@ -373,7 +383,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared)
         normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
-        shared = _shared(count, steps, tile.resident)
+        shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
@@ -463,6 +473,8 @@ def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     busy = rounds * ceil_div(steps * division.tiles, division.chunks) * step + ceil_div(share, tile.resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
     memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels)
+    if memory > _KEPT:
+        memory *= division.tiles
     waited = (memory + rates.missed * tiles * steps * copied) / rates.memory + rates.start
     time = max(busy, waited) + rates.exposed * min(busy, waited)
     if division.parts > 1:
