@@ -7,15 +7,18 @@
 // Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as
 // many channels of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output
 // pixels in chunks, each summed in order by one block; the blocks of a cluster add theirs up into one float32 partial,
-// and conv2d_weight_sum.cu adds the partials, both in order. Chunks depend on the sizes alone, so the
-// bits depend neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN
-// reaches all taps of its own two channels.
+// and conv2d_weight_sum.cu adds the partials, both in order. Where that leaves multiprocessors idle, a lot of tiles is
+// what is cut into chunks, its steps tile after tile (TURNS; stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023): a
+// chunk may end one tile and begin the next, and writes at once a tile that it has all of. Lots begin alike, so that
+// blocks of the same chunk sum up the same pixels at a time. Chunks depend on the sizes alone, so the bits depend neither
+// on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN reaches all taps of
+// its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (K, R, S, C / groups) dense, the gradient, set or added to; or partials, those of a tile one after another,
-//           (tiles, partials, TILE_M / 16, TILE_N / 8) patches, which conv2d_weight_sum.cu adds up        float32
+//   output    (K, R, S, C / groups) dense, the gradient, set or added to                                float32
+//   partials  (parts of all tiles, TILE_M / 16, TILE_N / 8) patches, for conv2d_weight_sum.cu           float32
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -24,9 +27,10 @@
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 4), values per access to the gradient.
-// Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks
-// which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
+// 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; ONCE, whether
+// all blocks run at a time; VEC_Y (1, 4), values per access to the gradient.
+// Grid: one block per chunk of a partial, lot (column tile, row tile, group; with TURNS rows before columns) and partial,
+// the first fastest, so that blocks which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
 // lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
 // TILE_M * TILE_N, and 1024.
 // Tried with little gain: blocks that take tiles in turn and fetch the next while they write, for sums as short as a fully
@@ -62,9 +66,9 @@ struct Maps {
 };
 
 struct Problem {
-    int steps;                // stages that make up the sum of a tile
-    int lots, shared;         // lots of so many tiles
-    int chunks;               // into which the steps of a lot are divided, one for each block
+    int steps;         // stages that make up the sum of a tile
+    int lots, shared;  // lots of so many tiles
+    int chunks;        // into which the steps of a lot are divided, one for each block
     int groups, rows, channels, columns;  // of a group
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
