@@ -395,9 +395,9 @@ def checked(arrays: Arrays, name: str, which: str, ours: Any, peer: Any) -> floa
 
 
 def row_of(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
-    peers_ms = {peer: timing.ms for peer, timing in peers.items()}
-    best = peers[SAME if SAME in peers else min(peers_ms, key=peers_ms.__getitem__)]
-    return {
+    peers_ms, beside = {peer: timing.ms for peer, timing in peers.items()}, {"beside": SAME} if SAME in peers else {}
+    best = peers[beside.get("beside", min(peers_ms, key=peers_ms.__getitem__))]
+    return beside | {
         "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": ours.ms, "spread": ours.spread,
         "min_ms": ours.min_ms, "floor_ms": None, "tflops": layer.flop / ours.ms * 1e-9,
         "count": layer.count, "batch": layer.batch,
@@ -407,7 +407,7 @@ def row_of(layer: Layer, name: str, which: str, error: float, ours: Timing, peer
 
 def _best(row: dict[str, Any]) -> float:
     """Milliseconds of the fastest peer, or of the one that does the same work."""
-    return row["peers"].get(SAME, min(row["peers"].values()))
+    return row["peers"][row["beside"]] if "beside" in row else min(row["peers"].values())
 
 
 def _lost(row: dict[str, Any]) -> float:
