@@ -30,11 +30,12 @@
 // 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; ONCE, whether
 // all blocks run at a time; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (column tile, row tile, group; with TURNS rows before columns) and partial,
-// the first fastest, so that blocks which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
-// lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
-// TILE_M * TILE_N, and 1024.
-// Tried with little gain: blocks that take tiles in turn and fetch the next while they write, for sums as short as a fully
-// connected layer's (3 % at 25088 x 4096; what sets the pace are scattered writes of the gradient).
+// the first fastest, so that blocks which share pixels run together.
+// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
+// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache; where operands are
+// read again later it would cost up to a quarter (25088-4096 fully connected). Chunks of lots of tiles lose where x and
+// dy are more than that cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"

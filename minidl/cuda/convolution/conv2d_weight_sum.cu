@@ -13,6 +13,7 @@
 // 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum, as far as it is
 // long: thread j adds parts j, j + SPLIT, ... and then a tree adds theirs.
 // Block: WARPS x SPLIT warps. Grid: (cells of the tiles of all lots, tiles of a lot).
+// Tried without gain: telling the L2 cache that partials need not be written back once they are read (discard.global.L2).
 // FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
 #define CLUSTER 1
 #include "conv2d_weight_hopper.cuh"
@@ -60,18 +61,6 @@ DEVICE void sum_up(Sums& sums, const float* from, int count, i64 part_values, in
                         const float* const v = raw[u][i][j].items;
                         add(sums[i][j], make_float4(v[0], v[1], v[2], v[3]));
                     }
-#ifdef DISCARD
-        __syncwarp();
-        if (threadIdx.x % 8 == 0)
-#pragma unroll
-            for (int u = 0; u < DEEP; ++u)
-#pragma unroll
-                for (int i = 0; i < LINES; ++i)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j)
-                        if (first + u * SPLIT < count)
-                            asm volatile("discard.global.L2 [%0], 128;" ::"l"(from + (first + u * SPLIT) * part_values + i * line_values + j * PATCH) : "memory");
-#endif
     }
 }
 
