@@ -179,7 +179,7 @@ def test_weight_gradients_of_any_shape_and_type(ops, case, dtype, rng):
     check_weight(ops, case, *whole(rng, case, dtype), True)
 
 
-@pytest.mark.parametrize("division", [(1, 1), (3, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("division", [(1, 1), (3, 1), (2, 2), (5, 1, 3)], ids=str)
 @cases(CASES)
 def test_weight_gradients_with_every_tile(cuda_ops, case, division, rng, monkeypatch):
     if not fits("hopper", case, bfloat16):

@@ -28,6 +28,7 @@ from minidl.cuda.convolution import (
     conv2d_stem,
     conv2d_textbook,
     conv2d_thin,
+    conv2d_turned,
     conv2d_weight_hopper,
     depthwise,
 )
@@ -403,6 +404,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         else:
             parts = conv2d_divided.options(wide, backward, code)
             whole = conv2d_hopper_tiles.options(wide, backward, device, code)
+            found += [Choice(name)] if backward and conv2d_turned.fits(wide, code, Choice(name), device) else []
             found += parts + whole if conv2d_divided.divided(None, wide, backward, code) else whole + parts
     return found
 
@@ -436,6 +438,8 @@ def _gather(
         conv2d_thin.gather(conv, code, tf32, backward, source, w, bias, add, output, relu)
     elif choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
+    elif backward and bias is None and conv2d_turned.fits(conv, code, choice, current_device()):
+        conv2d_turned.backward_data(conv, source, w, add, output)
     elif statistics and conv2d_hopper.takes_statistics(conv, code, choice):
         return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
     else:

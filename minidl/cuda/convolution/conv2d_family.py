@@ -57,8 +57,8 @@ class Choice(NamedTuple):
     Attributes:
         family: one of `FAMILIES`.
         tile: its name within the family; empty: the one that the family's model of time says.
-        split: how the work is cut: tiles of a block (hopper, forward and data gradient), or partial sums and the blocks
-            of a cluster (hopper, weight gradient).
+        split: how the work is cut: tiles of a block (hopper, forward and data gradient), or partial sums, blocks of a
+            cluster, and if it is not one the tiles that share these (hopper, weight gradient).
     """
 
     family: str

@@ -55,6 +55,7 @@ __all__ = [
     "plan",
     "start",
     "takes_statistics",
+    "turned",
 ]
 
 ARCH = (9, 0)
@@ -215,7 +216,7 @@ def gather(
     With ``relu``, the output of a ReLU over that.
     """
     if backward and not code:
-        w = _turned(w, conv)
+        w = turned(w)
     source, w, bias, add = [None if x is None else aligned(x) for x in (source, w, bias, add)]
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), choice, relu)
@@ -274,12 +275,12 @@ def _gather_divided(
     )  # fmt: skip
 
 
-def _turned(w: Any, conv: Convolution) -> Any:
+def turned(w: Any) -> Any:
     """Dense filters (K, R, S, C) as (C, R, S, K); the kernel is in conv2d_turn.cu."""
-    taps = conv.kernel[0] * conv.kernel[1]
-    out = empty((conv.channels, *conv.kernel, conv.out_channels), w.dtype)
-    grid = ceil_div(conv.channels, TURN) * ceil_div(conv.out_channels, TURN), taps
-    sizes = np.int32(conv.out_channels), np.int32(taps), np.int32(conv.channels)
+    filters, *kernel, channels = w.shape
+    out, taps = empty((channels, *kernel, filters), w.dtype), math.prod(kernel)
+    grid = ceil_div(channels, TURN) * ceil_div(filters, TURN), taps
+    sizes = np.int32(filters), np.int32(taps), np.int32(channels)
     launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes, defines={"DTYPE": 0})
     return out
 
