@@ -6,9 +6,9 @@
 #include "common.cuh"
 
 // Place::of(pair): the bytes from a tile's begin to where two elements go, packed like their indices.
-template <class Place>
+template <class Place, int ROUNDS>
 struct Elements {
-    static constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds
+    static constexpr int CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds
     uint2 indices[ROUNDS], values[ROUNDS];
 
     __device__ __forceinline__ void fetch(const u16* __restrict__ from, const T* __restrict__ values_from, int first,

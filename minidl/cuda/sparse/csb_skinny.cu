@@ -56,8 +56,9 @@ struct Place {
     }
 };
 
-typedef Elements<Place> Block;
-constexpr int ROUNDS = Block::ROUNDS, CHUNK = Block::CHUNK;
+constexpr int ROUNDS = 4;
+typedef Elements<Place, ROUNDS> Block;
+constexpr int CHUNK = Block::CHUNK;
 
 // Where the elements of a block went, to clear those places only.
 template <bool KEPT>

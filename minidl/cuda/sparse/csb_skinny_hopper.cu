@@ -69,7 +69,7 @@ DEVICE void fetch_blocks(const int* __restrict__ indptr, const u16* __restrict__
         const i64 block = TRANSPOSED ? i64(step) * p.across + row : i64(row) * p.across + step;
         begin = __ldg(indptr + block), end = __ldg(indptr + block + 1);
     };
-    typedef Elements<Place> Block;
+    typedef Elements<Place, 8> Block;
     Block next;
     int begin, end, after_begin, after_end;
     const int mine = threadIdx.x / 32 - 4;
@@ -93,12 +93,14 @@ DEVICE void fetch_blocks(const int* __restrict__ indptr, const u16* __restrict__
             next.fetch(indices, values, first + Block::CHUNK, end);
         }
         next.scatter(tile, first, begin, end);
-        begin = after_begin, end = after_end;
-        next.fetch(indices, values, begin & ~3, end);
-        find(number + 2 * FETCHERS, after_begin, after_end);
         fence_for_engine();
         __syncwarp();
         if (lane == 0) barrier_arrive(full + 8 * index);
+        // Not before: a fence waits for loads under way.
+        begin = after_begin, end = after_end;
+        asm volatile("" : "+r"(begin)::"memory");
+        next.fetch(indices, values, begin & ~3, end);
+        find(number + 2 * FETCHERS, after_begin, after_end);
     }
 }
 
