@@ -12,7 +12,7 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.cuda.sparse import csb_dots, csb_lines, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper
 from minidl.cuda.sparse.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.sparse.csb_tensor import SPLITS
 from minidl.precision import bfloat16, float16, float32, precision
@@ -147,7 +147,7 @@ def test_large_matrices_and_few_samples_are_exact_on_whole_numbers(cuda_ops, rng
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("side", [64, 128, 256])
-def test_rows_and_lines_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transposed, features_last):
+def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transposed, features_last):
     from minidl.cuda.device import current_device
 
     if not csb_rows.applies(side, np.dtype(float32), current_device()):
@@ -156,11 +156,11 @@ def test_rows_and_lines_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side,
     where = {"transposed": transposed, "features_last": features_last}
     for samples in (5, 64, 133, 256):
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
-        results = {}
-        for name in ("generic", "rows", "lines"):
+        results = []
+        for name in ("rows", "generic"):
             with route(name):
-                results[name] = a.matmul(x, **where)
-            np.testing.assert_array_equal(results[name], results["generic"], err_msg=name)
+                results.append(a.matmul(x, **where))
+        np.testing.assert_array_equal(*results)
 
 
 TILES = [(16, 4, 4), (16, 4, 8), (16, 4, 16), (4, 3, 8), (4, 2, 16), (8, 1, 4), (16, 3, 16)]  # units, vec, run
@@ -184,56 +184,11 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
             expected = a.matmul(x, **where)
         for units, vec, run in TILES:
             vec = 2 if vec == 3 and not features_last else vec
-            tile = csb_rows.RowsTile(units, vec, part, run, part * density >= 4, 3072, 2)
+            tile = csb_rows.RowsTile(units, vec, part, run, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
             np.testing.assert_array_equal(cuda_ops.to_host(y), expected, err_msg=str(tile))
-
-
-@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
-@pytest.mark.parametrize("shape,side,density", [((300, 332), 64, 0.03), ((333, 301), 128, 0.3), ((64, 700), 256, 0.1)])
-def test_every_tile_of_lines_gives_the_same_bits(cuda_ops, rng, shape, side, density, transposed, features_last):
-    """One chunk or several, one buffer or two, thread blocks with one tile, with pairs of them and with an odd one."""
-    from minidl.cuda.device import current_device
-
-    if not csb_lines.applies(side, np.dtype(float32), current_device()):
-        pytest.skip("needs a Hopper GPU")
-    a = Matrix(cuda_ops, rng, shape, side, density, values=draw)
-    where = {"transposed": transposed, "features_last": features_last}
-    for samples in (1, 133, 12000):
-        x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
-        with route("generic"):
-            expected = a.matmul(x, **where)
-        for tile in itertools.starmap(csb_lines.LinesTile, itertools.product((64, 128, 768), (1, 2), (3, 16))):
-            y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
-            arrays = *a.pattern, a.values, x, y
-            csb_lines.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)
-            np.testing.assert_array_equal(cuda_ops.to_host(y), expected, err_msg=f"{tile}, {samples} samples")
-
-
-@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
-def test_pads_of_lists_change_no_sum(cuda_ops, rng, features_last):
-    """Rows of quads differ in length; what fills them meets infinities, NaN and sums that are -0 by underflow."""
-    a = Matrix(cuda_ops, rng, (130, 200), 64, 0.03, values=lambda rng, shape, dtype: np.full(shape, -1e-30, dtype))
-    x = _operand(rng, a, 70, False, features_last, float32, lambda rng, shape, dtype: np.full(shape, 1e-30, dtype))
-    for feature, value in ((0, np.inf), (3, np.nan), (199, -np.inf)):
-        x[(..., feature) if features_last else feature] = value
-    results = []
-    for name in ("lines", "generic") if _hopper() else ():
-        with route(name):
-            results.append(a.matmul(cuda_ops.from_host(x), features_last=features_last).view(np.int32))
-    if not results:
-        pytest.skip("needs a Hopper GPU")
-    assert (results[1] == np.float32(-0.0).view(np.int32)).any(), "no sum is -0"
-    np.testing.assert_array_equal(*results)
-
-
-def _hopper() -> bool:
-    from minidl.cuda.device import current_device
-
-    return csb_lines.applies(64, np.dtype(float32), current_device())
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
@@ -426,9 +381,9 @@ def test_a_route_is_chosen_for_every_product_and_can_do_it():
 
 def test_float32_is_multiplied_strictly_unless_allowed_otherwise():
     for density in (0.01, 0.2, 0.9):
-        assert choose_route(_product(density=density), H200) == ("lines" if density < 0.1 else "rows")
+        assert choose_route(_product(density=density), H200) == "rows"
     assert choose_route(_product(density=0.2, split="tf32x3"), H200) == "split"
-    assert choose_route(_product(density=0.02, split="tf32x3"), H200) == "lines"
+    assert choose_route(_product(density=0.02, split="tf32x3"), H200) == "rows"
     assert choose_route(_product(density=0.2, split="tf32x3"), A100) == "generic"
 
 
@@ -438,7 +393,7 @@ def test_layers_split_products_as_their_precision_permits():
         assert layers.SPLITS[precision(name).tf32] == allowed
         assert allowed is None or choose_route(_product(density=0.2, split=allowed), H200) == "split"
     assert choose_route(_product(density=0.05, split="bf16x3"), H200) == "split"
-    assert choose_route(_product(density=0.02, split="bf16x3"), H200) == "lines"
+    assert choose_route(_product(density=0.02, split="bf16x3"), H200) == "rows"
 
 
 def test_split_products_of_16_bit_arrays_are_refused():
@@ -464,9 +419,6 @@ def test_tiles_fit_the_device():
         used = tile.stages * tile.stage_bytes(last) + 32
         assert tile.stages >= 2 and used <= H200.shared_per_block and tile.capacity >= tile.unit_slots
         assert last or tile.vec != 3
-    for features, depth, last in itertools.product((1, 512, 4096), (1, 512, 768, 2048, 2304, 65536), (False, True)):
-        tile = csb_lines.choose_tile(features, depth, last, H200)
-        assert tile.chunk % 64 == 0 and tile.shared_bytes(last) <= H200.shared_per_block
     for samples in (1, 16, 17, 64):
         tile = csb_skinny.choose_tile(samples, 8192, 8192)
         assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.sparse import csb_lines, csb_rows, csb_skinny, csb_tensor
+from minidl.cuda.sparse import csb_rows, csb_skinny, csb_tensor
 from minidl.shapes import Pair
 
 __all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_routes", "route"]
 
-ROUTES = ("split", "lines", "rows", "skinny", "dense", "generic")
+ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
 # Density and samples from which three narrower products of the expanded matrix beat float32 ones of its elements.
 SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.07, "bf16x3": 0.03}, 128
-# Density up to which, samples and summed features from which products by lines beat those by rows.
-LINES_TO, LINES_SAMPLES, LINES_DEPTH = 0.12, 3072, 256
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
 
@@ -68,7 +66,6 @@ class Product(NamedTuple):
         where = self.side, self.dtype, device
         return {
             "split": self.split is not None and csb_tensor.applies(*where),
-            "lines": csb_lines.applies(*where),
             "rows": csb_rows.applies(*where),
             "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
             "dense": self.dtype.itemsize == 2 and (self.features_last or self._as_filter),
@@ -77,7 +74,7 @@ class Product(NamedTuple):
 
 
 def choose_route(product: Product, device: DeviceRecord) -> str:
-    """The forced route; else the first that fits, split products and those by lines where they are worth it.
+    """The forced route; else the first that fits, split products from a density and a number of samples on.
 
     Raises:
         ValueError: when the forced route cannot do it.
@@ -85,11 +82,8 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     fits = product.fits(device)
     name = _forced.get()
     if name is None:
-        worth = {
-            "split": product.density >= SPLIT_FROM.get(product.split, 0) and product.samples >= SPLIT_SAMPLES,
-            "lines": product.density <= LINES_TO and product.samples >= LINES_SAMPLES and product.depth >= LINES_DEPTH,
-        }
-        return next(r for r, fit in fits.items() if fit and worth.get(r, True))
+        worth = product.density >= SPLIT_FROM.get(product.split, 0) and product.samples >= SPLIT_SAMPLES
+        return next(r for r, fit in fits.items() if fit and (r != "split" or worth))
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name
@@ -122,9 +116,9 @@ def route(name: str) -> Iterator[None]:
     """Inside, products run on these kernels.
 
     Args:
-        name: "lines" or "rows" (float32 on CUDA cores, sm_90; lines: few elements, many samples), "split" (float32 as
-            three narrower products, sm_90), "skinny" (few samples in 16-bit types), "dense" (16-bit types: expanded,
-            then a dense convolution) or "generic". A product that the route cannot do raises ValueError.
+        name: "rows" (float32 on CUDA cores, sm_90), "split" (float32 as three narrower products, sm_90), "skinny" (few
+            samples in 16-bit types), "dense" (16-bit types: expanded, then a dense convolution) or "generic". A product
+            that the route cannot do raises ValueError.
     """
     if name not in ROUTES:
         raise checks.bad_value("route", "name", " or ".join(ROUTES), name)

@@ -57,6 +57,9 @@ struct Slice {
     }
 };
 
+// Into the L2 cache.
+DEVICE void ask_for(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 DEVICE void fetch_blocks(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
                          const TensorMap& x, const Problem& p, u32 stages, u32 full, u32 empty) {
     const int lane = threadIdx.x % 32;
@@ -79,6 +82,7 @@ DEVICE void fetch_blocks(const int* __restrict__ indptr, const u16* __restrict__
     for (int number = mine; number < blocks; number += FETCHERS) {
         const int step = number / BLOCKS, index = step % STAGES;
         const u32 stage = stages + index * STAGE, tile = stage + number % BLOCKS * TILE;
+        for (int e = after_begin + 64 * lane; e < after_end; e += 64 * 32) ask_for(indices + e), ask_for(values + e);
         barrier_wait(empty + 8 * index, (step / STAGES & 1) ^ 1);
         if (number % BLOCKS == 0 && lane == 0) {
             barrier_expect(full + 8 * index, TILE);
