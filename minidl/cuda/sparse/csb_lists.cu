@@ -4,7 +4,7 @@
 // The matrix (transposed: its transpose) is cut into parts of OUT output features x PART summed ones, of a convolution's
 // filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp. As
 // warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
-// time, those with most elements first, each to the unit that has least so far.
+// time, those with most elements first, in rounds, in which the unit that has least so far takes the most.
 // What a broadcast costs is the registers that it fills, so a list holds no more than it must: the number of items of
 // each feature in 16 bytes, the first four items' summed features (within the part, a byte each) of each in 64 bytes,
 // then feature after feature, in the order of the summed one, values by fours, and between fours, in 8 bytes, the summed
@@ -29,7 +29,6 @@ constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads 
 constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
 constexpr int HEADER = 10;  // slots of a list before its values
 constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
-constexpr u32 NONE = 0xffffffffu;
 
 struct Problem {
     Matrix a;
@@ -104,15 +103,16 @@ csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     __syncthreads();
     if (thread >= 32) return;
     u32 load = 0;
-    int taken = 0;
-#pragma unroll 4
-    for (int i = 0; i < RUNS; ++i) {
-        const int run = s.sorted[i], elements = s.elements[run];
-        const u32 key = lane < UNITS && taken < EACH ? load * 32 + lane : NONE;
-        if (lane == static_cast<int>(__reduce_min_sync(0xffffffffu, key) % 32)) {
+#pragma unroll 1
+    for (int taken = 0; taken < EACH; ++taken) {  // in a round each unit takes a run, the largest for who has least
+        const u32 key = load * 32 + lane;
+        int rank = 0;
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) rank += __shfl_sync(0xffffffffu, key, i) < key;
+        if (lane < UNITS) {
+            const int run = s.sorted[taken * UNITS + rank];
             order[(blockIdx.x * UNITS + lane) * EACH + taken] = first + RUN * run;
-            load += elements;
-            ++taken;
+            load += s.elements[run];
         }
     }
 }
