@@ -11,7 +11,10 @@
 // fit into a stage come in several, x with each.
 // Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is read for up to 1024
 // output features, were slower by a third and two thirds: a warp takes as long as its longest rows. A third stage, with
-// lists of eight features to make room for it, changed nothing.
+// lists of eight features to make room for it, changed nothing. Another kernel was worse, too: 32 samples and up to 1408
+// summed features in shared memory at a time, all output features in turn, four of them in lockstep, sorted by length,
+// so that lists have ten to fifty items and x is read once. It took 1.1 to 1.5 times as long (256 x 2304: up to 2.2), as
+// an item is then fetched for 32 samples, and 5 to 20 % of its items were pads.
 //
 //   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
