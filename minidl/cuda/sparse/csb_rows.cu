@@ -30,7 +30,7 @@
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
 // Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN
-// (csb_lists.cu), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
+// (csb_lists.cu), FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
 // (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
 // multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
@@ -195,7 +195,8 @@ DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
 #pragma unroll
     for (int k = 0; k + 1 < COUNT; k += 2)
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(weights[k]), "=f"(weights[k + 1]) : "r"(from + 4 * k));
-    if constexpr (COUNT % 2) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(weights[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
+    if constexpr (COUNT % 2)
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(weights[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (indices >> 8 * k & 255) * SCALE);
 #pragma unroll
@@ -205,7 +206,7 @@ DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
 }
 
 // Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
-// fours, by two, then one, so that nothing is counted, moved or tested for a single item.
+// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
 DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
     u32 values = list + 8 * HEADER;
     u32 counts = 0;  // of four output features
@@ -215,6 +216,7 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
         if (i % 4 == 0) counts = load_word(list + i);
         u32 count = counts >> 8 * (i % 4) & 255, indices = first;
         if (i + 1 < UNIT) first = load_word(list + 20 + 4 * i);
+#if FOURS
 #pragma unroll 1
         while (count >= 4) {
             u32 next = 0;
@@ -223,6 +225,16 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
             values += count > 4 ? 24 : 16, count -= 4, indices = next;
         }
         if (count & 2) take<2>(sum[i], values, indices, x), values += 8, indices >>= 16;
+#else
+        bool second = false;  // of the twos of a four
+#pragma unroll 1
+        while (count >= 2) {
+            take<2>(sum[i], values, indices, x);
+            values += 8, count -= 2, indices >>= 16;
+            if (second && count > 0) indices = load_word(values), values += 8;
+            second = !second;
+        }
+#endif
         if (count & 1) take<1>(sum[i], values, indices, x), values += 8;
     }
 }

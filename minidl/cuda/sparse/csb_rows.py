@@ -33,7 +33,7 @@ FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
-DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
+DEEP_BELOW = 0.12  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
 
 PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 
@@ -53,6 +53,7 @@ class RowsTile(NamedTuple):
     vec: int
     part: int
     run: int
+    fours: bool
     capacity: int
     stages: int
 
@@ -100,7 +101,7 @@ def choose_tile(
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
     dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
-    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, 0, 0)
+    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
     items = part * density  # of a feature: half a slot each, and one between fours
     slots = 0.5 * items + max(0.25 * (items - 2), 0) + 0.3
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
@@ -194,8 +195,9 @@ def multiply(
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "CAPACITY": tile.capacity,
-        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
+        "CAPACITY": tile.capacity, "STAGES": tile.stages, "FEATURES_LAST": int(features_last),
+        "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
     shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec

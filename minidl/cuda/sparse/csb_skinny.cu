@@ -23,11 +23,13 @@
 // from memory, but with 64 samples 134 MB of x from L2 (24 us) and 14 us of mma.sync, of which little hides. Tried, with
 // differences mostly below 6 %, some up to a quarter slower: x of the next block fetched ahead with all block bounds
 // known from the start; two warps that share a block, half of the samples each; thread blocks of two or four block rows,
-// whose warps find x in L1.
+// whose warps find x in L1. Slower by a sixth to a third with 64 samples, twice as slow with 16: 256 output features in
+// a thread block, tiles expanded by eight warps for one warpgroup's wgmma, x by the copy engine, slices as a cluster; its
+// fences between writes and the engine wait for the elements under way, and 32 us were left without any of the work.
 // After H. Xia et al., "Flash-LLM", VLDB 2024.
 //
 // Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_M, WARPS_K (a power of two).
-#include "csb_scatter.cuh"
+#include "common.cuh"
 #include "mma.cuh"
 
 struct Problem {
@@ -42,35 +44,65 @@ struct Problem {
 constexpr int SIDE = 64, WARPS = WARPS_M * WARPS_K, THREADS = 32 * WARPS;
 constexpr int PITCH = 144;                  // bytes from row to row of a tile: eight rows meet different banks
 constexpr int TILE = SIDE * PITCH;
+constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
 constexpr int COLUMNS = SAMPLES / 8;        // fragments of x
 constexpr bool REMEMBER = SAMPLES == 16;    // whether there are registers to remember where the elements went
 constexpr bool AHEAD = SAMPLES == 64;       // x of the next block is fetched early: few warps hide its way
 constexpr int SUM_PITCH = SAMPLES + 4;      // floats
 
-// Where two elements go in a tile.
-struct Place {
-    static __device__ __forceinline__ u32 of(u32 pair) {
+// Elements of a block on their way: four neighbouring ones a round.
+struct Elements {
+    uint2 indices[ROUNDS], values[ROUNDS];
+
+    __device__ __forceinline__ void fetch(const u16* __restrict__ from, const T* __restrict__ values_from, int first,
+                                          int end) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int e = first + 4 * (32 * r + lane);
+            if (e < end) {
+                indices[r] = __ldg(reinterpret_cast<const uint2*>(from + e));
+                values[r] = __ldg(reinterpret_cast<const uint2*>(values_from + e));
+            }
+        }
+    }
+
+    // Two elements: their places in a tile, packed.
+    static __device__ __forceinline__ u32 places(u32 pair) {
         const u32 high = pair >> 8 & 0x00ff00ff, low = pair & 0x00ff00ff;
         const u32 out = TRANSPOSED ? low : high, k = TRANSPOSED ? high : low;
         return out * PITCH + 2 * ((k & 0x00210021) | (k & 0x00060006) << 2 | (k >> 2 & 0x00060006));
     }
-};
 
-constexpr int ROUNDS = 4;
-typedef Elements<Place, ROUNDS> Block;
-constexpr int CHUNK = Block::CHUNK;
+    static __device__ __forceinline__ void put(u32 address, u32 value) {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
+    }
+
+    __device__ __forceinline__ void scatter(u32 tile, int first, int begin, int end) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const int e = first + 4 * (32 * r + lane);
+            const u32 low = places(indices[r].x), high = places(indices[r].y);
+            if (e >= begin && e < end) put(tile + (low & 0xffff), values[r].x);
+            if (e + 1 >= begin && e + 1 < end) put(tile + (low >> 16), values[r].x >> 16);
+            if (e + 2 >= begin && e + 2 < end) put(tile + (high & 0xffff), values[r].y);
+            if (e + 3 >= begin && e + 3 < end) put(tile + (high >> 16), values[r].y >> 16);
+        }
+    }
+};
 
 // Where the elements of a block went, to clear those places only.
 template <bool KEPT>
 struct Places {
     u32 pairs[KEPT ? 2 * ROUNDS : 1];
 
-    __device__ __forceinline__ explicit Places(const Block& from) {
+    __device__ __forceinline__ explicit Places(const Elements& from) {
         if constexpr (KEPT) {
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
-                pairs[2 * r] = Place::of(from.indices[r].x);
-                pairs[2 * r + 1] = Place::of(from.indices[r].y);
+                pairs[2 * r] = Elements::places(from.indices[r].x);
+                pairs[2 * r + 1] = Elements::places(from.indices[r].y);
             }
         }
     }
@@ -81,8 +113,8 @@ struct Places {
 #pragma unroll
             for (int i = 0; i < 2 * ROUNDS; ++i) {
                 const int e = first + 4 * (32 * (i / 2) + threadIdx.x % 32) + i % 2 * 2;
-                if (e < end) Block::put(tile + (pairs[i] & 0xffff), 0);
-                if (e + 1 < end) Block::put(tile + (pairs[i] >> 16), 0);
+                if (e < end) Elements::put(tile + (pairs[i] & 0xffff), 0);
+                if (e + 1 < end) Elements::put(tile + (pairs[i] >> 16), 0);
             }
         }
     }
@@ -182,7 +214,7 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     };
     clear();
     float sum[4][COLUMNS][4] = {};
-    Block next;
+    Elements next;
     int begin = 0, end = 0;
     if (first_step < end_step) begin = indptr[block_of(first_step)], end = indptr[block_of(first_step) + 1];
     next.fetch(indices, values, begin & ~3, end);
