@@ -16,7 +16,7 @@ import numpy as np
 
 from minidl import backend, checkpoint, checks
 from minidl.dist.agree import require_same, require_same_arrays
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import SOLO, Communicator, by_kernels
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.layers.join import share_buffers
@@ -111,11 +111,12 @@ class Model(checks.Told):
         share_buffers(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
+        layers = self.neighbours() if comm.size > 1 else ()
         if group_bytes is None:
-            layers = self.neighbours() if comm.size > 1 else ()
             group_bytes = grouping.group_bytes(self.ops, comm, layers, self.precision.storage.itemsize)
         sent = parse_precision(message_dtype).storage
         self.arena.factored = self._factored(sent.itemsize) if factors and comm.size > 1 else {}
+        self.arena.neighbours = layers if by_kernels(comm) else ()
         self.arena.connect(comm, group_bytes, sent)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
@@ -159,7 +160,7 @@ class Model(checks.Told):
         """Refuse to train when ranks disagree about the plan or the starting weights."""
         plan = [segment.describe() for segment in self.arena.segments]
         plan += [f"{layer.name} {layer!r}" for layer in self.layers]
-        plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
+        plan += [f"message {m.begin}..{m.end} {m.before and f'before {m.before}'}" for m in self.arena.messages]
         plan += [f"factors of {name} up to {rows} rows" for name, rows in self.arena.factored.items()]
         plan.append(f"tuned kernels {self._kernels}")
         require_same(
@@ -249,6 +250,7 @@ class Model(checks.Told):
             if not layer.accepts_masked:
                 dy = finished(self.ops, dy)
             layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
+            self.arena.reach(layer.name)
             single = node.inputs[0] if len(node.inputs) == 1 else None
             dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
             self.arena.make_room()
@@ -258,6 +260,7 @@ class Model(checks.Told):
                 grads[single] = dx
             else:
                 self._spread(node, dx, grads)
+        self.arena.reach(None)
         return finished(self.ops, grads[0]) if self.input_grad else None
 
     def _spread(self, node: Node, dx: Sequence[Any], grads: list[Any]) -> None:

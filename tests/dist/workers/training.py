@@ -92,7 +92,7 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     answer = {
         "rank": comm.rank, "size": comm.size, "losses": losses, "weights": weights.tolist(),
         "test": [row["test_loss"], row["test_accuracy"]], "top2": row["test_top2"],
-        "metrics": metrics(model, loaders[1], comm),
+        "metrics": metrics(model, loaders[1], comm), "waiting": sum(bool(each.before) for each in model.arena.messages),
     }  # fmt: skip
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()
