@@ -25,7 +25,7 @@ from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
 from minidl.profile.factors import most_rows
-from minidl.profile.neighbourhood import Neighbour
+from minidl.profile.neighbourhood import FEW, Neighbour
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
@@ -34,8 +34,6 @@ from minidl.summary import Summary, summarize
 from minidl.value import Value, finished, materialize
 
 __all__ = ["Model"]
-
-_FEW = 32  # samples
 
 
 class Model(checks.Told):
@@ -139,9 +137,7 @@ class Model(checks.Told):
         return {name: rows for name, rows in found.items() if rows}
 
     def neighbours(self) -> list[Neighbour]:
-        """The layers in the order of the backward pass, each with the gradients that it sends and its work on a few
-        samples: enough of them that weights are not the most that it moves.
-        """
+        """The layers in the order of the backward pass, each with the gradients that it sends and its work."""
         nodes, itemsize = self.graph.nodes, self.precision.storage.itemsize
         sent = Counter()
         for segment in self.arena.segments:
@@ -149,7 +145,7 @@ class Model(checks.Told):
         found = []
         for node in reversed([node for node in nodes if node.layer is not None]):
             try:
-                cost = node.layer.cost(*((_FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
+                cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             except NotImplementedError:  # a layer whose author left it out: as if it took no time
                 cost = Cost()
             work = cost.backward_weight + cost.backward_data

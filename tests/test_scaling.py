@@ -71,6 +71,22 @@ def test_by_hand():
     assert [m.layers for m in whole.messages] == [("b", "a")] and whole.ms == pytest.approx(5.0 + 7.0 + 0.3)
 
 
+def test_messages_that_wait_by_hand():
+    """b's for the norm, beside which it then is, and not beside 1 ms of products, which took 2."""
+    layers = (
+        LayerTimes("b", 1.0, 1.0, 1000, flop=10**9, bytes=1), LayerTimes("norm", 0.0, 4.0, 0, flop=1, bytes=10**6),
+        LayerTimes("a", 1.0, 1.0, 1000, flop=10**9, bytes=1),
+    )  # fmt: skip
+    step = StepTimes("net/b32", 32, 1.0, layers, 0.0)
+    options = {"interference": Interference(0.5, 0.0)}
+    b, a = simulate(step, line(1.0, 1000.0), 1, 0, waits=True, **options).messages
+    assert (b.ready, b.begin, b.end) == (2.0, 3.0, 5.0) and (a.ready, a.begin, a.end) == (8.0, 8.0, 10.0)
+    soon, _ = simulate(step, line(1.0, 1000.0), 1, 0, **options).messages
+    assert (soon.ready, soon.begin, soon.end) == (2.0, 2.0, 4.0)
+    held, at_once = (simulate(step, line(1.0, 1000.0), 1, 0, waits=waits, **options) for waits in (True, False))
+    assert held.slowed_ms == pytest.approx(1.0) and at_once.slowed_ms == pytest.approx(2.0)
+
+
 def test_factors_by_hand():
     """They travel beside the input gradient; the weight gradient is that of all rows, and nothing waits at the end."""
     fc = LayerTimes("fc", 1.0, 2.0, 4 << 21, features=(2048, 1024))

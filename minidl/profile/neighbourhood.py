@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "TAIL_BYTES", "Neighbour", "by_neighbourhood", "cut", "departures"]
+__all__ = [
+    "BESIDE_MEMORY",
+    "BESIDE_PRODUCTS",
+    "FEW",
+    "TAIL_BYTES",
+    "Neighbour",
+    "by_neighbourhood",
+    "cut",
+    "departures",
+]
 
 BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
 TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
+FEW = 32  # samples by which work is told: enough of them that weights are not the most that a layer moves
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
 _TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
 _BARELY = 16  # times as long for its bytes as for its products: a pass that hardly computes
@@ -17,7 +27,7 @@ _SUM_BYTES = 32  # bytes at the memory's rate in which one byte is added up: 12 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work."""
+    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work on `FEW`."""
 
     name: str
     nbytes: int
@@ -76,7 +86,7 @@ def departures(layers: Sequence[Neighbour], messages: Iterable[Sequence[str]], i
     where a pass that only moves bytes hardly notices. So a message waits for the next long pass of that kind, one that
     moves at least half as much as the longest. Each lets one message go, the last of them all. Where what is computed
     from then on would not hide all that is left to be sent, a message starts at once, or with the one before it. Ranks
-    agree whatever their batches are: ``layers`` are of a few samples, and more leave more time.
+    agree whatever their batches are: ``layers`` are of `FEW` samples, and more leave more time.
 
     Args:
         layers: in the order of the backward pass.
