@@ -264,7 +264,7 @@ class Measured:
 
     Attributes:
         added_ms: to the step of one rank, or to that of the same ranks without messages, as ``beside`` says.
-        messages: that were sent; 0 where it was not kept.
+        messages, waiting: that were sent, and of these that waited to start; 0 where it was not kept.
     """
 
     step: StepTimes
@@ -276,13 +276,13 @@ class Measured:
     added_ms: float
     beside: str
     messages: int = 0
+    waiting: int = 0
     factors: bool = False
-    waits: bool = False
 
     def simulated(self, interference: Interference) -> Outcome:
         """The same step on paper."""
         options: dict[str, Any] = {"interference": interference, "message_share": self.share}
-        options |= {"factors": self.factors, "waits": self.waits}
+        options |= {"factors": self.factors, "waits": self.waiting > 0}
         return scaling.simulate(self.step, self.cluster, 1, self.group_bytes, **options)
 
 
@@ -327,5 +327,5 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
             size = dict.fromkeys((layer.name for layer in step.layers), size)
         yield Measured(
             step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], size, share,
-            row["ms"], row["exposed_ms"], "no messages", row["messages"], factors, row.get("waiting", 0) > 0,
+            row["ms"], row["exposed_ms"], "no messages", row["messages"], row.get("waiting", 0), factors,
         )  # fmt: skip

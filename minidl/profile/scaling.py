@@ -137,6 +137,7 @@ class Message:
     Attributes:
         layers: in the order of the backward pass; it is ready when the last has its weight gradient.
         waited: how long the update stood waiting for it.
+        before: the layer whose backward pass it waited for, to start then.
     """
 
     layers: tuple[str, ...]
@@ -145,6 +146,7 @@ class Message:
     begin: float
     end: float
     waited: float = 0.0
+    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,8 @@ def simulate(
         size = sum(nbytes[name] for name in messages[last])
         if message_share < 1 and ranks > 1:
             time.lose(_ROUNDED_BYTES * size / _MEMORY_BYTES_PER_MS)
-        span = time.send(cluster.all_reduce(size * message_share, hosts))
-        sums.append(Message(messages[last], size, ready, *span))
+        begin, end = time.send(cluster.all_reduce(size * message_share, hosts))
+        sums.append(Message(messages[last], size, ready, begin, end, before=before.get(last, "")))
 
     for layer, neighbour in zip(step.layers, neighbours, strict=True):
         while waiting and before[waiting[0][0]] == layer.name:
