@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
 from minidl.profile.factors import most_rows
-from minidl.profile.neighbourhood import FEW, Neighbour
+from minidl.profile.neighbourhood import ABSORBED, FEW, Neighbour
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
@@ -144,10 +145,10 @@ class Model(checks.Told):
             sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
         found = []
         for node in reversed([node for node in nodes if node.layer is not None]):
-            try:
-                cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
-            except NotImplementedError:  # a layer whose author left it out: as if it took no time
-                cost = Cost()
+            cost = Cost()  # where a plan lets others do the work, or the layer's author left it out
+            if type(node.layer).__name__ not in ABSORBED:
+                with suppress(NotImplementedError):
+                    cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             work = cost.backward_weight + cost.backward_data
             found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes))
         return found

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "ABSORBED",
     "BESIDE_MEMORY",
     "BESIDE_PRODUCTS",
     "FEW",
@@ -18,6 +19,7 @@ __all__ = [
 
 BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
 TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
+ABSORBED = ("ReLU",)  # types of layers whose work plans of fusion leave to their neighbours: as if they took no time
 FEW = 32  # samples by which work is told: enough of them that weights are not the most that a layer moves
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
 _TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end

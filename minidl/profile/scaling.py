@@ -19,7 +19,7 @@ from minidl import checks
 from minidl.dist.simulated import AlphaBeta
 from minidl.profile.cluster import Cluster
 from minidl.profile.factors import most_rows, row_bytes
-from minidl.profile.neighbourhood import FEW, Neighbour, by_neighbourhood, cut, departures
+from minidl.profile.neighbourhood import ABSORBED, FEW, Neighbour, by_neighbourhood, cut, departures
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
@@ -207,7 +207,7 @@ def measured(run: Run) -> StepTimes:
                 layer[row["pass"]] = row["ms"]
                 if row.get("type") == "Linear":
                     features[row["layer"]] = row["input_shapes"][0][-1], row["output_shape"][-1]
-                if row["pass"] != "forward":
+                if row["pass"] != "forward" and row.get("type") not in ABSORBED:
                     layer.update(flop=row.get("flop") or 0, bytes=row.get("bytes") or 0)
     if not whole or not times:
         raise NotInFile(f"{run.file}: {run.case} has no step or no layers; make it with: minidl bench model")
