@@ -51,7 +51,8 @@ class Model(checks.Told):
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
             By layer: what is enough for a message that ends there (`minidl.profile.neighbourhood.by_neighbourhood` of
-            `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB.
+            `neighbours`). None: between the GPUs of a host that see each other's memory 25 MiB; else what
+            `minidl tune comm` measured on this machine, or 4 MiB, on GPUs 25 MiB.
         factors: on several GPUs, the rows whose product a large fully connected layer's gradient is may travel in its
             place, where they take less (`minidl.profile.factors`); sums then differ in their last bits. They are not
             used with micro-batches, gradients in the momentum, gradients looked at for NaN, or a limit of memory.

@@ -246,7 +246,7 @@ def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
     def worst(interference):
         return max(abs(case.simulated(interference).ms / case.ms - 1) for case in found)
 
-    assert worst(scaling.INTERFERENCE) < 0.04
+    assert worst(scaling.INTERFERENCE) < 0.05
     assert worst(NO_INTERFERENCE) > 0.05, "without interference of messages with compute it would not be met"
     for case in found:
         messages = case.simulated(scaling.INTERFERENCE).messages
