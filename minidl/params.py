@@ -25,7 +25,7 @@ from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.initializers import generator
 from minidl.precision import Precision, float32
-from minidl.profile.neighbourhood import cut
+from minidl.profile.neighbourhood import Neighbour, cut, departures
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.ring import Ring, Whole
 from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
@@ -155,6 +155,8 @@ class Arena:
         self._abandoned = False
         self._places: Whole | Ring = Whole()  # what ``grad`` holds at a time, and where
         self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
+        self.neighbours: Sequence[Neighbour] = ()  # beside which messages may wait to start; none: they do not
+        self._waiting: deque[Message] = deque()  # complete, not started yet
         self._shares: list[int] | None = None  # rows of the batch on each rank, in this step
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
@@ -216,7 +218,7 @@ class Arena:
         if self.comm.size == 1 and self._look is None:  # what is sent, or looked at, is held whole
             tiled = {s.layer: s for s in self.segments if s.rows and s.trainable}
         for message in self.messages:
-            segment = tiled.get(message.layers[0])
+            segment, message.before = tiled.get(message.layers[0]), ""  # a slot is wanted again soon
             message.own = message.begin if segment is None else segment.stop, message.end
         self._places = Ring(self.messages, slots, tiled, self.trainable_size)
         size = (self._places.size,)
@@ -307,6 +309,10 @@ class Arena:
         groups = cut(sizes, group_bytes, tiled, self.factored if comm.size > 1 else ())
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
+        if self.neighbours and comm.size > 1:
+            before = departures(self.neighbours, groups, self.precision.storage.itemsize)
+            for message in self.messages:
+                message.before = before.get(message.layers[-1], "")
         self._share_out()
         if self.slots:
             self.ring(self.slots, self._update)
@@ -355,6 +361,7 @@ class Arena:
             text = "the momentum holds gradients of a backward pass that failed"
             raise checks.order("gradients", text, "load_state_dict, or go on from a checkpoint")
         self._ready.clear()
+        self._waiting.clear()
         self._begun.clear()
         self._shares = None
         self._abandoned = False
@@ -423,9 +430,17 @@ class Arena:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
             message.summed = summed
+            if message.before:
+                self._waiting.append(message)
+                return
             self._start(message)
             if self.slots:
                 self._ready.append(message)
+
+    def reach(self, layer: str | None) -> None:
+        """Before a layer's backward pass, and with None behind the last one: start the messages that waited for it."""
+        while self._waiting and layer in (None, self._waiting[0].before):
+            self._start(self._waiting.popleft())
 
     def _start(self, message: Message) -> None:
         """Send the message's gradients; those that are sums already need no journey."""
