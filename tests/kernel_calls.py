@@ -77,10 +77,19 @@ def call_batch_norm() -> None:
                 ops.batch_norm_backward_apply(x, x, moments, gamma, sums, count, add=add)
                 ops.batch_norm_backward_apply(x, x, moments, None, None, None, add=add)
                 for known in ((sums, count), (None, None)):
-                    ops.batch_norm_relu_backward_apply(x, x, moments, gamma, beta, *known, add=add)
+                    ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, *known, add=add)
             ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
-            ops.batch_norm_relu_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
+            ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
             ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
+        # Every function with the widest vectors; the other widths with a ReLU above: they do not meet in the kernels.
+        x = next(activations(dtype))
+        moments, gamma, beta = ops.empty((2, x.shape[-1]), np.float32), *parameters(*[x.shape[-1]] * 2)
+        sums, count = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
+        for function in ACTIVATIONS:
+            assert ops.batch_norm_activate(x, moments, gamma, beta, function, 0.1).shape == x.shape
+            ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, function, 0.1)
+            ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, sums, count, function, 0.1)
+            ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, None, None, function, 0.1, add=x)
 
 
 def call_activation() -> None:

@@ -34,6 +34,9 @@ from minidl.cpu.array import (
     zeros,
 )
 from minidl.cpu.batch_norm import (
+    batch_norm_activate,
+    batch_norm_activate_backward_apply,
+    batch_norm_activate_backward_stats,
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
@@ -43,8 +46,6 @@ from minidl.cpu.batch_norm import (
     batch_norm_finalize,
     batch_norm_join_backward_stats,
     batch_norm_merge,
-    batch_norm_relu_backward_apply,
-    batch_norm_relu_backward_stats,
     batch_norm_stats,
 )
 from minidl.cpu.conv2d import (
@@ -119,11 +120,12 @@ __all__ = [
     "batch_norm_stats",
     "batch_norm_finalize",
     "batch_norm_apply",
+    "batch_norm_activate",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
     "batch_norm_backward_apply",
-    "batch_norm_relu_backward_stats",
-    "batch_norm_relu_backward_apply",
+    "batch_norm_activate_backward_stats",
+    "batch_norm_activate_backward_apply",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
     "batch_norm_concat",

@@ -48,6 +48,8 @@ _PASSES = {
     ("alone", False): (3, 5),
     ("relu", False): (5, 8),
     ("relu", True): (3, 5),  # mask recomputed from the input, which both backward passes read anyway
+    ("activation", False): (5, 8),
+    ("activation", True): (3, 5),  # likewise the slope
     ("join", False): (8, 8),
     ("join", True): (4, 7),  # the first backward pass reads the output too, and writes the masked gradient
     ("sum", False): (6, 5),

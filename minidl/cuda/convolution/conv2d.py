@@ -245,7 +245,7 @@ def conv2d_backward_data_masked(
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
     Args:
-        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
+        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_activate_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         add, and the others: as in `conv2d_backward_data`.
 
