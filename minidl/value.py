@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "Function",
+    "GatedGradient",
     "MaskedGradient",
     "Normalized",
     "Origin",
@@ -207,6 +208,24 @@ class PooledGradient(MaskedGradient):
     def finish(self, ops: ModuleType) -> Any:
         masked = ops.relu_backward(self.dy, self.y) if self.array is None else self.array
         return ops.max_pool2d_backward(masked, self.index, self._shape, **self.window)
+
+
+class GatedGradient(MaskedGradient):
+    """The gradient of an image that a gate multiplies: the product ``dy * gate`` is still owed.
+
+    Nobody gets it but the pooling that reads the same image, as what it has to add (`layers.join.defer_gates`).
+    """
+
+    __slots__ = ("gate",)
+
+    def __init__(self, dy: Any, gate: Any):
+        super().__init__(dy)
+        self.gate = gate
+
+    def finish(self, ops: ModuleType) -> Any:
+        if self.array is None:
+            self.array = ops.mul(self.dy, self.gate)
+        return self.array
 
 
 def finished(ops: ModuleType, gradient: Any) -> Any:

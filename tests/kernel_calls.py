@@ -110,7 +110,8 @@ def call_join() -> None:
             ops.add(x, x)
             assert ops.concat([x, x[..., :1], x]).shape[-1] == 2 * x.shape[-1] + 1
             gate = ops.gate_gradient(x, x)
-            assert ops.mul(ops.mul(x, x), gate).shape == x.shape and gate.shape == (x.shape[0], 1, 1, x.shape[-1])
+            assert ops.mul(ops.mul(x, x), gate).shape == x.shape == ops.gate_backward(x, gate, gate).shape
+            assert gate.shape == (x.shape[0], 1, 1, x.shape[-1])
 
 
 def call_group_norm() -> None:

@@ -66,7 +66,7 @@ from minidl.cpu.group_norm import (
     group_norm_stats,
 )
 from minidl.cpu.image import normalise
-from minidl.cpu.join import add, concat, gate_gradient, mul
+from minidl.cpu.join import add, concat, gate_backward, gate_gradient, mul
 from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cpu.loss import (
     count_labels,
@@ -147,6 +147,7 @@ __all__ = [
     "softmax_backward",
     "add",
     "mul",
+    "gate_backward",
     "gate_gradient",
     "concat",
     "max_pool2d",

@@ -44,7 +44,7 @@ from minidl.cuda.convolution.conv2d import (
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.image import normalise
-from minidl.cuda.join import add, concat, gate_gradient, mul
+from minidl.cuda.join import add, concat, gate_backward, gate_gradient, mul
 from minidl.cuda.loss.loss import (
     count_labels,
     smoothed_cross_entropy,
@@ -148,6 +148,7 @@ __all__ = [
     "softmax_backward",
     "add",
     "mul",
+    "gate_backward",
     "gate_gradient",
     "concat",
     "max_pool2d",
