@@ -146,6 +146,18 @@ def call_conv2d_thin() -> None:
             ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
 
 
+def call_conv2d_small() -> None:
+    where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    for dtype, (n, channels, filters) in itertools.product(
+        kernel_calls.STORAGE, [(128, 480, 20), (128, 20, 480), (9, 3, 5), (256, 64, 10)]
+    ):
+        x, w, dy = (ops.empty(s, dtype) for s in ((n, 1, 1, channels), (filters, 1, 1, channels), (n, 1, 1, filters)))
+        with family("small"):
+            ops.conv2d(x, w, *_parameters(filters), **where)
+            ops.conv2d_backward_data(dy, w, x.shape, add=x, **where)
+            ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
+
+
 # (M, K), side of a block, samples
 SPARSE = [
     ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),

@@ -54,8 +54,8 @@ class Add(Layer):
 class Mul(Layer):
     """Product of two inputs: of one shape, or images times a gate, one number for each sample and channel.
 
-    Where a gate is made of the images' means, as in squeeze and excitation, both gradients of the images are added up in
-    one pass of the pooling's backward (`defer_gates`).
+    Where a gate is made of the images' means, as in squeeze and excitation, both gradients of the images are added up
+    in one pass of the pooling's backward (`defer_gates`).
 
     Shapes:
         (N, ..., C), (N, ..., C) → (N, ..., C), or (N, H, W, C), (N, 1, 1, C) → (N, H, W, C).

@@ -1,8 +1,8 @@
 """Residual networks (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016) and their wider kin.
 
 ResNeXt-50 cuts the 3×3 convolutions into groups (Xie et al., "Aggregated Residual Transformations for Deep Neural
-Networks", CVPR 2017), Wide ResNet-50-2 doubles their width (Zagoruyko and Komodakis, "Wide Residual Networks", BMVC 2016).
-The ImageNet networks are version 1.5: a bottleneck's stride stands in its 3×3 convolution, as in torchvision.
+Networks", CVPR 2017), Wide ResNet-50-2 doubles their width (Zagoruyko and Komodakis, "Wide Residual Networks", BMVC
+2016). The ImageNet networks are version 1.5: a bottleneck's stride stands in its 3×3 convolution, as in torchvision.
 """
 
 from __future__ import annotations
