@@ -243,7 +243,8 @@ def call_soft_loss() -> None:
 def call_pointwise_loss() -> None:
     for dtype, loss in itertools.product(STORAGE, ("mse", "bce_with_logits", "focal")):
         for x in (ops.empty((4, 100, 100, 8), dtype), ops.empty(7, dtype), ops.empty((0, 3), dtype)):
-            ops.pointwise_loss_backward(x, x, ops.pointwise_loss(x, x, loss), None, loss)
+            for b in (0.0, 2.0, 2.5) if loss == "focal" else (0.0,):
+                ops.pointwise_loss_backward(x, x, ops.pointwise_loss(x, x, loss, 0.25, b), None, loss, 0.25, b)
 
 
 def call_optim() -> None:

@@ -38,17 +38,6 @@ struct Normal {
     }
 };
 
-// The logistic function of x, and what it lacks of one, which is that of -x and would cancel.
-struct Logistic {
-    float of, rest;
-
-    __device__ __forceinline__ explicit Logistic(float x) {
-        const float t = exponential(-fabsf(x)), large = reciprocal(1.0f + t), small = t * large;
-        of = x < 0.0f ? small : large;
-        rest = x < 0.0f ? large : small;
-    }
-};
-
 // Each: value(x, a), and gradient(dy, kept, a), a being the slope of leaky_relu; kept is the output where KEEPS_OUTPUT, else
 // the input. What a ReLU cuts off is dropped, not multiplied.
 struct relu {
