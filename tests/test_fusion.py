@@ -62,7 +62,10 @@ def preactivation():
 
 
 def mobile():
-    """Activations other than a ReLU over batch norms, of inverted residuals as small networks have them."""
+    """Activations other than a ReLU over batch norms, of inverted residuals as small networks have them.
+
+    Their filters see two channels: of one, a batch norm over them would leave little of the scale's gradient below.
+    """
     graph = m.Graph()
     x = models.blocks.conv_norm(graph.input((6, 6, 3)), 8, 3, activation=m.LeakyReLU, names=("stem", "bn", "act"))
     for i, activation in enumerate((m.ReLU6, m.SiLU, m.Hardswish)):
@@ -70,7 +73,7 @@ def mobile():
             with scope("wide"):
                 y = models.blocks.conv_norm(x, 24, activation=activation)
             with scope("deep"):
-                y = models.blocks.conv_norm(y, 24, 3, groups=24, activation=activation)
+                y = models.blocks.conv_norm(y, 24, 3, groups=12, activation=activation)
             y = models.squeeze_excitation(y, 4, activation=m.SiLU) if i == 1 else y
             with scope("narrow"):
                 x = m.Add()(x, models.blocks.conv_norm(y, 8))

@@ -427,8 +427,7 @@ def _gather(
     source, w = as_rows(source), contiguous(w)
     bias, add = _given(contiguous, bias), _given(as_rows, add)
     if conv.depthwise and depthwise.fits(conv, backward):
-        depthwise.gather(conv, code, backward, source, w, bias, add, output)
-        return None
+        return depthwise.gather(conv, code, backward, source, w, bias, add, output, statistics)
     if choice.family == "grouped":
         conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
     elif choice.family == "small":
