@@ -10,8 +10,10 @@ import pytest
 
 import minidl as m
 from minidl import cli, fusion, models
+from minidl.cuda.device import BUILT_IN
 from minidl.fusion.plans import candidates, modes_of, way_of
 from minidl.graph import scope
+from minidl.precision import precision as precision_of
 from minidl.profile import results
 from minidl.value import MaskedGradient, Normalized
 
@@ -325,6 +327,18 @@ def test_sites_of_a_network_of_other_activations():
     for site in fusion.find_sites(mobile()):
         possible = {mode for way in candidates(site) for mode in modes_of(way)}
         assert possible == ({"elementwise", "statistics"} if site.producer else {"elementwise"})
+
+
+def test_depthwise_convolutions_take_statistics_on_every_gpu():
+    """In bfloat16; others by the kernels of Hopper alone."""
+    for device, storage in itertools.product(("A100", "H200"), ("bf16", "fp32")):
+        graph = models.build("mobilenet_v2", (64, 64, 3), 10)
+        plan = fusion.fuse_graph(graph, "auto", precision_of(storage), BUILT_IN[device])
+        for site in fusion.find_sites(graph):
+            deep = graph[site.producer].layer.groups > 1
+            taken = "statistics" in modes_of(plan.sites[site.name])
+            able = (deep or device == "H200") and graph[site.producer].layer.in_channels > 3
+            assert taken == (storage == "bf16" and able), site.name
 
 
 def test_an_activation_over_an_unfinished_batch_norm_keeps_nothing_of_its_own(cpu_ops):
