@@ -129,6 +129,7 @@ class Ours:
         """Losses of an arm's first steps from the starting weights, and the memory that it holds from then on."""
         self.model.load_state_dict(self.start[0])
         self.parts[1].load_state_dict(self.start[1])
+        self.model.random.step = 0  # what is dropped is a function of the step
         self.model.ops.synchronize()
         clean(self.device)
         step, prepare = self.arm(name)

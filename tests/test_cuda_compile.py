@@ -55,6 +55,7 @@ CONVOLUTIONS = [
     ((1, 5, 5, 7), 13, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     ((4, 14, 14, 6), 10, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((8, 14, 14, 128), 128, (3, 3), (1, 1), (1, 1), (1, 1), 32),
+    ((8, 14, 14, 64), 64, (3, 3), (2, 2), (1, 1), (1, 1), 2),
     ((8, 14, 14, 9), 15, (3, 3), (1, 1), (1, 1), (1, 1), 3),
     ((8, 28, 28, 96), 96, (3, 3), (1, 1), (1, 1), (1, 1), 96),
     ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
@@ -145,6 +146,18 @@ def call_conv2d_thin() -> None:
             ops.conv2d(x, w, bias, relu=moved == 1, **where, tf32=tf32)
             ops.conv2d_backward_data(dy, w, x.shape, add=x if moved else None, **where, tf32=tf32)
             ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
+
+
+def call_conv2d_small() -> None:
+    where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    for dtype, (n, channels, filters) in itertools.product(
+        kernel_calls.STORAGE, [(128, 480, 20), (128, 20, 480), (9, 3, 5), (256, 64, 10)]
+    ):
+        x, w, dy = (ops.empty(s, dtype) for s in ((n, 1, 1, channels), (filters, 1, 1, channels), (n, 1, 1, filters)))
+        with family("small"):
+            ops.conv2d(x, w, *_parameters(filters), **where)
+            ops.conv2d_backward_data(dy, w, x.shape, add=x, **where)
+            ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
 
 
 # (M, K), side of a block, samples

@@ -25,6 +25,7 @@ from minidl.cuda.convolution import (
     conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
+    conv2d_small,
     conv2d_stem,
     conv2d_textbook,
     conv2d_thin,
@@ -55,6 +56,7 @@ __all__ = [
 
 STORAGE = {code: dtype for dtype, code in DTYPE.items()}
 Norm = tuple[Any, Any, Any]  # moments, gamma, beta
+_ANY_CHANNELS = ("small", "thin")  # families that read rows of any number of channels as they are
 
 
 def conv2d(
@@ -144,7 +146,7 @@ def _forward(
     if choice.family == "stem":
         conv2d_stem.forward(conv, x, w, bias, y, relu)
         return y, None
-    wide = conv if choice.family == "thin" else _widened(conv, code)
+    wide = conv if choice.family in _ANY_CHANNELS else _widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
@@ -247,7 +249,7 @@ def conv2d_backward_data_masked(
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
     Args:
-        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
+        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_activate_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         add, and the others: as in `conv2d_backward_data`.
 
@@ -300,7 +302,7 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice = _choose(who, question)
-    wide = conv if choice.family == "thin" else _widened(conv, code)
+    wide = conv if choice.family in _ANY_CHANNELS else _widened(conv, code)
     able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
     if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
@@ -378,9 +380,11 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         pays = conv2d_hopper.pays(wide, code, backward)
     stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
     thin = conv2d_thin.applies(conv, code)
-    fits = {"thin": thin, "stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
+    small = conv2d_small.applies(conv, tf32)
+    fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
     rather = conv2d_thin.pays(conv, code, tf32, which == "backward_weight", hopper and pays)
-    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
+    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "small": tiled, "hopper": not pays}
     return fits, tuple(name for name, slow in slower.items() if slow)
 
 
@@ -395,7 +399,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     wide = conv if backward else _widened(conv, code)
     found: list[Choice] = []
     for name in names:
-        if name in ("thin", "stem", "grouped"):
+        if name in ("thin", "stem", "grouped", "small"):
             found.append(Choice(name))
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
@@ -430,10 +434,11 @@ def _gather(
     source, w = as_rows(source), contiguous(w)
     bias, add = _given(contiguous, bias), _given(as_rows, add)
     if conv.depthwise and depthwise.fits(conv, backward):
-        depthwise.gather(conv, code, backward, source, w, bias, add, output)
-        return None
+        return depthwise.gather(conv, code, backward, source, w, bias, add, output, statistics)
     if choice.family == "grouped":
         conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
+    elif choice.family == "small":
+        conv2d_small.gather(conv, code, backward, source, w, bias, add, output)
     elif choice.family == "thin":
         conv2d_thin.gather(conv, code, tf32, backward, source, w, bias, add, output, relu)
     elif choice.family != "hopper":
@@ -459,6 +464,8 @@ def _weight(
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "grouped":
         conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "small":
+        conv2d_small.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "thin":
         conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate)
     elif choice.family == "hopper":

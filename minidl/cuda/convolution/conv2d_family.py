@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 TEXTBOOK = ("direct", "tiled")
-FAMILIES = ("generic", "grouped", "hopper", "stem", "thin", *TEXTBOOK)
+FAMILIES = ("generic", "grouped", "hopper", "small", "stem", "thin", *TEXTBOOK)
 
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
 forced_family = _forced.get
@@ -123,9 +123,9 @@ def family(name: str) -> Iterator[None]:
 
     Args:
         name: "generic" (fits everything), "grouped" (groups of few channels), "hopper" (wgmma and TMA, sm_90),
-            "stem" (few input channels) or "thin" (1x1 between many channels and few); "direct" and
-            "tiled" are the textbook's kernels of a forward pass in float32, baselines that leave other passes alone. A
-            convolution that the family cannot do raises ValueError.
+            "small" (fully connected, few rows and channels), "stem" (few input channels) or "thin" (1x1 between many
+            channels and few); "direct" and "tiled" are the textbook's kernels of a forward pass in float32, baselines
+            that leave other passes alone. A convolution that the family cannot do raises ValueError.
     """
     if name not in FAMILIES:
         raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)

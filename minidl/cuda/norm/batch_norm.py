@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks, shapes
+from minidl.cuda.activation import struct_of
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.grid import int32, ints
@@ -18,6 +19,9 @@ from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, v
 from minidl.precision import float32
 
 __all__ = [
+    "batch_norm_activate",
+    "batch_norm_activate_backward_apply",
+    "batch_norm_activate_backward_stats",
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
@@ -27,8 +31,6 @@ __all__ = [
     "batch_norm_finalize",
     "batch_norm_join_backward_stats",
     "batch_norm_merge",
-    "batch_norm_relu_backward_apply",
-    "batch_norm_relu_backward_stats",
     "batch_norm_stats",
 ]
 
@@ -189,6 +191,29 @@ def batch_norm_apply(
     With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection. The
     result lies in ``out``, dense or pitched, if that is given.
     """
+    a = np.float32(0.0 if relu else -np.inf)
+    return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)
+
+
+def batch_norm_activate(x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0) -> Any:
+    """`activate` of what `batch_norm_apply` makes of ``x``, in one pass, rounded once."""
+    return _apply({"FUNCTION": struct_of(function)}, np.float32(slope), x, moments, gamma, beta)
+
+
+def _apply(
+    defines: dict[str, Any],
+    a: np.float32,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    add: Any = None,
+    add_moments: Any = None,
+    add_gamma: Any = None,
+    add_beta: Any = None,
+    out: Any = None,
+) -> Any:
+    """The output; ``defines`` names the kernel's FUNCTION, where it is one, whose parameter is ``a``."""
     code = dtype_code(x, "batch_norm_apply")
     x, add = as_rows(x), _same(x, add)
     channels = x.shape[-1]
@@ -203,11 +228,10 @@ def batch_norm_apply(
     two = add_moments is not None
     plan = walk_channels(*arrays, unroll=2 if two else 4, lasting=two, parameters=parameters)
     kind = 0 if add is None else 1 if add_moments is None else 2
-    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
-    bound = np.float32(0.0 if relu else -np.inf)
+    defines |= {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
-        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, bound, int32(channels), plan.argument,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, a, int32(channels), plan.argument,
         defines=defines,
     )  # fmt: skip
     return y
@@ -224,23 +248,26 @@ def batch_norm_backward_stats(
     return _backward_stats(0, dy, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
-def batch_norm_relu_backward_stats(
+def batch_norm_activate_backward_stats(
     dy: Any,
     x: Any,
     moments: Any,
     gamma: Any,
     beta: Any,
+    function: str = "relu",
+    slope: float = 0.0,
     *,
     dgamma: Any = None,
     dbeta: Any = None,
     accumulate: bool = False,
 ) -> Any:
-    """`batch_norm_backward_stats` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient.
+    """`batch_norm_backward_stats` behind ``batch_norm_activate(x, moments, gamma, beta, function, slope)``.
 
-    It counts where the output was positive, which is recomputed from ``x`` with the forward pass's rounding.
+    ``dy`` is the gradient of its output. The slope is recomputed from ``x``; the mask of a ReLU with the forward pass's
+    rounding.
     """
-    affine = {"gamma": gamma, "beta": beta}
-    return _backward_stats(1, dy, x, moments, **affine, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+    given = {"gamma": gamma, "beta": beta, "function": function, "slope": slope}
+    return _backward_stats(1, dy, x, moments, **given, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
 def batch_norm_join_backward_stats(
@@ -264,6 +291,8 @@ def _backward_stats(
     *,
     gamma: Any = None,
     beta: Any = None,
+    function: str = "relu",
+    slope: float = 0.0,
     y: Any = None,
     masked: Any = None,
     dgamma: Any,
@@ -282,7 +311,8 @@ def _backward_stats(
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
-        dy, x, moments, gamma, beta, y, masked, partial, cut.argument, defines=defines, shared=cut.shared,
+        dy, x, moments, gamma, beta, y, masked, partial, np.float32(slope), cut.argument,
+        defines=defines | _masking(function), shared=cut.shared,
     )  # fmt: skip
     return batch_norm_backward_sums(partial, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
@@ -310,18 +340,43 @@ def batch_norm_backward_apply(
 
     With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
     """
-    return _backward_apply(0, dy, x, moments, gamma, None, sums, count, add)
+    return _backward_apply(0, dy, x, moments, gamma, None, "relu", 0.0, sums, count, add)
 
 
-def batch_norm_relu_backward_apply(
-    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, *, add: Any = None
+def batch_norm_activate_backward_apply(
+    dy: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    sums: Any,
+    count: Any,
+    function: str = "relu",
+    slope: float = 0.0,
+    *,
+    add: Any = None,
 ) -> Any:
-    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
-    return _backward_apply(1, dy, x, moments, gamma, beta, sums, count, add)
+    """`batch_norm_backward_apply` behind `batch_norm_activate`, of gradient ``dy``."""
+    return _backward_apply(1, dy, x, moments, gamma, beta, function, slope, sums, count, add)
+
+
+def _masking(function: str) -> dict[str, str]:
+    """The kernel's FUNCTION in a backward pass; a ReLU's mask is that of the kernel itself."""
+    return {} if function == "relu" else {"FUNCTION": struct_of(function)}
 
 
 def _backward_apply(
-    mask: int, dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, add: Any
+    mask: int,
+    dy: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    function: str,
+    slope: float,
+    sums: Any,
+    count: Any,
+    add: Any,
 ) -> Any:
     """The gradient of the input; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(dy, "batch_norm_backward_apply", "dy")
@@ -339,10 +394,11 @@ def _backward_apply(
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
         "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,
-    }  # fmt: skip
+    } | _masking(function)  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
-        dy, x, moments, gamma, beta, sums, count, add, dx, int32(channels), plan.argument, defines=defines,
+        dy, x, moments, gamma, beta, sums, count, add, dx, np.float32(slope), int32(channels), plan.argument,
+        defines=defines,
     )  # fmt: skip
     return dx
 
