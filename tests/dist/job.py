@@ -32,7 +32,7 @@ __all__ = [
 
 ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 
 # How a rank can fail (functions of workers/faults.py): the status of the job, and what somebody must have said.
 FAULTS = {
