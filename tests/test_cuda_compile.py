@@ -22,6 +22,7 @@ from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
@@ -77,8 +78,9 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     ops.conv2d(x, w, bias, relu=True, **where)
     ops.conv2d_backward_data(dy, w, x.shape, add=x, mask=x, **where)
     moments = ops.empty((2, x.shape[-1]), np.float32)
-    for y_below, add in ((None, None), (x, x)):
-        masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, y=y_below, add=add, **where)
+    signs = ops.empty((*x.shape[:3], signs_pitch(x.shape[3])), np.uint8)
+    for below, add in (({}, None), ({"y": x}, x), ({"y": x, "signs": signs}, x)):
+        masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, **below, add=add, **where)
         assert masked.shape == x.shape
         if parts is not None:
             assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape

@@ -155,14 +155,15 @@ def conv2d_backward_data(
 
 def conv2d_backward_data_masked(
     dy: Array, w: Array, x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *,
-    y: Array | None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int, add: Array | None = None,
-    tf32: bool = False,
+    y: Array | None = None, signs: None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    add: Array | None = None, tf32: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d_backward_data` masked by the ReLU below, and for ``batch_norm_backward_sums`` the sums of its batch norm.
 
     Args:
         x, moments, gamma, beta: of the batch norm.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        signs: None; GPUs have them of ``y``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)

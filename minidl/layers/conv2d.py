@@ -146,7 +146,7 @@ class Conv2d(_Convolution):
             x = term.raw
         else:
             x = materialize(self.ops, x)
-            self.save(x=x.array, **self._below(x.origin))
+            self.save(x=x.array, **self._below(x))
             x = x.array
         weight, bias, relu = self.folded or (self.params["weight"], self.params.get("bias"), self.rectifies)
         if self.statistics and self.training:
@@ -156,8 +156,9 @@ class Conv2d(_Convolution):
             return Value(self.ops.conv2d(x, weight, bias, **options, relu=True), origin=Origin((), relu=True))
         return self.ops.conv2d(x, weight, bias, **options)
 
-    def _below(self, origin: Origin | None) -> dict[str, Any]:
+    def _below(self, x: Value) -> dict[str, Any]:
         """What the gradient of an input needs to be masked: of a ReLU over a convolution, a batch norm, or a sum."""
+        origin = x.origin
         if not self.masks or origin is None or not origin.relu:
             return {}
         if not origin.terms:
@@ -168,7 +169,7 @@ class Conv2d(_Convolution):
         norm, sole = norms[0], len(origin.terms) == 1
         # The parameters are no activations: as a tuple they stay where they are.
         facts = origin.owner, norm.owner, sole, (norm.gamma, norm.beta)
-        return {"raw": norm.raw, "moments": norm.moments, "below": facts}
+        return {"raw": norm.raw, "moments": norm.moments, "below": facts, "signs": x.signs}
 
     def backward_weight(self, dy: Any) -> None:
         kept = self.saved()
@@ -190,8 +191,10 @@ class Conv2d(_Convolution):
             shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
             return self.ops.conv2d_backward_data(dy, weight, shape, **options)
         relu, norm, sole, affine = kept.below
-        y = None if sole else kept.x
-        dx, parts = self.ops.conv2d_backward_data_masked(dy, weight, kept.raw, kept.moments, *affine, y=y, **options)
+        output = {} if sole else {"y": kept.x, "signs": kept.signs}
+        dx, parts = self.ops.conv2d_backward_data_masked(
+            dy, weight, kept.raw, kept.moments, *affine, **output, **options
+        )
         return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts)
 
 

@@ -38,6 +38,7 @@ from minidl.cuda.convolution.conv2d_tuned import chosen
 from minidl.cuda.convolution.widen import narrow, wide_channels, widen
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_stats
+from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
 from minidl.precision import float32
 from minidl.shapes import Pair
@@ -235,6 +236,7 @@ def conv2d_backward_data_masked(
     beta: Any = None,
     *,
     y: Any = None,
+    signs: Any = None,
     stride: Pair,
     padding: Pair,
     dilation: Pair,
@@ -247,6 +249,7 @@ def conv2d_backward_data_masked(
     Args:
         x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        signs: of ``y`` if ``batch_norm_join`` left them: read instead of it where the kernel can.
         add, and the others: as in `conv2d_backward_data`.
 
     Returns:
@@ -258,12 +261,14 @@ def conv2d_backward_data_masked(
     conv = convolution(who, x.shape, w.shape, **geometry)
     code = _check_operands(who, dy, w, None, add, x, tf32)
     _check_alike(who, x, y=y)
+    if signs is not None:
+        check_signs(signs, x)
     question = Question("backward_data", conv, code, tf32)
     choice = _choose(who, question)
     if x.size and _masks(question, choice):
         if dy.shape != conv.y_shape:
             raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
-        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
+        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
         return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
     return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None

@@ -35,8 +35,9 @@ from minidl.cuda.convolution.conv2d_walk import (
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.hopper import TF32, TensorMaps, View, Views
+from minidl.cuda.hopper import BYTES, TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
@@ -61,7 +62,7 @@ ARCH = (9, 0)
 CLASSES = 4  # parity classes of one launch, at most
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 WARPGROUPS = 2  # that share the rows of a tile
-ALONE = 3  # the macro MASKED for a ReLU without a batch norm
+ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
@@ -84,6 +85,7 @@ class Below(NamedTuple):
         x: the batch norm's input, (N, H, W, C), or None.
         moments, gamma, beta: its (2, C) and (C,) float32, or None.
         y: the ReLU's output where it does not follow from ``x``, or None.
+        signs: of ``y``, or None; conv2d_hopper.cu reads them instead of it.
     """
 
     x: Any
@@ -91,6 +93,7 @@ class Below(NamedTuple):
     gamma: Any
     beta: Any
     y: Any = None
+    signs: Any = None
 
 
 NOTHING = Below(None, None, None, None)
@@ -167,6 +170,7 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
+            `SIGNED` is not for windows with a halo.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
@@ -184,7 +188,7 @@ def plan(
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        views = _views(conv, code, backward, part, pitches, tile, fetched)
+        views = _views(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
@@ -328,10 +332,15 @@ def masked_gradient(
     Where `masks`.
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
-    arrays = [aligned(as_rows(array)) for array in (below.x, below.y) if array is not None]
+    device = current_device()
+    chosen = taken(choice, conv, True, device, code) or choose(conv, True, device, code, False, True)
+    signed = below.signs is not None and not isinstance(chosen[0], HaloTile)
+    arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
+    masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
+    if signed:
+        arrays.append(below.signs)
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
-    chosen, masked = taken(choice, conv, True, current_device(), code), len(arrays) if below.x is not None else ALONE
-    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=masked)
+    (one,) = plan(conv, code, True, pitches, add is not None, device, chosen, masked=masked)
     partial = empty((one.patches, 2, conv.channels), float32) if masked != ALONE else None
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return None if partial is None else sums_of(partial)
@@ -420,9 +429,10 @@ def _views(
     pitches: tuple[int, ...],
     tile: HopperTile,
     fetched: int,
+    signed: bool = False,
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
-    places repeat the first. ``fetched``: rows of the source in a box."""
+    places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs."""
     spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns, itemsize = columns_of(conv, backward), itemsize_of(code)
@@ -437,20 +447,30 @@ def _views(
         sizes = depth, w.source, h.source, conv.images
         return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step))
 
-    def output(h: Walk, w: Walk, pitch: int) -> View:
+    def pixels(h: Walk, w: Walk, code: int, row: int, pixel: int, fetched: int) -> View:
+        """Of an array like the output, with so many elements to a row, bytes to a pixel, elements to a box."""
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
-        pixel = pitch * itemsize
         if not spread:
-            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
+            return View(code, (row, conv.images * height * width), (pixel,), (fetched, SLAB))
         apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
         offset = (h.start * width + w.start) * pixel
-        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
-        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
+        sizes, none = (row, w.count, h.count, conv.images), (0, 0)
+        return View(code, sizes, apart, (fetched, SLAB), (none, none), (1, 1), offset)
 
+    def output(h: Walk, w: Walk, pitch: int) -> View:
+        return pixels(h, w, code, columns, pitch * itemsize, channels)
+
+    def signs(h: Walk, w: Walk) -> View:
+        pitch = signs_pitch(columns)
+        return pixels(h, w, BYTES, pitch, pitch, round_up(ceil_div(tile.columns, 8), ACCESS))
+
+    below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
+    if signed:
+        below[-1] = [signs(*pair) for pair in walks]
     return Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
-        *((output(*pair, pitch), 4 + i) for i, pitch in enumerate(pitches[2:]) for pair in walks),
+        *((view, 4 + i) for i, views in enumerate(below) for view in views),
     )
