@@ -51,7 +51,8 @@ class Value:
 
     ``stats``: what ``batch_norm_finalize`` takes, from the producer; ``buffer``: an array whose first channels
     ``array`` is, and whose others are free for the one `Concat` that continues it; ``signs``: of ``array``, a
-    rectified sum, from ``batch_norm_join``.
+    rectified sum, from ``batch_norm_join``; ``place``: for the convolution that reads this, where its output is to lie
+    (`minidl.layers.join.share_buffers`).
     """
 
     array: Any = None
@@ -59,6 +60,7 @@ class Value:
     stats: Any = None
     buffer: Any = None
     signs: Any = None
+    place: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -135,7 +135,9 @@ class Conv2d(_Convolution):
         )
 
     def compute(self, x: Any) -> Any:
-        options = {**self.geometry, "tf32": self.tf32}
+        options, place = {**self.geometry, "tf32": self.tf32}, None
+        if isinstance(x, Value):
+            options["out"] = place = x.place
         if not isinstance(x, Value):
             self.save(x=x)
         elif (term := owed(x)) is not None:
@@ -151,10 +153,11 @@ class Conv2d(_Convolution):
         weight, bias, relu = self.folded or (self.params["weight"], self.params.get("bias"), self.rectifies)
         if self.statistics and self.training:
             y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
-            return Value(y, stats=stats)
+            return Value(y, stats=stats, buffer=place)
         if relu:
             return Value(self.ops.conv2d(x, weight, bias, **options, relu=True), origin=Origin((), relu=True))
-        return self.ops.conv2d(x, weight, bias, **options)
+        y = self.ops.conv2d(x, weight, bias, **options)
+        return y if place is None else Value(y, buffer=place)
 
     def _below(self, x: Value) -> dict[str, Any]:
         """What the gradient of an input needs to be masked: of a ReLU over a convolution, a batch norm, or a sum."""
@@ -212,6 +215,7 @@ class ConvTranspose2d(_Convolution):
     """
 
     accepts_add = False
+    accepts_unfinished = True  # for where its output is to lie
 
     def __init__(
         self,
@@ -259,11 +263,15 @@ class ConvTranspose2d(_Convolution):
         )
 
     def compute(self, x: Any) -> Any:
+        place = None
+        if isinstance(x, Value):
+            place, x = x.place, materialize(self.ops, x).array
         self.save(x=x)
-        return self.ops.conv2d_backward_data(
+        y = self.ops.conv2d_backward_data(
             x, self.params["weight"], self.output_shape(x.shape), **self.geometry,
-            bias=self.params.get("bias"), tf32=self.tf32,
+            bias=self.params.get("bias"), tf32=self.tf32, out=place,
         )  # fmt: skip
+        return y if place is None else Value(y, buffer=place)
 
     def backward_weight(self, dy: Any) -> None:
         x = self.saved().x

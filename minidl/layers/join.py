@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.layers.activation import ReLU
+from minidl.layers.conv2d import Conv2d, ConvTranspose2d
 from minidl.profile import Cost, PassCost
 from minidl.value import Normalized, Origin, Value, materialize
 
-__all__ = ["Add", "Concat", "Mul", "share_buffers"]
+__all__ = ["Add", "Concat", "Mul", "Place", "share_buffers"]
 
 
 class Add(Layer):
@@ -91,7 +92,8 @@ class Concat(Layer):
 
     In a model, concatenations of concatenations, as in a dense block, write into one buffer (`share_buffers`): each
     copies only what is new, and all of them together take the memory of the last. So does the first of what they join
-    where it is a ReLU that finishes a batch norm, as in a U-Net. (Pleiss et al., "Memory-efficient
+    where it is a ReLU that finishes a batch norm, as in a U-Net. What is new and written by a convolution for the
+    concatenation alone is written there at once. (Pleiss et al., "Memory-efficient
     implementation of DenseNets", 2017, do so with buffers that are filled again in the backward pass.)
 
     Shapes:
@@ -104,6 +106,7 @@ class Concat(Layer):
     statistics = False  # a fusion plan's mode: in training, those of the parts are those of the whole
     room = 0  # channels that others will continue the output with, in its buffer
     continues = False  # the buffer of the first input
+    placed: tuple[int, ...] = ()  # which of its inputs are written there
 
     def output_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         if len(shapes) < 2:
@@ -114,7 +117,8 @@ class Concat(Layer):
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
     def cost(self, *shapes: tuple[int, ...], itemsize: int = 4) -> Cost:
-        copied = shapes[1:] if self.continues else shapes
+        lies = {*self.placed, *([0] if self.continues else [])}
+        copied = [shape for i, shape in enumerate(shapes) if i not in lies]
         return Cost(forward=PassCost(0, 2 * sum(map(prod, copied)) * itemsize))
 
     def compute(self, *inputs: Any) -> Any:
@@ -153,8 +157,20 @@ class Concat(Layer):
         return tuple(parts)
 
 
-def share_buffers(graph: Graph) -> None:
-    """Let each concatenation or ReLU whose output a concatenation continues leave room for that in its buffer."""
+class Place(NamedTuple):
+    """Where a convolution's output lies: in the buffer of the node ``owner``, from channel ``first`` on."""
+
+    owner: int
+    first: int
+
+
+def share_buffers(graph: Graph) -> dict[int, Place]:
+    """Let each concatenation or ReLU whose output a concatenation continues leave room for that in its buffer.
+
+    Returns:
+        Convolutions that only such a concatenation reads, by index of the node: they may write there.
+    """
+    places = {}
     readers = graph.consumers()
     for node in reversed(graph.nodes):
         below = graph.nodes[node.inputs[0]] if isinstance(node.layer, Concat) else None
@@ -164,3 +180,12 @@ def share_buffers(graph: Graph) -> None:
         if [i for i in first if isinstance(graph.nodes[i].layer, Concat)] == [node.index]:
             node.layer.continues = True
             below.layer.room = node.layer.room + node.shape[-1] - below.shape[-1]
+            written, first = [], below.shape[-1]
+            for place, part in enumerate(graph.nodes[i] for i in node.inputs[1:]):
+                convolution = type(part.layer) in (Conv2d, ConvTranspose2d)
+                if convolution and readers[part.index] == [node.index] and part.index > below.index:
+                    places[part.index] = Place(below.index, first)
+                    written.append(place + 1)
+                first += part.shape[-1]
+            node.layer.placed = tuple(written)
+    return places

@@ -18,7 +18,7 @@ from typing import Any
 
 from minidl import checks
 from minidl.cuda import activation
-from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.array import as_rows, contiguous, copy_into, empty
 from minidl.cuda.convolution import (
     conv2d_divided,
     conv2d_generic,
@@ -70,6 +70,7 @@ def conv2d(
     relu: bool = False,
     tf32: int = False,
     packed: bool = False,
+    out: Any = None,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
 
@@ -85,9 +86,10 @@ def conv2d(
         packed: a kernel that makes the input as it reads ``x`` may do so in packed 16-bit arithmetic, relu(x*s + t)
             with s = rstd*gamma and t = beta - mean*s rounded to the dtype of x: before its one rounding off by at most
             u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16. Only for means that are small beside deviations.
+        out: where the result is to lie, dense or pitched, or None: a new array.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return _forward("conv2d", x, w, bias, geometry, norm, tf32, packed, relu=relu)[0]
+    return _forward("conv2d", x, w, bias, geometry, norm, tf32, packed, relu=relu, out=out)[0]
 
 
 def conv2d_stats(
@@ -103,6 +105,7 @@ def conv2d_stats(
     tf32: int = False,
     packed: bool = False,
     finish: bool = True,
+    out: Any = None,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
 
@@ -110,7 +113,7 @@ def conv2d_stats(
     they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True)
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True, out=out)
     if stats is None:
         return y, batch_norm_stats(y)
     return y, stats.statistics() if finish else stats
@@ -127,10 +130,15 @@ def _forward(
     packed: bool,
     statistics: bool = False,
     relu: bool = False,
+    out: Any = None,
 ) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
-    y = empty(conv.y_shape, x.dtype)
+    if out is not None and not _writes_at_a_pitch(who, Question("forward", conv, dtype_code(x, who), tf32), x, out):
+        y, stats = _forward(who, x, w, bias, geometry, norm, tf32, packed, statistics, relu)
+        copy_into(out, y)
+        return out, stats
+    y = empty(conv.y_shape, x.dtype) if out is None else out
     code = _check_operands(who, x, w, bias, None, y, tf32)
     if y.size == 0:
         return y, None
@@ -155,6 +163,18 @@ def _forward(
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
     below = conv2d_hopper.Below(x, *norm)
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
+
+
+def _writes_at_a_pitch(who: str, question: Question, source: Any, out: Any) -> bool:
+    """Whether the kernel that is chosen writes its result where ``out`` lies: the copy engine's, as far as that can."""
+    conv, backward = question.conv, question.which == "backward_data"
+    shape = conv.x_shape if backward else conv.y_shape
+    if out.shape != shape or out.dtype != source.dtype:
+        raise checks.bad_shape(who, "out", f"{source.dtype} {shape}", checks.describe(out))
+    if not out.size or textbook() is not None or conv.depthwise or _widened(conv, question.code) is not conv:
+        return False
+    choice = _choose(who, question)
+    return choice.family == "hopper" and conv2d_hopper.writes(conv, question.code, backward, out, choice)
 
 
 def _rectified(y: Any, relu: bool) -> Any:
@@ -183,6 +203,7 @@ def conv2d_backward_data(
     add: Any | None = None,
     mask: Any | None = None,
     tf32: int = False,
+    out: Any = None,
 ) -> Any:
     """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
 
@@ -191,18 +212,23 @@ def conv2d_backward_data(
         add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding.
         mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
             where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
-        stride, padding, dilation, groups, tf32: as in `conv2d`.
+        stride, padding, dilation, groups, tf32, out: as in `conv2d`.
     """
     who = "conv2d_backward_data"
-    conv = convolution(who, x_shape, w.shape, stride, padding, dilation, groups)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x_shape, w.shape, **geometry)
     if dy.shape != conv.y_shape:
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
-    dx = empty(x_shape, dy.dtype)
+    question = Question("backward_data", conv, dtype_code(dy, who), tf32)
+    if out is not None and not _writes_at_a_pitch(who, question, dy, out):
+        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, mask=mask, tf32=tf32))
+        return out
+    assert out is None or mask is None, "a mask may need another pass, which writes a new array"
+    dx = empty(x_shape, dy.dtype) if out is None else out
     code = _check_operands(who, dy, w, bias, add, dx, tf32)
     _check_alike(who, dx, mask=mask)
     if not dx.size:
         return dx
-    question = Question("backward_data", conv, code, tf32)
     choice = _choose(who, question)
     if mask is not None and bias is None and _masks(question, choice):
         below = conv2d_hopper.NOTHING._replace(y=mask)

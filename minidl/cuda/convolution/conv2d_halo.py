@@ -116,6 +116,7 @@ def plan_halo(
     masked: int = 0,
     normalized: int = 0,
     relu: bool = False,
+    written: int = 0,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -161,7 +162,7 @@ def plan_halo(
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
-        (image(columns, h.count, w.count, columns, window), 2),
+        (image(columns, h.count, w.count, written or columns, window), 2),
         (image(columns, h.count, w.count, pitches[1] if added else columns, window), 3),
         *((image(columns, h.count, w.count, pitch, window), 4 + i) for i, pitch in enumerate(pitches[2:])),
     )

@@ -132,13 +132,17 @@ def pays(conv: Convolution, code: int, backward: bool) -> bool:
 
 def aligned(x: Any) -> Any:
     """``x`` itself where the engine can walk it, else a dense copy: rows start at multiples of 16 bytes."""
-    pitch = rows(x)[2]
-    image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
-    if address(x) % ACCESS == 0 and pitch * x.itemsize % ACCESS == 0 and image * pitch * x.itemsize < REACH:
+    if _can_walk(x):
         return x
     out = empty(x.shape, x.dtype)
     copy_into(out, x)
     return out
+
+
+def _can_walk(x: Any) -> bool:
+    pitch = rows(x)[2] * x.itemsize
+    image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
+    return address(x) % ACCESS == 0 and pitch % ACCESS == 0 and image * pitch < REACH
 
 
 def images_at_once(conv: Convolution) -> int:
@@ -160,6 +164,7 @@ def plan(
     normalized: int = 0,
     relu: bool = False,
     parts: int = 0,
+    written: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -175,10 +180,11 @@ def plan(
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
         parts: blocks that share the depth of a tile of conv2d_divided_kernel (of `is_flat` ones); 0: the other kernel.
+        written: elements per pixel of the output; 0: it is dense.
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
-        rest = statistics, masked, normalized, relu
+        rest = statistics, masked, normalized, relu, written
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
     walks, group = walks_of(conv, backward), GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
@@ -188,7 +194,7 @@ def plan(
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        views = _views(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED)
+        views = _views(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
@@ -231,7 +237,8 @@ def gather(
         images = slice(i, min(i + step, conv.images))
         part = conv._replace(images=images.stop - i)
         arrays = w, source[images], output[images], None if add is None else add[images], bias
-        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, relu=relu):
+        how = {"relu": relu, "written": rows(output)[2]}
+        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, **how):
             start(one, *arrays)
 
 
@@ -271,6 +278,11 @@ def _turned(w: Any, conv: Convolution) -> Any:
 def _whole(conv: Convolution, code: int, backward: bool, choice: Choice | None) -> bool:
     """Whether one launch does it all: what is fused into it is then done in the order of sums that it has alone."""
     return conv.images <= images_at_once(conv) and divided(choice, conv, backward, code) is None
+
+
+def writes(conv: Convolution, code: int, backward: bool, output: Any, choice: Choice | None = None) -> bool:
+    """Whether the family's kernels can write their result where ``output`` lies, at a pitch perhaps."""
+    return divided(choice, conv, backward, code) is None and _can_walk(output)
 
 
 def takes_statistics(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
@@ -313,7 +325,8 @@ def forward_fused(
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     device, normalized = current_device(), 0 if below is None else 2 if packed else 1
     chosen = taken(choice, conv, False, device, code, normalized > 0)
-    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, 0, normalized, relu)
+    rest = statistics, 0, normalized, relu, 0, rows(output)[2]
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, *rest)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)
     return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
@@ -430,9 +443,11 @@ def _views(
     tile: HopperTile,
     fetched: int,
     signed: bool = False,
+    written: int = 0,
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
-    places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs."""
+    places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs;
+    ``written``: as of `plan`."""
     spread = _spread(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns, itemsize = columns_of(conv, backward), itemsize_of(code)
@@ -470,7 +485,7 @@ def _views(
     return Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),
-        *((output(*pair, columns), 2) for pair in walks),
+        *((output(*pair, written or columns), 2) for pair in walks),
         *((output(*pair, pitches[1]), 3) for pair in walks),
         *((view, 4 + i) for i, views in enumerate(below) for view in views),
     )
