@@ -49,7 +49,7 @@ _PASSES = {
     ("relu", False): (5, 8),
     ("relu", True): (3, 5),  # mask recomputed from the input, which both backward passes read anyway
     ("join", False): (8, 8),
-    ("join", True): (4, 7),  # the first backward pass reads the output too, and writes the masked gradient
+    ("join", True): (4, 6),  # the first backward pass writes the masked gradient; signs of the output are no pass
     ("sum", False): (6, 5),
     ("sum", True): (4, 5),
     ("partner", False): (3, 5),
@@ -63,10 +63,11 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     kind = site.kind if site.first_back or site.kind == "alone" else "partner"
     modes = modes_of(way)
     forward, backward = _PASSES[kind, "elementwise" in modes]
+    backward += kind == "join" and "elementwise" in modes and itemsize > 2  # without signs it reads the output, too
     forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
     forward -= 2 * bool({"prologue", "pooled", "rectified"} & {*modes})  # done where it is read, or written
     backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
-    # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output); over
+    # The gradient is masked where it is written, and its sums are taken, for a read of the input; over
     # a bare ReLU for a read of that, by a pooling before it makes it large.
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     size = batch * prod(site.shape) * itemsize
