@@ -73,6 +73,37 @@ def test_masking_on_the_way_is_masking_afterwards(ops, case, dtype, joined, adde
     check(ops, case, *operands(rng, case, dtype, joined, added))
 
 
+def check_transposed(ops, case, storage, rng):
+    """Of a transposed convolution, whose gradient is a forward pass: ``y`` of the case is its input."""
+    dy, w, x = (draw(rng, shape, storage, offset=o) for shape, o in ((case.x, 0), (case.w, 0), (case.y, 0.3)))
+    moments = np.stack([rng.standard_normal(case.y[3]), rng.uniform(0.5, 2, case.y[3])]).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, case.y[3])).astype(np.float32)
+    dy_, w_, x_, *norm = put(ops, dy, w, x, moments, gamma, beta)
+    plain = ops.conv2d(dy_, w_, **case.options)
+    found, parts = ops.conv2d_backward_data_masked(dy_, w_, x_, *norm, **case.options, transposed=True)
+    if parts is None:
+        assert ops.to_host(found).tobytes() == ops.to_host(plain).tobytes()
+        return
+    expected = ops.relu_backward(plain, ops.batch_norm_apply(x_, *norm, relu=True))
+    assert ops.to_host(found).tobytes() == ops.to_host(expected).tobytes()
+    sums = ops.to_host(ops.batch_norm_backward_sums(parts, norm[0]))
+    g = ops.to_host(expected).astype(np.float64).reshape(-1, case.y[3])
+    centred = (x.astype(np.float64).reshape(g.shape) - moments[0]) * moments[1]
+    for row, terms in zip(sums, (g, g * centred), strict=True):
+        assert_close(row, terms.sum(0), float32, terms=len(g), scale=np.abs(terms).max(initial=0.0))
+
+
+@cases(ALL)
+def test_of_a_transposed_convolution(ops, case, dtype, rng):
+    check_transposed(ops, case, dtype, rng)
+
+
+@SIXTEEN
+@cases(CASES)
+def test_of_a_transposed_convolution_in_each_family(forced_ops, case, storage, rng):  # noqa: F811
+    check_transposed(forced_ops, case, storage, rng)
+
+
 @SIXTEEN
 @KINDS
 @cases(CASES)

@@ -84,6 +84,8 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
         assert masked.shape == x.shape
         if parts is not None:
             assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape
+    facts = ops.empty((2, filters), np.float32), bias, bias
+    assert ops.conv2d_backward_data_masked(x, w, y, *facts, transposed=True, **where)[0].shape == y.shape
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
     norm = moments, input_bias, input_bias

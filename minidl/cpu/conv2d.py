@@ -166,7 +166,7 @@ def conv2d_backward_data(
 def conv2d_backward_data_masked(
     dy: Array, w: Array, x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *,
     y: Array | None = None, signs: None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    add: Array | None = None, tf32: bool = False,
+    add: Array | None = None, transposed: bool = False, tf32: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d_backward_data` masked by the ReLU below, and for ``batch_norm_backward_sums`` the sums of its batch norm.
 
@@ -174,9 +174,14 @@ def conv2d_backward_data_masked(
         x, moments, gamma, beta: of the batch norm.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         signs: None; GPUs have them of ``y``.
+        transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
+    assert add is None or not transposed, "a convolution adds nothing"
+    if transposed:
+        dx = conv2d(dy, w, **geometry, tf32=tf32)
+    else:
+        dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
     dx = relu_backward(dx, batch_norm_apply(x, moments, gamma, beta, relu=True) if y is None else y)
     return dx, batch_norm_backward_stats(dx, x, moments)
 

@@ -17,7 +17,7 @@ from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, 
 from minidl.fusion.sites import Site
 from minidl.graph import Graph
 from minidl.layer import Layer
-from minidl.layers import Conv2d
+from minidl.layers import Conv2d, ConvTranspose2d
 from minidl.precision import Precision, bfloat16
 
 __all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
@@ -89,7 +89,7 @@ class Machine(NamedTuple):
 
     def does(self, layer: Layer, mode: str, precision: Precision) -> bool:
         """Whether a convolution, or a pooling, has kernels for a mode; else the work is done in passes of its own."""
-        if not isinstance(layer, Conv2d):
+        if not isinstance(layer, (Conv2d, ConvTranspose2d)):
             return True
         if mode == "rectified" and layer.in_channels <= STEM and precision.storage.itemsize == 2:
             return self.arch is not None

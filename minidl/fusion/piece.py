@@ -19,7 +19,7 @@ from minidl.fusion.plans import set_modes
 from minidl.fusion.sites import Site
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers import Add, BatchNorm2d, Conv2d, MaxPool2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
@@ -28,7 +28,8 @@ from minidl.value import Value, finished, materialize
 
 __all__ = ["Cut", "Member", "Piece", "cut", "twin"]
 
-_MEASURED = (Conv2d, BatchNorm2d, ReLU, Add, MaxPool2d)  # and no kinds of these, which may talk to other ranks
+# And no kinds of these, which may talk to other ranks.
+_MEASURED = (Conv2d, ConvTranspose2d, BatchNorm2d, ReLU, Add, MaxPool2d)
 _MOST_SETS = 8
 
 

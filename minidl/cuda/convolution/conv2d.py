@@ -239,9 +239,11 @@ def conv2d_backward_data(
 
 
 def _masks(question: Question, choice: Choice) -> bool:
-    """Whether the kernel that is chosen for a data gradient can mask it."""
-    conv, code = question.conv, question.code
-    return choice.family == "hopper" and code > 0 and not conv.depthwise and conv2d_hopper.masks(conv, code, choice)
+    """Whether the kernel that is chosen for a data gradient, or for that of a transposed convolution, can mask it."""
+    conv, code, backward = question.conv, question.code, question.which == "backward_data"
+    if choice.family != "hopper" or not code or conv.depthwise or not (backward or _widened(conv, code) is conv):
+        return False
+    return conv2d_hopper.masks(conv, code, choice, backward)
 
 
 def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
@@ -268,6 +270,7 @@ def conv2d_backward_data_masked(
     dilation: Pair,
     groups: int,
     add: Any | None = None,
+    transposed: bool = False,
     tf32: int = False,
 ) -> tuple[Any, Any]:
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
@@ -276,6 +279,7 @@ def conv2d_backward_data_masked(
         x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         signs: of ``y`` if ``batch_norm_join`` left them: read instead of it where the kernel can.
+        transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
         add, and the others: as in `conv2d_backward_data`.
 
     Returns:
@@ -284,19 +288,22 @@ def conv2d_backward_data_masked(
     """
     who = "conv2d_backward_data_masked"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = convolution(who, x.shape, w.shape, **geometry)
+    conv = convolution(who, dy.shape if transposed else x.shape, w.shape, **geometry)
+    if (x if transposed else dy).shape != conv.y_shape:
+        raise checks.bad_shape(who, "x" if transposed else "dy", str(conv.y_shape), (x if transposed else dy).shape)
     code = _check_operands(who, dy, w, None, add, x, tf32)
     _check_alike(who, x, y=y)
     if signs is not None:
         check_signs(signs, x)
-    question = Question("backward_data", conv, code, tf32)
+    question = Question("forward" if transposed else "backward_data", conv, code, tf32)
     choice = _choose(who, question)
     if x.size and _masks(question, choice):
-        if dy.shape != conv.y_shape:
-            raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
-        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
+        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice, not transposed)
+    if transposed:
+        assert add is None, "a convolution adds nothing"
+        return conv2d(dy, w, **geometry, tf32=tf32), None
     return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
 
 

@@ -22,7 +22,7 @@
 // With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
 // (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
-// MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
+// MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
 // (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums. 4: as 2, but of y its signs

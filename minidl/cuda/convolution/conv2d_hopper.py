@@ -332,29 +332,30 @@ def forward_fused(
     return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
-def masks(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
+def masks(conv: Convolution, code: int, choice: Choice | None = None, backward: bool = True) -> bool:
     """Whether `masked_gradient` takes the data gradient of a convolution that the family takes: in one launch."""
-    return _whole(conv, code, True, choice) and len(walks_of(conv, True)) <= CLASSES
+    return _whole(conv, code, backward, choice) and len(walks_of(conv, backward)) <= CLASSES
 
 
 def masked_gradient(
-    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None
-) -> Any:
+    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None,
+    backward: bool = True,
+) -> Any:  # fmt: skip
     """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, if there is one.
 
-    Where `masks`.
+    Where `masks`. With ``backward`` false that of a transposed convolution, hence a forward pass of ``dy``.
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
-    chosen = taken(choice, conv, True, device, code) or choose(conv, True, device, code, False, True)
+    chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, False, True)
     signed = below.signs is not None and not isinstance(chosen[0], HaloTile)
     arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
     masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
     if signed:
         arrays.append(below.signs)
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
-    (one,) = plan(conv, code, True, pitches, add is not None, device, chosen, masked=masked)
-    partial = empty((one.patches, 2, conv.channels), float32) if masked != ALONE else None
+    (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, masked=masked)
+    partial = empty((one.patches, 2, columns_of(conv, backward)), float32) if masked != ALONE else None
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return None if partial is None else sums_of(partial)
 
