@@ -26,7 +26,8 @@
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
 // (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums. 4: as 2, but of y its signs
-// are read (signs.cuh), once for a tile: (S, pixels) bytes, tiled; SPREAD: (S, W, H, N), im2col.
+// are read (signs.cuh), once for a tile: (S, pixels) bytes, tiled. With FLAT and 128 columns only: rows of 64 are 8 bytes, less
+// than the engine moves, and kernels whose boxes began between multiples of 16 ended with an error.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
@@ -174,17 +175,11 @@ struct Place {
     }
 
     __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s) const {
-        load(map, to, barrier, tile, s, column(tile, s));
-    }
-
-    // The rows of slab s from a column on.
-    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s,
-                                         int first) const {
         if constexpr (SPREAD) {
             const Pixel from(p.classes[tile.index], row(tile, s));
-            load_pixels(to, map, barrier, first, from.x, from.y, from.image, 0, 0);
+            load_pixels(to, map, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
         } else {
-            load_box(to, map, barrier, first, row(tile, s));
+            load_box(to, map, barrier, column(tile, s), row(tile, s));
         }
     }
 
@@ -205,7 +200,8 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 
 #if MASKED
 // Signs of a tile: rows of SIGN_ROW bytes, 64 of them for each block of a warpgroup.
-constexpr int SIGN_ROW = (TILE_N / 8 + 15) / 16 * 16, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
+constexpr int SIGN_ROW = 16, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
+static_assert(!SIGNED || (FLAT && TILE_N == 8 * SIGN_ROW), "rows of signs that the engine can move");
 
 // One thread: fills stages with what the slabs of a tile need of x and y.
 DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
@@ -215,8 +211,8 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
         barrier_expect(barrier, WARPGROUPS * BLOCKS * SIGN_BYTES);
 #pragma unroll
         for (int i = 0; i < WARPGROUPS * BLOCKS; ++i)
-            Place{at, maps, p, i / BLOCKS}.load(maps.below[READ][tile.index], at.stage(ring.index) + i * SIGN_BYTES,
-                                                barrier, tile, i % BLOCKS, tile.column / 8);
+            load_box(at.stage(ring.index) + i * SIGN_BYTES, maps.below[READ][0], barrier, tile.column / 8,
+                     Place{at, maps, p, i / BLOCKS}.row(tile, i % BLOCKS));
         ring.advance();
     }
     for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)

@@ -63,6 +63,7 @@ CLASSES = 4  # parity classes of one launch, at most
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 WARPGROUPS = 2  # that share the rows of a tile
 ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
+SIGNED_COLUMNS = 128  # of a tile's rows signs are 16 bytes, what the copy engine moves at least
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
@@ -175,7 +176,7 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
-            `SIGNED` is not for windows with a halo.
+            `SIGNED` is for products that `is_flat` says, by tiles of `SIGNED_COLUMNS`.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
@@ -348,7 +349,7 @@ def masked_gradient(
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
     chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, False, True)
-    signed = below.signs is not None and not isinstance(chosen[0], HaloTile)
+    signed = below.signs is not None and is_flat(conv) and chosen[0].columns == SIGNED_COLUMNS
     arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
     masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
     if signed:
@@ -463,26 +464,20 @@ def _views(
         sizes = depth, w.source, h.source, conv.images
         return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step))
 
-    def pixels(h: Walk, w: Walk, code: int, row: int, pixel: int, fetched: int) -> View:
-        """Of an array like the output, with so many elements to a row, bytes to a pixel, elements to a box."""
+    def output(h: Walk, w: Walk, pitch: int) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
+        pixel = pitch * itemsize
         if not spread:
-            return View(code, (row, conv.images * height * width), (pixel,), (fetched, SLAB))
+            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
         apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
         offset = (h.start * width + w.start) * pixel
-        sizes, none = (row, w.count, h.count, conv.images), (0, 0)
-        return View(code, sizes, apart, (fetched, SLAB), (none, none), (1, 1), offset)
-
-    def output(h: Walk, w: Walk, pitch: int) -> View:
-        return pixels(h, w, code, columns, pitch * itemsize, channels)
-
-    def signs(h: Walk, w: Walk) -> View:
-        pitch = signs_pitch(columns)
-        return pixels(h, w, BYTES, pitch, pitch, round_up(ceil_div(tile.columns, 8), ACCESS))
+        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
+        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
 
     below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
     if signed:
-        below[-1] = [signs(*pair) for pair in walks]
+        row, pixels = signs_pitch(columns), conv.images * conv.height * conv.width
+        below[-1] = [View(BYTES, (row, pixels), (row,), (SIGNED_COLUMNS // 8, SLAB))]
     return Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),
