@@ -2,6 +2,7 @@
 # `make` lists the targets.
 #
 #   RANKS=4                   ranks of `make train` (default: one for each GPU, or 2 on the CPU)
+#   JOBS=4                    workers of `make test` (default: one for each core, 8 at most; none beside a GPU)
 #   ARGS="--epochs 5"         further arguments of the script or of pytest
 #   PYTHON=python3            use this interpreter as it is: no environment is made and nothing is downloaded
 
@@ -17,6 +18,7 @@ endif
 
 GPUS = $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 RANKS ?= $(or $(GPUS),2)
+JOBS ?= $(if $(GPUS),0,$(shell echo $$(($$(nproc 2>/dev/null || echo 1) < 8 ? $$(nproc 2>/dev/null || echo 1) : 8))))
 ARGS ?=
 BENCH ?= $(sort $(wildcard benchmarks/bench_*.py))
 PIP := PYTHONWARNINGS=ignore .venv/bin/python -m pip --quiet --disable-pip-version-check
@@ -48,7 +50,8 @@ train: $(BUILT) ## train ResNet-20 on the digits images, data-parallel over RANK
 	@$(PY) -m minidl.launch -n $(RANKS) scripts/train.py --model resnet20 --data digits $(ARGS)
 
 test: $(BUILT) ## every test; those that need a GPU or a peer skip themselves where there is none
-	@$(PY) -m pytest $(ARGS)
+	@workers=$$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist worksteal"); \
+	$(PY) -m pytest $$workers $(ARGS)
 
 test-gpu: $(BUILT) ## the tests that need a GPU
 	@$(PY) -c "$$REQUIRE_GPU"

@@ -7,11 +7,11 @@ A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that t
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
 GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
 order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
-``whole``: what is left at last is not cut once more. ``hold``: messages wait, and start one at a time before the
-backward passes of batch norms and pools that move half as much as the largest, or more. fp32 or bf16: how gradients are
-sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors travel else. Engines
-on GPUs: links (sums by our own kernels where they have a route; links8 and links32: of so many blocks at most, not 16),
-nccl; on CPUs: shm, mpi.
+``whole``: what is left at last is not cut once more. ``soon``, ``hold``: messages start when they are complete, or wait
+for passes that hardly notice them (`minidl.profile.neighbourhood.departures`); default: as `Model` lets them, which is
+``hold`` for links. fp32 or bf16: how gradients are sent. ``sums``: those of large fully connected layers are added up
+as well, in whose place factors travel else. Engines on GPUs: links (sums by our own kernels where they have a route;
+links8 and links32: of so many blocks at most, not 16), nccl; on CPUs: shm, mpi.
 
 All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
 limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
@@ -49,9 +49,7 @@ from minidl.bench.warm import compile_ahead, this_gpu
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
-from minidl.layers import BatchNorm2d, MaxPool2d
-from minidl.model import Model
-from minidl.params import Arena, Message
+from minidl.layers import BatchNorm2d
 from minidl.precision import precision
 from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
@@ -61,11 +59,13 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links/near", "links/0", "links/25", "links/25/bf16", "links16/25", "links8/25", "nccl/4", "nccl/25"],
+    "cuda": ["links/near", "links/0", "links/25", "links/25/bf16", "links/soon", "links8/25", "nccl/4", "nccl/25"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
-FLAGS = ("whole", "hold", "sums")
+FLAGS = ("whole", "sums")
+STARTS = ("soon", "hold")
+SYNTAX = "ENGINE[/GROUP[/whole]][/fp32|bf16][/soon|hold][/sums]"
 PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
@@ -101,7 +101,7 @@ class Arm(NamedTuple):
     dtype: str
     factors: bool
     whole: bool
-    hold: bool
+    start: str
 
     @classmethod
     def parse(cls, text: str, device: str) -> Arm:
@@ -110,14 +110,13 @@ class Arm(NamedTuple):
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+", part)]
-        choices = (
-            groups,
-            *([part for part in rest if part in some] for some in (("fp32", "bf16"), *([flag] for flag in FLAGS))),
-        )
+        words = ("fp32", "bf16"), STARTS, *([flag] for flag in FLAGS)
+        choices = groups, *([part for part in rest if part in some] for some in words)
         if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1 or ("whole" in rest and not groups):
-            raise checks.bad_value("bench_scaling", "--arms", "ENGINE[/GROUP[/whole]][/fp32|bf16][/hold][/sums]", text)
-        group, dtype, whole, hold, sums = (found[0] if found else "" for found in choices)
-        return cls(engine, group or None, dtype or "fp32", not sums, bool(whole), bool(hold))
+            raise checks.bad_value("bench_scaling", "--arms", SYNTAX, text)
+        group, dtype, start, whole, sums = (found[0] if found else "" for found in choices)
+        start = start or ("hold" if engine.startswith("links") else "soon")
+        return cls(engine, group or None, dtype or "fp32", not sums, bool(whole), start)
 
 
 def arguments() -> argparse.Namespace:
@@ -128,7 +127,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", metavar="CASE", help="MODEL/BATCH or MODEL/BATCH/sync")
     p.add_argument("--precision", help="default: bf16 on GPUs, fp32 on CPUs")
     p.add_argument("--fusion", metavar="PLAN", help="of batch norms, see minidl fuse; default: as minidl train")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="ENGINE[/GROUP[/whole]][/fp32|bf16][/hold][/sums]")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help=SYNTAX)
     p.add_argument("--peers", nargs="*", choices=PEERS, default=["torch-ddp"])
     p.add_argument("--blocks", type=int, default=9, help="timed blocks of each arm")
     p.add_argument("--steps", type=int, default=3, help="steps in a row; a block has four rows, two with messages")
@@ -147,9 +146,10 @@ class Ours:
             if isinstance(layer, BatchNorm2d):
                 layer.sync = synchronised
         self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
+        self.neighbours = self.step.model.neighbours()
         fuse(self.step.model, setup.fusion, batch=setup.batch)
         self.tuned_bytes, self.factored = self.step.model.arena.group_bytes, self.step.model.arena.factored
-        self.messages: dict[str, int] = {}
+        self.messages: dict[str, tuple[int, int]] = {}  # of an arm, and how many of them wait
         self._captured: Replay | None = None
 
     def connect(self, arm: Arm) -> None:
@@ -163,7 +163,7 @@ class Ours:
         elif arm.engine == "mpi":
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
-        release(self.step.model, held=arm.hold)
+        arena.neighbours = self.neighbours if arm.start == "hold" else ()
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 
@@ -183,13 +183,12 @@ class Ours:
 
         def prepare() -> None:
             if arm is None:
-                release(self.step.model, held=False)
                 arena.connect(dist.SOLO, self.tuned_bytes)
             else:
                 self.connect(arm)
 
         prepare()
-        self.messages[str(arm)] = len(arena.messages)
+        self.messages[str(arm)] = len(arena.messages), sum(bool(message.before) for message in arena.messages)
         if self.setup.device == "cpu":
             return self.step, prepare
         replay, wire = self.step.capture(beside=self._captured), arena.wire
@@ -222,37 +221,6 @@ class Ours:
         names = {message.name for message in self.step.model.arena.messages}
         waits = [sum(s.ms for s in one.spans if s.pass_name == "wait" and s.layer in names) for one in found[1:]]
         return max(self.comm.share(statistics.median(waits)))
-
-
-def release(model: Model, *, held: bool) -> None:
-    """Whether the model's messages wait for long passes that the memory bounds, or start when they are complete."""
-    arena = model.arena
-    for name in ("_start", "make_room", "begin_step"):
-        vars(arena).pop(name, None)
-    if not held:
-        return
-    waiting: list[Message] = []
-    layers, moved = list(reversed(model.layers)), {layer.name: layer.bytes for layer in model.neighbours()}
-    passes = [moved[layer.name] * isinstance(layer, (BatchNorm2d, MaxPool2d)) for layer in layers]
-    long = {i for i, nbytes in enumerate(passes) if 2 * nbytes >= max(passes) > 0}
-    done = 0
-
-    def begin_step(**options: bool) -> None:
-        nonlocal done
-        done = 0
-        Arena.begin_step(arena, **options)
-
-    def make_room() -> None:
-        nonlocal done
-        done += 1
-        last = not any(i >= done for i in long)
-        while waiting and (done in long or last):
-            Arena._start(arena, waiting.pop(0))
-            if not last:
-                break
-        Arena.make_room(arena)
-
-    arena._start, arena.make_room, arena.begin_step = waiting.append, make_room, begin_step
 
 
 def nothing() -> None:
@@ -354,6 +322,7 @@ def row(
 ) -> dict[str, Any]:
     """A row of the result file."""
     its, images = times[name], setup.batch * setup.ranks
+    messages, waiting = ours.messages[str(arm)]
     low, added, high = its.added
     tuned = "tuned" if isinstance(ours.tuned_bytes, Mapping) else f"{ours.tuned_bytes / (1 << 20):g}"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
@@ -362,7 +331,7 @@ def row(
         "arm": name, "ms": its.messages.ms, "spread": its.messages.spread, "floor_ms": None, "ranks": setup.ranks,
         "fusion": setup.fusion, "images_per_s": images / its.messages.ms * 1e3, "efficiency": its.efficiency,
         "alone_ms": its.messages.ms - added, "alone_spread": its.alone.spread, "exposed_ms": added,
-        "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": ours.messages[str(arm)],
+        "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": messages, "waiting": waiting,
         "group": arm.group or tuned, "whole": arm.whole, "message_dtype": arm.dtype,
         "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,

@@ -7,9 +7,10 @@
 A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
 with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
 weights on the same resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the
-machine meets all; losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch
-runs channels_last: eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here. Bytes
-are the driver's: what a running arm holds, weights and kernels included, what its first steps only tried out excluded.
+machine meets all; after each block one step is timed that finds the GPU idle, until its call returns: the host's time.
+Losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch runs channels_last:
+eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here. Bytes are the driver's:
+what a running arm holds, weights and kernels included, what its first steps only tried out excluded.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class Ours:
         """Losses of an arm's first steps from the starting weights, and the memory that it holds from then on."""
         self.model.load_state_dict(self.start[0])
         self.parts[1].load_state_dict(self.start[1])
+        self.model.random.step = 0  # what is dropped is a function of the step
         self.model.ops.synchronize()
         clean(self.device)
         step, prepare = self.arm(name)
@@ -211,6 +213,16 @@ def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
     return (time.perf_counter() - started) / steps * 1e3
 
 
+def host_ms(step: Step, wait: Callable[[], None]) -> float:
+    """Until a step that finds the device idle returns: what the host takes to start all of its work."""
+    wait()
+    started = time.perf_counter()
+    step()
+    taken = time.perf_counter() - started
+    wait()
+    return taken * 1e3
+
+
 def tell(text: str) -> None:
     """Progress, for those who wait: PyTorch tries out kernels for minutes where a network has many convolutions."""
     print(f"{time.perf_counter() - STARTED:6.1f} s: {text}", file=sys.stderr, flush=True)
@@ -251,17 +263,22 @@ def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
 
     tell("all of them in turns")
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
+    hosts: dict[str, list[float]] = {arm: [] for arm in arms}
     for block in range(a.blocks + 1):
         for arm, (step, prepare) in arms.items():
             prepare()
             ms = block_ms(step, a.steps if block else CHECKED_STEPS, wait)
             if block:
                 samples[arm].append(ms)
+                hosts[arm].append(host_ms(step, wait))
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
-    return [row(setup, name, timings, held, a.peers) for name in a.arms]
+    host = {arm: Timing(tuple(values)).ms for arm, values in hosts.items()}
+    return [row(setup, name, timings, host, held, a.peers) for name in a.arms]
 
 
-def row(setup: Setup, name: str, timings: dict[str, Timing], held: dict[str, int], peers: list[str]) -> dict[str, Any]:
+def row(
+    setup: Setup, name: str, timings: dict[str, Timing], host: dict[str, float], held: dict[str, int], peers: list[str]
+) -> dict[str, Any]:
     mine = timings[name]
     gpu = setup.device == "cuda"
     return {
@@ -276,6 +293,8 @@ def row(setup: Setup, name: str, timings: dict[str, Timing], held: dict[str, int
         "peer_spreads": {peer: timings[peer].spread for peer in peers},
         "images_per_s": setup.batch / mine.ms * 1e3,
         "ratio_to_best_peer": min(timings[peer].ms for peer in peers) / mine.ms if peers else None,
+        "host_ms": host[name] if gpu else None,
+        "peer_host_ms": {peer: host[peer] for peer in peers} if gpu else {},
         "device_bytes": held[name] if gpu else None,
         "peer_device_bytes": {peer: held[peer] for peer in peers} if gpu else {},
     }
@@ -292,15 +311,16 @@ def main() -> None:
         if a.json:
             write(a.json, result("bench_train", rows))
     rows.sort(key=lambda row: row["ratio_to_best_peer"] or 0)
-    columns = ["case", "dtype", "arm", "ms", "spread", "images/s", "GB", *a.peers, "best peer / ours"]
+    columns = ["case", "dtype", "arm", "ms", "spread", "host", "images/s", "GB", *a.peers, "best peer / ours"]
     table = [
         [row["case"], row["dtype"], row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}"]
-        + [f"{row['images_per_s']:.0f}", f"{(row['device_bytes'] or 0) / 1e9:.2f}"]
-        + [f"{row['peers'][peer]:.2f}" for peer in a.peers]
+        + [f"{row['host_ms'] or row['ms']:.2f}", f"{row['images_per_s']:.0f}"]
+        + [f"{(row['device_bytes'] or 0) / 1e9:.2f}"]
+        + [f"{row['peers'][peer]:.2f} ({row['peer_host_ms'].get(peer, row['peers'][peer]):.2f})" for peer in a.peers]
         + [f"{row['ratio_to_best_peer']:.2f}" if a.peers else ""]
         for row in rows
     ]
-    show("training step, milliseconds (peers: milliseconds)", columns, table)
+    show("training step, milliseconds (peers: milliseconds, and the host's)", columns, table)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class Arrays(bench_conv.Arrays):
                 return g
             if self.joined:
                 return g, ops.batch_norm_join_backward_stats(g, signs, raw, self.moments)
-            return g, ops.batch_norm_relu_backward_stats(g, raw, self.moments, *self.affine)
+            return g, ops.batch_norm_activate_backward_stats(g, raw, self.moments, *self.affine)
 
         groups = zip(self.dy, self.inputs, self.outputs, self.x, strict=True)
         arrays = [tuple(map(self.array, group)) for group in groups]

@@ -1,5 +1,6 @@
 """minidl: a standalone deep-learning library for convolutional networks, with explicit backward passes."""
 
+from minidl import extensions  # noqa: F401  (first: the others need what it asks for)
 from minidl.adaptive import LAMB, LARS, AdamW
 from minidl.average import WeightAverage
 from minidl.backend import get_ops

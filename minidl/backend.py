@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from types import ModuleType
@@ -16,6 +17,7 @@ __all__ = ["get_ops", "open_device", "ops_of"]
 _TABLES = ("cpu", "cuda")
 
 
+@functools.cache
 def get_ops(device: str) -> ModuleType:
     """The operation table of ``"cpu"`` or ``"cuda"``.
 
@@ -43,12 +45,12 @@ def open_device(device: str) -> ModuleType:
 
 def ops_of(array: Any) -> ModuleType | None:
     """The table whose arrays ``array`` is one of; None for any other kind of object."""
-    if isinstance(array, np.ndarray):
-        # Inside a dry run, NumPy arrays that nobody touches stand for those of the GPU.
-        device = sys.modules.get("minidl.cuda.device")
-        return get_ops("cpu" if device is None or device.active_dry_run() is None else "cuda")
     # A CuPy array can only exist when its owner has imported CuPy.
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         return get_ops("cuda")
+    if isinstance(array, np.ndarray):
+        # Inside a dry run, NumPy arrays that nobody touches stand for those of the GPU.
+        device = sys.modules.get("minidl.cuda.device")
+        return get_ops("cpu" if device is None or device.active_dry_run() is None else "cuda")
     return None

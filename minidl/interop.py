@@ -24,7 +24,7 @@ def take_in(array: Any, who: str, argument: str) -> tuple[Any, ModuleType]:
     """
     ops = backend.ops_of(array)
     if ops is not None:
-        if isinstance(array, np.ma.MaskedArray):
+        if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
             raise checks.bad_dtype(who, argument, "an array without a mask", "a masked array", "fill it: x.filled(0)")
         return array, ops
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):

@@ -26,7 +26,7 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.shapes import Pair
 from minidl.store import TensorStore
-from minidl.value import MaskedGradient, Value
+from minidl.value import GatedGradient, MaskedGradient, Value
 
 __all__ = ["Layer"]
 
@@ -51,6 +51,7 @@ class Layer:
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
+    accepts_gated = False  # ... and a `GatedGradient` to add
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     factored = False  # may send factors of its gradients in their place
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
@@ -80,7 +81,7 @@ class Layer:
         self._again = False  # within `rerun`
         self._has_saved = False  # in this forward pass
         self._taken: SimpleNamespace | None = None
-        self._checked: Any = None  # table, shapes and dtypes of the last inputs that passed the door
+        self._checked: Any = None  # facts of the last inputs that passed the door (`_enter`), and the output's shape
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
 
     # -- written by the author --------------------------------------------------------------------------------------
@@ -247,7 +248,8 @@ class Layer:
         self._taken = self.store.take(self.name)
         if self._arena is not None:
             self._arena.begin_step()
-        tiled = isinstance(self.params, LayerParams) and self.params.tiled
+        params = self.params or None
+        tiled = params is not None and params.tiled
         try:
             factors = self.send_factors(array)
             # Weights that are updated tile by tile must have served the input gradient before; and it hides factors.
@@ -256,10 +258,10 @@ class Layer:
             if factors is not None:
                 with self.profiler.span(self.name, "wait"):
                     factors.wait()
-            self._weight_gradients(array, self.params.tiles if tiled else None)
-            if isinstance(self.params, LayerParams):
+            self._weight_gradients(array, params.tiles if tiled else None)
+            if params is not None:
                 with self.profiler.span(self.name, "message"):
-                    self.params.ready(summed=factors is not None)
+                    params.ready(summed=factors is not None)
             if not early:
                 dx = self._input_gradient(array, add)
         except BaseException:
@@ -316,14 +318,14 @@ class Layer:
             if table is not None and ops is not table:
                 raise checks.bad_dtype(self.name, "all inputs", f"on one device ({table.name})", f"one on {ops.name}")
             table = ops
-        facts = (table, tuple((a.shape, a.dtype) for a in arrays))
-        if facts != self._checked:
+        facts = [table, *[(a.shape, a.dtype) for a in arrays]]
+        if self._checked is None or facts != self._checked[0]:
             for a in arrays:
                 if a.dtype != arrays[0].dtype:
                     raise checks.bad_dtype(self.name, "all inputs", f"of one dtype ({arrays[0].dtype})", a.dtype)
-            self.output_shape(*(a.shape for a in arrays))
+            shape = self.output_shape(*(a.shape for a in arrays))
             self._adopt(table or self.ops, arrays[0].dtype)  # last: what is refused leaves no trace
-            self._checked = facts
+            self._checked = facts, shape
         return arrays
 
     def _enter_gradient(self, dy: Any) -> Any:
@@ -336,19 +338,20 @@ class Layer:
             if self.ops is not None and ops is not self.ops:
                 raise checks.bad_dtype(self.name, "dy", f"a {self.ops.name} array", f"a {ops.name} array")
         if self._kept is not None:
-            expected = self.output_shape(*(shape for shape, _ in self._kept[1]))
-            self._require_alike("dy", array, expected, self._kept[1][0][1])
+            (_, (_, dtype), *_), shape = self._kept
+            self._require_alike("dy", array, shape, dtype)
         return array
 
     def _enter_add(self, add: Any) -> Any:
         """The gradient to add, in the shape and dtype of the one input."""
-        array, ops = interop.take_in(add, self.name, "add")
+        array, ops = (add, self.ops) if isinstance(add, GatedGradient) else interop.take_in(add, self.name, "add")
         if ops is not self.ops:
             raise checks.bad_dtype(self.name, "add", f"a {self.ops.name} array", f"a {ops.name} array")
         if self._kept is not None:
-            if len(self._kept[1]) != 1:
+            _, first, *others = self._kept[0]
+            if others:
                 raise checks.bad_value(self.name, "add", "None, as it has several inputs", checks.describe(array))
-            self._require_alike("add", array, *self._kept[1][0])
+            self._require_alike("add", array, *first)
         return array
 
     def _require_alike(self, argument: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:

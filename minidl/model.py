@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -17,26 +18,24 @@ import numpy as np
 
 from minidl import backend, checkpoint, checks
 from minidl.dist.agree import require_same, require_same_arrays
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import SOLO, Communicator, by_kernels
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers.join import share_buffers
+from minidl.layers.join import defer_gates, share_buffers
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
 from minidl.profile.factors import most_rows
-from minidl.profile.neighbourhood import Neighbour
+from minidl.profile.neighbourhood import ABSORBED, FEW, Neighbour
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
 from minidl.store import TensorStore
 from minidl.summary import Summary, summarize
-from minidl.value import Value, finished, materialize
+from minidl.value import GatedGradient, Value, finished, materialize
 
 __all__ = ["Model"]
-
-_FEW = 32  # samples
 
 
 class Model(checks.Told):
@@ -53,7 +52,8 @@ class Model(checks.Told):
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
             By layer: what is enough for a message that ends there (`minidl.profile.neighbourhood.by_neighbourhood` of
-            `neighbours`). None: what `minidl tune comm` measured on this machine, else 4 MiB, on GPUs 25 MiB.
+            `neighbours`). None: between the GPUs of a host that see each other's memory 25 MiB; else what
+            `minidl tune comm` measured on this machine, or 4 MiB, on GPUs 25 MiB.
         factors: on several GPUs, the rows whose product a large fully connected layer's gradient is may travel in its
             place, where they take less (`minidl.profile.factors`); sums then differ in their last bits. They are not
             used with micro-batches, gradients in the momentum, gradients looked at for NaN, or a limit of memory.
@@ -110,18 +110,21 @@ class Model(checks.Told):
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
         self._places = share_buffers(graph)
+        defer_gates(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
+        layers = self.neighbours() if comm.size > 1 else ()
         if group_bytes is None:
-            layers = self.neighbours() if comm.size > 1 else ()
             group_bytes = grouping.group_bytes(self.ops, comm, layers, self.precision.storage.itemsize)
         sent = parse_precision(message_dtype).storage
         self.arena.factored = self._factored(sent.itemsize) if factors and comm.size > 1 else {}
+        self.arena.neighbours = layers if by_kernels(comm) else ()
         self.arena.connect(comm, group_bytes, sent)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
         self.input_grad = input_grad
-        self._needs_grad = [True] * len(graph.nodes) if input_grad else _needs_grad(graph)
+        needs = self._needs_grad = [True] * len(graph.nodes) if input_grad else _needs_grad(graph)
+        self._needs_input_grad = [any(needs[i] for i in node.inputs) for node in graph.nodes]
         self._modes = [(attrgetter(*layer.modes), layer) for layer in graph.layers]
         self._shapes: tuple[int, ...] | None = None
         self.training = True
@@ -139,19 +142,17 @@ class Model(checks.Told):
         return {name: rows for name, rows in found.items() if rows}
 
     def neighbours(self) -> list[Neighbour]:
-        """The layers in the order of the backward pass, each with the gradients that it sends and its work on a few
-        samples: enough of them that weights are not the most that it moves.
-        """
+        """The layers in the order of the backward pass, each with the gradients that it sends and its work."""
         nodes, itemsize = self.graph.nodes, self.precision.storage.itemsize
         sent = Counter()
         for segment in self.arena.segments:
             sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
         found = []
         for node in reversed([node for node in nodes if node.layer is not None]):
-            try:
-                cost = node.layer.cost(*((_FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
-            except NotImplementedError:  # a layer whose author left it out: as if it took no time
-                cost = Cost()
+            cost = Cost()  # where a plan lets others do the work, or the layer's author left it out
+            if type(node.layer).__name__ not in ABSORBED:
+                with suppress(NotImplementedError):
+                    cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             work = cost.backward_weight + cost.backward_data
             found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes))
         return found
@@ -160,7 +161,7 @@ class Model(checks.Told):
         """Refuse to train when ranks disagree about the plan or the starting weights."""
         plan = [segment.describe() for segment in self.arena.segments]
         plan += [f"{layer.name} {layer!r}" for layer in self.layers]
-        plan += [f"message {m.begin}..{m.end}" for m in self.arena.messages]
+        plan += [f"message {m.begin}..{m.end} {m.before and f'before {m.before}'}" for m in self.arena.messages]
         plan += [f"factors of {name} up to {rows} rows" for name, rows in self.arena.factored.items()]
         plan.append(f"tuned kernels {self._kernels}")
         require_same(
@@ -260,9 +261,13 @@ class Model(checks.Told):
             grads[node.index] = None
             if not layer.accepts_masked:
                 dy = finished(self.ops, dy)
-            layer.needs_input_grad = any(self._needs_grad[i] for i in node.inputs)
+            layer.needs_input_grad = self._needs_input_grad[node.index]
+            self.arena.reach(layer.name)
             single = node.inputs[0] if len(node.inputs) == 1 else None
-            dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
+            add = grads[single] if single is not None else None
+            if not (layer.accepts_gated and isinstance(add, GatedGradient)):
+                add = finished(self.ops, add)
+            dx = layer.backward(dy, add=add)
             self.arena.make_room()
             if not layer.needs_input_grad:
                 continue
@@ -270,6 +275,7 @@ class Model(checks.Told):
                 grads[single] = dx
             else:
                 self._spread(node, dx, grads)
+        self.arena.reach(None)
         return finished(self.ops, grads[0]) if self.input_grad else None
 
     def _spread(self, node: Node, dx: Sequence[Any], grads: list[Any]) -> None:

@@ -309,9 +309,9 @@ class SGD(checks.Told):
         """From now on update each message's layers within the backward pass; gradients then need ``slots`` messages.
 
         Weights, momentum and checkpoints stay those of `step` after the backward pass, bit for bit; `step` finishes the
-        last messages. ResNet-152 then holds 5 % of its gradients on one rank, VGG-16 13 %: a huge dense layer's are
-        made, and updated, in tiles. An error within a backward pass leaves
-        weights of two steps behind: go on from a checkpoint.
+        last messages. ResNet-152 then holds 4 % of its gradients on one rank, VGG-16 12 %: a huge dense layer's are
+        made, and updated, in tiles. An error within a backward pass leaves weights of two steps behind: go on from a
+        checkpoint.
 
         Args:
             slots: messages held at once; default: 1 on one rank, 2 on several, where one is under way meanwhile.

@@ -25,7 +25,7 @@ from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.initializers import generator
 from minidl.precision import Precision, float32
-from minidl.profile.neighbourhood import cut
+from minidl.profile.neighbourhood import Neighbour, cut, departures
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.ring import Ring, Whole
 from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
@@ -52,6 +52,9 @@ class LayerParams(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._views[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._views.get(name, default)  # the base class tries, and catches
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
 
@@ -68,9 +71,10 @@ class LayerParams(Mapping[str, Any]):
 
     def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
         """Where to write the gradient of ``name``, or a tile of it, now; None when it is absent or frozen."""
-        if not self.trainable(name):
+        segment = self._segments.get(name)
+        if segment is None or not segment.trainable:
             return None
-        return Gradient(*self._arena.claim(self._segments[name], rows))
+        return self._arena.claim(segment, rows)
 
     @property
     def tiled(self) -> bool:
@@ -147,10 +151,12 @@ class Arena:
         self.grad = ops.zeros((self.trainable_size,), np.dtype(np.float32))
         mixed = precision.storage != np.float32
         self.working = ops.cast(self.master, precision.storage) if mixed else self.master
-        self._written: set[tuple[str, int]] = set()  # parameters, and where a tile begins
+        self._written: set[tuple[str, str, int]] = set()  # layer, parameter, where a tile begins
         self._abandoned = False
         self._places: Whole | Ring = Whole()  # what ``grad`` holds at a time, and where
         self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
+        self.neighbours: Sequence[Neighbour] = ()  # beside which messages may wait to start; none: they do not
+        self._waiting: deque[Message] = deque()  # complete, not started yet
         self._shares: list[int] | None = None  # rows of the batch on each rank, in this step
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
@@ -212,7 +218,7 @@ class Arena:
         if self.comm.size == 1 and self._look is None:  # what is sent, or looked at, is held whole
             tiled = {s.layer: s for s in self.segments if s.rows and s.trainable}
         for message in self.messages:
-            segment = tiled.get(message.layers[0])
+            segment, message.before = tiled.get(message.layers[0]), ""  # a slot is wanted again soon
             message.own = message.begin if segment is None else segment.stop, message.end
         self._places = Ring(self.messages, slots, tiled, self.trainable_size)
         size = (self._places.size,)
@@ -260,10 +266,22 @@ class Arena:
         self.grad = self.wire = sums
         self.begin_step()
 
-    def gradient(self, begin: int, end: int) -> Any:
-        """The gradients of elements ``begin`` to ``end``, which belong to one message."""
-        at = self._places.at(begin)
-        return self.grad[at : at + end - begin]
+    @property
+    def grad(self) -> Any:
+        """The gradients, flat."""
+        return self._grad
+
+    @grad.setter
+    def grad(self, array: Any) -> None:
+        self._grad, self._views = array, {}
+
+    def gradient(self, begin: int, end: int, shape: tuple[int, ...] | None = None) -> Any:
+        """The gradients of elements ``begin`` to ``end``, which belong to one message; flat, or in ``shape``."""
+        at, shape = self._places.at(begin), (end - begin,) if shape is None else shape
+        view = self._views.get((at, shape))
+        if view is None:  # to cut it takes the host longer than to launch a kernel
+            view = self._views[at, shape] = self.grad[at : at + end - begin].reshape(shape)
+        return view
 
     # -- one backward pass ------------------------------------------------------------------------------------------
 
@@ -291,6 +309,10 @@ class Arena:
         groups = cut(sizes, group_bytes, tiled, self.factored if comm.size > 1 else ())
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
+        if self.neighbours and comm.size > 1:
+            before = departures(self.neighbours, groups, self.precision.storage.itemsize)
+            for message in self.messages:
+                message.before = before.get(message.layers[-1], "")
         self._share_out()
         if self.slots:
             self.ring(self.slots, self._update)
@@ -339,6 +361,7 @@ class Arena:
             text = "the momentum holds gradients of a backward pass that failed"
             raise checks.order("gradients", text, "load_state_dict, or go on from a checkpoint")
         self._ready.clear()
+        self._waiting.clear()
         self._begun.clear()
         self._shares = None
         self._abandoned = False
@@ -355,17 +378,18 @@ class Arena:
         """Whether ``grad`` holds gradients of an unfinished step beside what it is for."""
         return self.adds and bool(self._written)
 
-    def claim(self, segment: Segment, rows: slice | None = None) -> tuple[Any, bool]:
+    def claim(self, segment: Segment, rows: slice | None = None) -> Gradient:
         """The gradient's view, or that of a tile of it, and whether this is the first contribution of the step."""
         begin, end, shape = segment.offset, segment.offset + segment.size, segment.shape
         if rows is not None:
             begin, end = segment.span(rows)
             shape = rows.stop - rows.start, *shape[1:]
-        first = (segment.full_name, begin) not in self._written and not self.adds
-        self._written.add((segment.full_name, begin))
+        key = segment.layer, segment.name, begin
+        first = key not in self._written and not self.adds
+        self._written.add(key)
         if self.slots:
             self._clear_padding(self._message_of[segment.layer])
-        return self.gradient(begin, end).reshape(shape), first
+        return Gradient(self.gradient(begin, end, shape), first)
 
     def tile_ready(self, layer: str, rows: slice) -> None:
         """Update one tile of a tiled layer, and the padding behind the last one."""
@@ -406,9 +430,17 @@ class Arena:
             raise checks.order(layer, "backward ran twice in one step", "start each step with begin_step()")
         if message.waiting == 0 and self._send:
             message.summed = summed
+            if message.before:
+                self._waiting.append(message)
+                return
             self._start(message)
             if self.slots:
                 self._ready.append(message)
+
+    def reach(self, layer: str | None) -> None:
+        """Before a layer's backward pass, and with None behind the last one: start the messages that waited for it."""
+        while self._waiting and layer in (None, self._waiting[0].before):
+            self._start(self._waiting.popleft())
 
     def _start(self, message: Message) -> None:
         """Send the message's gradients; those that are sums already need no journey."""

@@ -90,6 +90,7 @@ class Message:
     work: Work | None = None
     cuts: tuple[int, ...] = ()  # of a sharded arena: where the parts of the ranks begin and end, from ``begin``
     own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
+    before: str = ""  # the layer whose backward pass it waits for, to start then; else it starts when it is complete
     summed: bool = False  # the layer makes sums over ranks itself in this step: nothing is sent
     begun: bool = False  # to be updated in this step, within the backward pass
     updated: bool = False  # all of it

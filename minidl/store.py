@@ -27,7 +27,7 @@ def slot_key(array: Any) -> Hashable:
     A ReLU's output is the next convolution's input: both save one buffer, which must be counted and moved once.
     """
     address = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
-    return address, array.shape, array.strides, str(array.dtype)
+    return address, array.shape, array.strides, array.dtype
 
 
 @dataclass
@@ -61,7 +61,7 @@ class TensorStore:
         """Keep ``items`` of the layer named ``owner``. Arrays become shared slots, anything else is kept as it is."""
         frame = {}
         for name, item in items.items():
-            if hasattr(item, "strides") and not isinstance(item, np.generic) and item.size:
+            if hasattr(item, "itemsize") and not isinstance(item, np.generic) and item.size:
                 key = slot_key(item)
                 slot = self._slots.get(key)
                 if slot is None or slot.source() is None:

@@ -4,17 +4,28 @@ A layer may hand over a `Value` whose ``array`` is missing: the batch normalisat
 ``origin`` are then still to be done, by the consumer's own kernel if it can (fusion), else by `materialize`, one
 elementwise kernel. Either way the numbers are the same, so any fusion plan is correct; only bytes and time differ.
 
-Backward, a ReLU that finished such a value may hand down a `MaskedGradient`, whose mask is still owed, for the batch
-norm below to apply in its own kernels.
+Backward, an activation that finished such a value may hand down a `MaskedGradient`, whose mask or slope is still owed,
+for the batch norm below to apply in its own kernels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["MaskedGradient", "Normalized", "Origin", "PooledGradient", "Value", "finished", "materialize", "owed"]
+__all__ = [
+    "Function",
+    "GatedGradient",
+    "MaskedGradient",
+    "Normalized",
+    "Origin",
+    "PooledGradient",
+    "Value",
+    "finished",
+    "materialize",
+    "owed",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,20 @@ class Normalized:
     owner: str = ""
 
 
+class Function(NamedTuple):
+    """An activation as the operation tables take it.
+
+    ``keeps_output``: its gradient is taken as a function of its output, else of its input.
+    """
+
+    name: str
+    slope: float = 0.0
+    keeps_output: bool = False
+
+
+RELU = Function("relu", keeps_output=True)
+
+
 @dataclass(frozen=True)
 class Origin:
     """What a value is made of: the sum of ``terms``, each normalised or plain, then ReLU if ``relu``.
@@ -45,7 +70,7 @@ class Origin:
     owner: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Value:
     """An array with notes, which are never owed.
 
@@ -61,6 +86,10 @@ class Value:
     buffer: Any = None
     signs: Any = None
     place: Any = None
+
+    def __init__(self, array: Any = None, origin: Origin | None = None, stats: Any = None, buffer: Any = None):
+        # A frozen class's own would set them one by one, four times as long; every layer's output is one.
+        self.__dict__.update(array=array, origin=origin, stats=stats, buffer=buffer)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,21 +146,23 @@ def materialize(ops: ModuleType, value: Value) -> Value:
 class MaskedGradient:
     """The gradient of a ReLU's input, the mask still owed: ``dy`` where the ReLU's output was positive, else 0.
 
-    One object may travel down both branches of a join: who masks it first leaves the result for the others.
+    One object may travel down both branches of a join: who masks it first leaves the result for the others. Over a
+    single batch norm it may be another activation's, whose slope is owed instead.
 
     Attributes:
-        dy: gradient of the ReLU's output.
-        y: that output, or its signs; None where it is the one batch norm ``term``, and follows from it.
-        term: the batch norm under the ReLU, if there is nothing else.
+        dy: gradient of the activation's output.
+        y: that output, of a ReLU its signs perhaps; None where it is the one batch norm ``term``, and follows from it.
+        term: the batch norm under the activation, if there is nothing else.
+        function: the activation; a ReLU unless there is a ``term``.
         array: the masked gradient, once somebody has it.
         relu, norm, parts: where a convolution has masked (`masked`), the names of the ReLU and of a batch norm
             under it, and the parts of that one's sums.
     """
 
-    __slots__ = ("array", "dy", "norm", "parts", "relu", "term", "y")
+    __slots__ = ("array", "dy", "function", "norm", "parts", "relu", "term", "y")
 
-    def __init__(self, dy: Any, *, y: Any = None, term: Normalized | None = None):
-        self.dy, self.y, self.term, self.array = dy, y, term, None
+    def __init__(self, dy: Any, *, y: Any = None, term: Normalized | None = None, function: Function = RELU):
+        self.dy, self.y, self.term, self.function, self.array = dy, y, term, function, None
         self.relu, self.norm, self.parts = "", "", None
 
     @classmethod
@@ -152,9 +183,17 @@ class MaskedGradient:
     def finish(self, ops: ModuleType) -> Any:
         """The masked gradient as an array."""
         if self.array is None:
-            y = self.y if self.term is None else materialize(ops, Value(origin=Origin((self.term,), relu=True))).array
-            self.array = ops.relu_backward(self.dy, y)
+            name, slope, _ = self.function
+            if self.term is None:
+                self.array = ops.relu_backward(self.dy, self.y)
+            else:
+                self.array = ops.activate_backward(self.dy, self._kept(ops, self.term), name, slope)
         return self.array
+
+    def _kept(self, ops: ModuleType, term: Normalized) -> Any:
+        """What the activation would have kept over the batch norm: its output, or its input."""
+        facts, (name, slope, keeps_output) = (term.raw, term.moments, term.gamma, term.beta), self.function
+        return ops.batch_norm_activate(*facts, name, slope) if keeps_output else ops.batch_norm_apply(*facts)
 
 
 class PooledGradient(MaskedGradient):
@@ -179,6 +218,24 @@ class PooledGradient(MaskedGradient):
     def finish(self, ops: ModuleType) -> Any:
         masked = ops.relu_backward(self.dy, self.y) if self.array is None else self.array
         return ops.max_pool2d_backward(masked, self.index, self._shape, **self.window)
+
+
+class GatedGradient(MaskedGradient):
+    """The gradient of an image that a gate multiplies: the product ``dy * gate`` is still owed.
+
+    Nobody gets it but the pooling that reads the same image, as what it has to add (`layers.join.defer_gates`).
+    """
+
+    __slots__ = ("gate",)
+
+    def __init__(self, dy: Any, gate: Any):
+        super().__init__(dy)
+        self.gate = gate
+
+    def finish(self, ops: ModuleType) -> Any:
+        if self.array is None:
+            self.array = ops.mul(self.dy, self.gate)
+        return self.array
 
 
 def finished(ops: ModuleType, gradient: Any) -> Any:

@@ -6,6 +6,7 @@ For dry runs on shapes. Convolutions and sparse products are in test_cuda_compil
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from minidl.cuda.spin import spin
 from minidl.precision import bfloat16, float16, float32
 
 STORAGE = (float32, bfloat16, float16)
+PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # that compile: as many as cores, in all
 ACTIVATIONS = ("relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
 
 
@@ -77,9 +79,9 @@ def call_batch_norm() -> None:
                 ops.batch_norm_backward_apply(x, x, moments, gamma, sums, count, add=add)
                 ops.batch_norm_backward_apply(x, x, moments, None, None, None, add=add)
                 for known in ((sums, count), (None, None)):
-                    ops.batch_norm_relu_backward_apply(x, x, moments, gamma, beta, *known, add=add)
+                    ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, *known, add=add)
             ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
-            ops.batch_norm_relu_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
+            ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
             ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
             for other in ({}, {"add_moments": moments, "add_gamma": gamma, "add_beta": beta}):
                 y, signs = ops.batch_norm_join(x, moments, gamma, beta, x, **other)
@@ -88,6 +90,15 @@ def call_batch_norm() -> None:
                 ops.batch_norm_join_backward_stats(x, signs, x, moments, dgamma=dgamma)
                 for add in (None, x):
                     assert ops.relu_backward(x, signs, add=add).shape == x.shape
+        # Every function with the widest vectors; the other widths with a ReLU above: they do not meet in the kernels.
+        x = next(activations(dtype))
+        moments, gamma, beta = ops.empty((2, x.shape[-1]), np.float32), *parameters(*[x.shape[-1]] * 2)
+        sums, count = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
+        for function in ACTIVATIONS:
+            assert ops.batch_norm_activate(x, moments, gamma, beta, function, 0.1).shape == x.shape
+            ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, function, 0.1)
+            ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, sums, count, function, 0.1)
+            ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, None, None, function, 0.1, add=x)
 
 
 def call_activation() -> None:
@@ -108,7 +119,8 @@ def call_join() -> None:
             ops.add(x, x)
             assert ops.concat([x, x[..., :1], x]).shape[-1] == 2 * x.shape[-1] + 1
             gate = ops.gate_gradient(x, x)
-            assert ops.mul(ops.mul(x, x), gate).shape == x.shape and gate.shape == (x.shape[0], 1, 1, x.shape[-1])
+            assert ops.mul(ops.mul(x, x), gate).shape == x.shape == ops.gate_backward(x, gate, gate).shape
+            assert gate.shape == (x.shape[0], 1, 1, x.shape[-1])
 
 
 def call_group_norm() -> None:
@@ -240,7 +252,8 @@ def call_soft_loss() -> None:
 def call_pointwise_loss() -> None:
     for dtype, loss in itertools.product(STORAGE, ("mse", "bce_with_logits", "focal")):
         for x in (ops.empty((4, 100, 100, 8), dtype), ops.empty(7, dtype), ops.empty((0, 3), dtype)):
-            ops.pointwise_loss_backward(x, x, ops.pointwise_loss(x, x, loss), None, loss)
+            for b in (0.0, 2.0, 2.5) if loss == "focal" else (0.0,):
+                ops.pointwise_loss_backward(x, x, ops.pointwise_loss(x, x, loss, 0.25, b), None, loss, 0.25, b)
 
 
 def call_optim() -> None:

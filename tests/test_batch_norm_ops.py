@@ -7,6 +7,7 @@ import pytest
 
 from minidl.precision import float32
 from tests.layouts import LAYOUTS, place
+from tests.reference import activation
 from tests.reference import batch_norm as reference
 from tests.reference.differences import assert_gradient
 from tests.tolerance import assert_close, draw
@@ -292,15 +293,63 @@ def test_a_recomputed_mask_is_the_forward_passs_to_the_bit(ops, rng, dtype, shap
     affine = [ops.from_host(v) for v in (moments, gamma, beta)]
     masked = ops.relu_backward(dy_, ops.batch_norm_apply(x_, *affine, relu=True))
     plain = ops.batch_norm_backward_stats(masked, x_, affine[0])
-    fused = ops.batch_norm_relu_backward_stats(dy_, x_, *affine)
+    fused = ops.batch_norm_activate_backward_stats(dy_, x_, *affine)
     assert_same(ops.to_host(fused), ops.to_host(plain))
     sums, count = ops.from_host(rng.standard_normal((2, shape[-1]))), ops.from_host(np.array([7.0]))
     for given in ((sums, count), (None, None)):
         options = {"add": add_ if with_add else None}
         plain = ops.batch_norm_backward_apply(masked, x_, *affine[:2], *given, **options)
-        fused = ops.batch_norm_relu_backward_apply(dy_, x_, *affine, *given, **options)
+        fused = ops.batch_norm_activate_backward_apply(dy_, x_, *affine, *given, **options)
         assert fused.dtype == dtype
         assert_same(ops.to_host(fused), ops.to_host(plain))
+
+
+def away_from_kinks(x, moments, gamma, beta, function):
+    """``x``, and what the batch norm makes of it in float64; moved off kinks, which have no one slope."""
+    for kink in activation.KINKS.get(function, ()):
+        z = reference.apply(x, moments.astype(np.float64), gamma, beta)
+        x = np.where(np.abs(z - kink) < 0.02 * (1 + abs(kink)), (x.astype(np.float64) + 0.5).astype(x.dtype), x)
+    z = reference.apply(x, moments.astype(np.float64), gamma, beta)
+    near = [np.abs(z - kink) < 1e-3 for kink in activation.KINKS.get(function, ())]
+    return x, z, ~np.any([np.zeros(z.shape, bool), *near], axis=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("with_add", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 7, 3), (4, 8, 8, 16), (257, 64), (0, 4, 4, 8)])
+@pytest.mark.parametrize("function", activation.FUNCTIONS)
+def test_an_activation_over_a_batch_norm_equals_the_reference(ops, rng, dtype, function, shape, with_add, layout):
+    """Forward; and backward, where its slope is recomputed from the batch norm's input."""
+    channels = shape[-1]
+    moments = np.stack([0.1 * rng.standard_normal(channels), rng.uniform(0.5, 1.5, channels)]).astype(np.float32)
+    gamma, beta = rng.uniform(1, 3, channels).astype(np.float32), rng.standard_normal(channels).astype(np.float32)
+    x, z, apart = away_from_kinks(draw(rng, shape, dtype), moments, gamma, beta, function)
+    dy, add = draw(rng, shape, dtype), draw(rng, shape, dtype) if with_add else None
+    dy[~apart] = 0  # whatever the slope is
+    affine = [ops.from_host(v) for v in (moments, gamma, beta)]
+    x_, dy_ = place(ops, x, layout), place(ops, dy, layout)
+
+    y = ops.batch_norm_activate(x_, *affine, function, 0.25)
+    assert y.dtype == dtype
+    size = float(np.abs(z).max(initial=0.0))
+    rounds = {"terms": 8, "scale": size}
+    assert_close(ops.to_host(y), activation.FUNCTIONS[function](z, 0.25), dtype, **rounds)
+
+    g = dy.astype(np.float64) * activation.slope_of(function, z, 0.25)
+    sums = ops.batch_norm_activate_backward_stats(dy_, x_, *affine, function, 0.25)
+    expected = reference.backward_stats(g, x, moments.astype(np.float64))
+    # Terms: dy times a slope, whose error is that of the batch norm's output and of what it consists of.
+    size = float(np.abs(dy.astype(np.float64)).max(initial=0.0)) * (1 + size)
+    assert_close(ops.to_host(sums), expected, float32, terms=8 * g.size // channels, scale=size)
+
+    known = rng.standard_normal((2, channels)), np.array([float(max(g.size // channels, 1))])
+    for given in (known, (None, None)):
+        on_device = [None if one is None else ops.from_host(one) for one in given]
+        more = None if add is None else place(ops, add, layout)
+        dx = ops.batch_norm_activate_backward_apply(dy_, x_, *affine, *on_device, function, 0.25, add=more)
+        assert dx.dtype == dtype
+        expected = reference.backward_apply(g, x, moments.astype(np.float64), gamma, *given, add=add)
+        assert_close(ops.to_host(dx), expected, dtype, terms=8, scale=3 * size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 import minidl as m
+from minidl import backend, models
 from minidl import layers as layer_types
-from minidl import models
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, Passes, cases
 from minidl.bench.run import bench_layer, bench_network, beyond_roof, merged, new_step
 from minidl.bench.setup import Setup, layer_case, parse_layer, parse_shape
+from minidl.cuda.launch import dry_run
 from minidl.dist.communicator import SOLO
-from minidl.precision import precision
+from minidl.precision import bfloat16, precision
 from minidl.profile import results, timer
 from minidl.profile.compare import compare_results
 from minidl.profile.cost import PassCost
@@ -204,15 +205,30 @@ def test_peers_stand_beside_the_pass_they_did(cpu_ops):
     assert {row["pass"]: row["peers"] for row in rows} == {"forward": {"rival": 0.5}, "backward_data": {}}
 
 
+NORM_KERNELS = [
+    "batch_norm.batch_norm_stats_kernel",
+    "batch_norm_merge.batch_norm_merge_kernel",
+    "batch_norm_merge.batch_norm_finalize_kernel",
+    "batch_norm.batch_norm_apply_kernel",
+]
+
+
+def test_kernels_are_named_in_order_without_a_gpu():
+    ops = backend.get_ops("cuda")
+    with dry_run():
+        layer, x = m.BatchNorm2d(64).to("cuda"), ops.empty((8, 14, 14, 64), bfloat16)
+        rows = layers.kernel_rows(ops, lambda: layer.forward(x), timed=False)
+    assert rows == [{"name": name, "ms": None} for name in NORM_KERNELS]
+
+
 def test_kernels_are_named_in_order_and_timed_on_request(cuda_ops):
     case = layer_case("BatchNorm2d(64)", ["8x14x14x64"])
     passes = Passes(case, cuda_ops, precision("bf16"), timer(cuda_ops), 1 << 30)
     call = passes.calls()["forward"][0]
-    names = [kernel["name"] for kernel in layers.kernel_rows(cuda_ops, call, timed=False)]
-    timed = layers.kernel_rows(cuda_ops, call, timed=True)
-    assert len(names) >= 3 and all(name.startswith("batch_norm.") for name in names)
-    assert [kernel["name"] for kernel in timed] == names
-    assert all(0 < kernel["ms"] < 1 for kernel in timed)
+    for timed in (False, True):
+        rows = layers.kernel_rows(cuda_ops, call, timed=timed)
+        assert [row["name"] for row in rows] == NORM_KERNELS
+        assert all(0 < row["ms"] < 1 if timed else row["ms"] is None for row in rows)
 
 
 @pytest.mark.alone

@@ -79,6 +79,18 @@ def test_few_rows_are_divided():
     assert masked == [*divided, *divided, "activate_backward_kernel"], "masked when complete"
 
 
+def test_filters_are_not_turned_for_few_rows_in_tf32():
+    from minidl import cuda as ops
+
+    for case, filters_turned in ((_case(64, 4096, 1000), False), (_case(7, 4096, 1000), True)):
+        with dry_run(BUILT_IN["H200"]) as log:
+            dy, w = ops.empty(case.y, float32), ops.empty(case.w, float32)
+            ops.conv2d_backward_data(dy, w, case.x, **_with(case, 1))
+        turn, product = log.launches[:2]
+        assert turn.name == "conv2d_turn_kernel" and (turn.grid[0] > 1000) == filters_turned
+        assert product.name == ("conv2d_divided_kernel" if filters_turned else "conv2d_weight_hopper_kernel")
+
+
 @cases(CASES)
 def test_all_multiprocessors_fetch_where_there_is_enough(case):
     """Nearly half of them at least, by tiles or by shares of their depth."""
@@ -115,6 +127,18 @@ def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, tf
         found = _both(hopper, case, x, w, dy, tf32, shift, added, relu=True)
     y, dx = both_expected(case, *hosts, storage, bias, None, add)
     same(found, [np.maximum(y.astype(np.float64), 0.0), dx])
+
+
+@cases([*CASES, _case(64, 1000, 4096), _case(4, 4096, 36)])
+def test_data_gradients_in_tf32_are_those_of_the_definition(hopper, case, rng):
+    """As left to themselves, of filters as they lie."""
+    hosts = draws(rng, case, float32)
+    add = draw_integers(rng, case.x, float32)
+    x, w, dy, added = put(hopper, *hosts, add)
+    same(_both(hopper, case, x, w, dy, 1), both_expected(case, *hosts, float32))
+    same(_both(hopper, case, x, w, dy, 1, add=added), both_expected(case, *hosts, float32, add=add))
+    wide = pitched(hopper, hosts[2], 3, 2)
+    same(_both(hopper, case, x, w, wide, 1), both_expected(case, *hosts, float32))
 
 
 @cases(CASES)

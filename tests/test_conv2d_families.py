@@ -15,7 +15,7 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_halo, conv2d_hopper, conv2d_hopper_tiles, conv2d_walk
-from minidl.cuda.convolution.conv2d_family import choose_family, family
+from minidl.cuda.convolution.conv2d_family import family, forced_family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_walk import walks_of
 from minidl.cuda.device import BUILT_IN, current_device
@@ -147,7 +147,7 @@ def test_a_family_that_cannot_do_it_is_refused():
             both(ops, case, x, w, dy)
     with pytest.raises(ValueError, match="family"), family("fastest"):
         pass
-    assert choose_family("test", {"hopper": True, "generic": True}) == "hopper", "nothing is forced any more"
+    assert forced_family() is None, "nothing is forced any more"
 
 
 @cases(CASES)
@@ -352,7 +352,21 @@ def test_every_tile_gives_the_same_bits_with_strides(cuda_ops, case, rng, monkey
     every_tile(cuda_ops, case, rng, monkeypatch, 2)
 
 
+def poison(monkeypatch):
+    """Outputs hold NaN before they are written."""
+    launcher = sys.modules["minidl.cuda.convolution.conv2d"]
+    own = launcher.empty
+
+    def poisoned(shape, dtype):
+        array = own(shape, dtype)
+        array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(launcher, "empty", poisoned)
+
+
 def every_tile(ops, case, rng, monkeypatch, share):
+    """With and without what is added on the way out."""
     if not fits("hopper", case, bfloat16):
         pytest.skip("needs compute capability 9.0")
     hosts = draws(rng, case, bfloat16)
@@ -361,6 +375,7 @@ def every_tile(ops, case, rng, monkeypatch, share):
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
     tiles = {tile for back in (False, True) for tile in conv2d_hopper_tiles.candidates(conv, back, current_device())}
     results = {}
+    poison(monkeypatch)
     # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
     few = dataclasses.replace(current_device(), multiprocessors=2)
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
@@ -369,11 +384,14 @@ def every_tile(ops, case, rng, monkeypatch, share):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
             with family("hopper"):
-                results[tile] = [bits(ops, y) for y in both(ops, case, *put(ops, *hosts), **options)]
+                placed = put(ops, *hosts)
+                found = *both(ops, case, *placed, **options), *both(ops, case, *placed)
+                results[tile] = [bits(ops, y) for y in found]
     finally:
         conv2d_hopper.plan.cache_clear()
     expected = results[conv2d_hopper_tiles.TILES[0]]
+    assert all(np.isfinite(one.view(bfloat16).astype(np.float32)).all() for one in expected)
     different = [
-        (tile, i) for tile, found in results.items() for i in (0, 1) if not np.array_equal(found[i], expected[i])
+        (tile, i) for tile, found in results.items() for i in range(4) if not np.array_equal(found[i], expected[i])
     ]
     assert not different

@@ -32,6 +32,7 @@ CASES = [
     Case("4-6", (1, 5, 6, 20), (30, 3, 3), padding=(1, 1), groups=5),
     Case("stride-2", (2, 7, 9, 16), (16, 3, 3), stride=(2, 2), padding=(1, 1), groups=4),
     Case("stride-2-even", (1, 8, 10, 32), (32, 3, 3), stride=(2, 2), padding=(1, 1), groups=4),
+    Case("stride-2-32", (2, 9, 10, 64), (64, 3, 3), stride=(2, 2), padding=(1, 1), groups=2),
     Case("stride-3-1", (1, 9, 8, 16), (16, 3, 3), stride=(3, 1), padding=(1, 0), groups=4),
     Case("1x1", (1, 5, 6, 240), (240, 1, 1), groups=3),
     Case("5x5", (1, 6, 7, 8), (8, 5, 5), padding=(2, 2), groups=2),

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, depthwise_strip
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
@@ -18,7 +18,7 @@ from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import assert_stats
 from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import cases, put
+from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw
 
 FORWARD = ("stride", "padding", "dilation", "groups")
@@ -57,6 +57,38 @@ def assert_sums(stats, y):
 @cases(ALL)
 def test_statistics_are_those_of_the_output(ops, case, dtype, rng):
     check(ops, case, *operands(rng, case, dtype))
+
+
+DEPTHWISE = [
+    Case("tall", (2, 150, 11, 6), (6, 3, 3), padding=(1, 1), groups=6),
+    Case("odd", (3, 7, 7, 5), (5, 3, 3), padding=(1, 1), groups=5),
+    Case("strided", (2, 15, 18, 12), (12, 3, 3), stride=(2, 2), padding=(1, 1), groups=12),
+    Case("5x5", (2, 70, 9, 8), (8, 5, 5), padding=(2, 2), groups=8),
+    Case("many", (300, 14, 14, 16), (16, 3, 3), padding=(1, 1), groups=16),
+]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1e3])
+@cases(DEPTHWISE)
+def test_of_depthwise_convolutions(cuda_ops, case, ratio, rng, monkeypatch):
+    """In bfloat16 on the way, in sums of few enough values; wherever the input lies, and on entries all written."""
+    x, w, bias = operands(rng, case, bfloat16, ratio)
+    y, stats = check(cuda_ops, case, x, w, bias)
+    with observed(lambda stem, name, defines: pytest.fail("a pass of its own") if "stats" in name else nullcontext()):
+        for before, after in ((8, 8), (1, 0), (3, 2)):
+            placed = pitched(cuda_ops, x, before, after), *put(cuda_ops, w, bias)
+            found = [cuda_ops.to_host(array) for array in cuda_ops.conv2d_stats(*placed, **case.options)]
+            assert found[0].tobytes() == y.tobytes() and found[1].tobytes() == stats.tobytes()
+
+
+@cases(DEPTHWISE)
+def test_runs_of_a_depthwise_strip_are_short_enough(case):
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    planned = depthwise_strip.plan(conv, 1, False, (64, 64), 1, 2, True)
+    facts = {name: int(planned.problem[name][0]) for name in ("items", "strips", "runs", "run")}
+    assert facts["run"] * planned.defines["COLUMNS"] <= depthwise_strip.MOST_SUMMED
+    assert facts["items"] == conv.images * facts["strips"] * facts["runs"]
+    assert facts["run"] * facts["runs"] >= conv.out_height
 
 
 @SIXTEEN

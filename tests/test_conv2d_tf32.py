@@ -19,7 +19,7 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
-from tests.test_conv2d_families import CUT, GUARD
+from tests.test_conv2d_families import CUT, GUARD, poison
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.test_conv2d_weight_hopper import rounded
 from tests.tolerance import assert_close, draw, draw_integers
@@ -54,10 +54,6 @@ def all_three(ops, case, x, w, dy):
     return *both(ops, case, x, w, dy), gradient
 
 
-def conv_of(case):
-    return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-
-
 def draws(rng, case):
     return tuple(draw_integers(rng, shape, float32) for shape in (case.x, case.w, case.y))
 
@@ -77,8 +73,8 @@ def all_expected(case, x, w, dy):
 def test_it_is_taken_where_rounding_is_allowed():
     from minidl import cuda as ops
 
-    def kernels(device, channels, tf32):
-        case = Case("any", (2, 9, 10, channels), (32, 3, 3), padding=(1, 1))
+    def kernels(device, channels, tf32, side=9):
+        case = Case("any", (32, side, side + 1, channels), (32, 3, 3), padding=(1, 1))
         with dry_run(BUILT_IN[device]) as log:
             for shape, call in ((case.x, ops.conv2d), (case.y, ops.conv2d_backward_data)):
                 more = () if call is ops.conv2d else (case.x,)
@@ -86,6 +82,7 @@ def test_it_is_taken_where_rounding_is_allowed():
         return {launch.name for launch in log.launches}
 
     assert kernels("H200", 32, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
+    assert kernels("H200", 64, True, 224) == {"conv2d_halo_kernel", "conv2d_turn_kernel"}, "windows of wide images"
     assert kernels("H200", 16, False) == kernels("A100", 16, True) == {"conv2d_kernel"}
     assert kernels("H200", 3, True) == {"conv2d_kernel", "widen_kernel"}
     assert "conv2d_kernel" in kernels("H200", 16, True), "half of each stage would be empty"
@@ -131,6 +128,7 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
     results = {}
+    poison(monkeypatch)
     # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
     few = dataclasses.replace(current_device(), multiprocessors=2)
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
@@ -138,11 +136,14 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
         for tile in conv2d_hopper_tiles.candidates(conv, False, few, 0):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
-            results[tile] = [hopper.to_host(y) for y in both(hopper, case, *put(hopper, *hosts), **options)]
+            placed = put(hopper, *hosts)
+            found = *both(hopper, case, *placed, **options), *both(hopper, case, *placed)
+            results[tile] = [hopper.to_host(y) for y in found]
     finally:
         conv2d_hopper.plan.cache_clear()
     first = results[conv2d_hopper_tiles.TILES[0]]
-    assert len(results) == len(conv2d_hopper_tiles.TILES)
+    assert all(np.isfinite(one).all() for one in first)
+    assert set(results) >= set(conv2d_hopper_tiles.TILES)
     for found in results.values():
         for a, b in zip(found, first, strict=True):
             np.testing.assert_array_equal(a, b)

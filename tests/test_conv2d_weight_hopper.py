@@ -19,6 +19,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, halo_views
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
+from tests.kernel_calls import PROCESSES
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
@@ -58,7 +59,7 @@ KIND = pytest.mark.parametrize(("storage", "tf32"), KINDS.values(), ids=KINDS)
 TILES = [(tile, 0) for tile in (*hopper.TILES, hopper.HALO)]
 TILES += [(tile, tf32) for tf32 in (1, 3) for tile in hopper.tiles_of(tf32)]
 EVERY_TILE = pytest.mark.parametrize(("tile", "tf32"), TILES, ids=[f"{tile.name}-{tf32}" for tile, tf32 in TILES])
-DIVISIONS = (1, 1), (3, 1), (2, 2), (1, 2)
+DIVISIONS = (1, 1), (3, 1), (2, 2), (1, 2), (5, 1, 3), (3, 1, 5), (1, 1, 2)
 H200 = BUILT_IN["H200"]
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
 
@@ -155,18 +156,45 @@ def test_the_halo_serves_common_3x3_convolutions():
 
 
 def test_every_block_has_a_step():
-    for case, (tile, tf32), parts, cluster in itertools.product(CASES, TILES, (1, 2, 7, 100), (1, 2)):
+    divisions = itertools.product((1, 2, 7, 100), (1, 2), (1, 2, 3, 5))
+    for case, (tile, tf32), (parts, cluster, shared) in itertools.product(CASES, TILES, divisions):
         conv = sizes(case)
         if tile is hopper.HALO and hopper.halo(conv) is None:
             continue
-        forced = tile, hopper.Division(parts, cluster)
+        if shared > 1 and (cluster > 1 or not hopper.shares(tile, tf32)):
+            continue
+        forced = tile, hopper.Division(parts, cluster, shared)
         pitches = conv.channels, conv.out_channels
-        planned = hopper.plan(conv, int(not tf32), pitches, 2, False, forced, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), pitches, 4, False, forced, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
-        assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= min(steps, parts * cluster)
-        assert planned.shared <= H200.shared_per_block
         tiles = int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0]) * conv.groups
-        assert planned.grid == chunks * tiles
+        together = 1 if tile is hopper.HALO else int(planned.problem["shared"][0])
+        assert shared % together == 0 and tiles % together == 0
+        most = min(steps * together, parts * cluster)
+        assert planned.parts <= chunks == planned.parts * planned.defines["CLUSTER"] <= most
+        assert planned.shared <= H200.shared_per_block
+        assert planned.grid == chunks * tiles // together
+
+
+@pytest.mark.parametrize(
+    ("steps", "shared", "parts"), [(7, 1, 3), (12, 3, 5), (4, 5, 3), (196, 8, 11), (6, 2, 12), (1, 4, 1)]
+)
+def test_parts_of_a_tile_follow_one_another(steps, shared, parts):
+    """By the formulas of conv2d_weight_hopper.cu, which leaves them, and conv2d_weight_sum.cu, which adds them up."""
+    total = steps * shared
+    left = {}
+    for chunk in range(parts):
+        at, end = total * chunk // parts, total * (chunk + 1) // parts
+        while at < end:
+            turn = at // steps
+            last = min(end, (turn + 1) * steps)
+            left.setdefault(turn, []).append((chunk + turn, last - at))
+            at = last
+    for turn in range(shared):
+        begin = turn * steps
+        first, last = ((begin + 1) * parts - 1) // total, ((begin + steps) * parts - 1) // total
+        assert [part for part, _ in left[turn]] == list(range(first + turn, last + turn + 1))
+        assert sum(count for _, count in left[turn]) == steps and last + turn < parts + shared - 1 + (first == last)
 
 
 def test_large_products_keep_the_multiprocessors_busy():
@@ -176,7 +204,7 @@ def test_large_products_keep_the_multiprocessors_busy():
         pad = (kernel // 2,) * 2
         w = filters, kernel, kernel, channels
         conv = convolution("test", (128, size, size, channels), w, (1, 1), pad, (1, 1), 1)
-        planned = hopper.plan(conv, int(not tf32), (channels, filters), 2, False, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
         assert steps // chunks >= 4 or chunks == 1
         assert planned.grid >= WORKERS // 2 or steps // chunks < 16
@@ -197,14 +225,19 @@ def test_every_tile_compiles_and_fits(tile, tf32):
     """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters."""
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
-    for code, stride, parts, cluster, vec_y in ((1, 1, 1, 1, 1), (2, 1, 2, 2, 2), (1, 2, 2, 1, 2), (2, 2, 1, 2, 2)):
+    kinds = ((1, 1, (1, 1), 1), (2, 1, (2, 2), 4), (1, 2, (2, 1), 4), (2, 2, (1, 2), 4), (1, 1, (3, 1, 2), 4))
+    for code, stride, division, vec_y in kinds:
+        if len(division) > 2 and not hopper.shares(tile, tf32):
+            continue
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
-        conv = convolution("test", (4, 16, 16, 64), (64, *kernel, 64), strides, (0, 0), (1, 1), 1)
-        forced = tile, hopper.Division(parts, cluster)
-        planned = hopper.plan(conv, 0 if tf32 else code, (64, 64), vec_y, False, forced, tf32=tf32)
+        conv = convolution("test", (4, 16, 16, 64), (512, *kernel, 64), strides, (0, 0), (1, 1), 1)
+        forced = tile, hopper.Division(*division)
+        planned = hopper.plan(conv, 0 if tf32 else code, (64, 512), vec_y, False, forced, tf32=tf32)
         variants.add((planned.stem, tuple(planned.defines.items())))
+        if planned.summed:
+            variants.add(("conv2d_weight_sum", tuple(planned.summed.defines.items())))
     assert len(variants) >= 3
-    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch)):
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch), PROCESSES):
         (kernel,) = report.kernels
         # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
         assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log
@@ -306,6 +339,8 @@ def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
         if of != tf32 or (tile is hopper.HALO and case not in HALO_CASES):
             continue
         for division in DIVISIONS:
+            if len(division) > 2 and not hopper.shares(tile, tf32):
+                continue
             taking(tile, *division)
             with family("hopper"):
                 gradient = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
@@ -325,11 +360,9 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper_ops, c
 
 
 @pytest.mark.parametrize("kind", ["bf16", "tf32", "tf32x3"])
-@pytest.mark.parametrize(("parts", "cluster"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("division", [(1, 1), (4, 1), (1, 2), (2, 2), (5, 1, 3)], ids=str)
 @cases([case for case in CASES if case.name in ("3x3", "3x3-many-steps", "1x1-many-steps", "11x11-stride-3-1")])
-def test_all_of_the_gradient_is_written_and_nothing_else(
-    hopper_ops, case, rng, parts, cluster, kind, monkeypatch, taking
-):
+def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, division, kind, monkeypatch, taking):
     """Into a slice of an arena at an odd offset, partial sums poisoned, canaries around both."""
     import cupy
 
@@ -344,8 +377,10 @@ def test_all_of_the_gradient_is_written_and_nothing_else(
         return arena[1024 : 1024 + size].view(dtype).reshape(shape)
 
     tiles = [hopper.tiles_of(tf32)[0], *([hopper.HALO] if case in HALO_CASES and not tf32 else [])]
+    if len(division) > 2:
+        tiles = [tile for tile in tiles if hopper.shares(tile, tf32)]
     for tile, offset in itertools.product(tiles, (0, 1)):
-        taking(tile, parts, cluster)
+        taking(tile, *division)
         placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
         size = int(np.prod(case.w))
         arena = cupy.full(size + 258, np.nan, np.float32)
@@ -357,11 +392,12 @@ def test_all_of_the_gradient_is_written_and_nothing_else(
         np.testing.assert_array_equal(hopper_ops.to_host(out), expected)
         around = hopper_ops.to_host(arena)
         assert np.isnan(around[: 128 + offset]).all() and np.isnan(around[128 + offset + size :]).all()
-    assert bool(guards) == (parts > 1)
+    assert bool(guards) == (division[0] > 1 and bool(tiles))
     for arena, size in guards:
         host = cupy.asnumpy(arena)
         assert (host[:1024] == 255).all() and (host[1024 + size :] == 255).all()
-        assert np.isfinite(host[1024 : 1024 + size].view(np.float32)).all()
+        if len(division) == 2:  # where blocks share tiles, some leave less than there is room for
+            assert np.isfinite(host[1024 : 1024 + size].view(np.float32)).all()
 
 
 @KIND

@@ -117,7 +117,7 @@ def test_the_first_candidate_is_what_runs_untuned_and_all_are_different(name):
 
 def test_hopper_has_many_candidates_and_other_devices_have_some():
     families = {choice.family for question in QUESTIONS for choice in options(question, H200)}
-    assert families == {"hopper", "generic", "grouped", "stem", "thin"}
+    assert families == {"hopper", "generic", "grouped", "small", "stem", "thin"}
     usual = Question("forward", sizes(*SHAPES[1]), *DTYPES["bf16"])
     assert len(options(usual, H200)) > 15 and len(options(usual, BUILT_IN["A100"])) == 4
 

@@ -26,16 +26,17 @@ from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
-from tests.kernel_calls import STORAGE
+from tests.kernel_calls import PROCESSES, STORAGE
 from tests.kernel_calls import parameters as _parameters
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
+# The device whose launches are taken, and the architecture that they are compiled for.
 ARCHITECTURES = [
-    pytest.param("A100", id="sm_80"),
-    # Same instruction set as sm_80; what differs, the limits, is also checked by the test of launches below.
-    pytest.param("RTX 3090", id="sm_86", marks=pytest.mark.slow),
-    pytest.param("L40", id="sm_89", marks=pytest.mark.slow),
-    pytest.param("H200", id="sm_90"),
+    pytest.param("A100", "sm_80", id="sm_80"),
+    pytest.param("RTX 3090", "sm_86", id="sm_86", marks=pytest.mark.slow),
+    # The assembler makes the same of both, as the law of it below says: what is compiled already need not be again.
+    pytest.param("L40", "sm_86", id="sm_89", marks=pytest.mark.slow),
+    pytest.param("H200", "sm_90a", id="sm_90"),
 ]
 
 # (stem, kernel) -> why its spills are accepted. Empty is the aim.
@@ -55,6 +56,7 @@ CONVOLUTIONS = [
     ((1, 5, 5, 7), 13, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     ((4, 14, 14, 6), 10, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((8, 14, 14, 128), 128, (3, 3), (1, 1), (1, 1), (1, 1), 32),
+    ((8, 14, 14, 64), 64, (3, 3), (2, 2), (1, 1), (1, 1), 2),
     ((8, 14, 14, 9), 15, (3, 3), (1, 1), (1, 1), (1, 1), 3),
     ((8, 28, 28, 96), 96, (3, 3), (1, 1), (1, 1), (1, 1), 96),
     ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
@@ -150,6 +152,18 @@ def call_conv2d_thin() -> None:
             ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
 
 
+def call_conv2d_small() -> None:
+    where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    for dtype, (n, channels, filters) in itertools.product(
+        kernel_calls.STORAGE, [(128, 480, 20), (128, 20, 480), (9, 3, 5), (256, 64, 10)]
+    ):
+        x, w, dy = (ops.empty(s, dtype) for s in ((n, 1, 1, channels), (filters, 1, 1, channels), (n, 1, 1, filters)))
+        with family("small"):
+            ops.conv2d(x, w, *_parameters(filters), **where)
+            ops.conv2d_backward_data(dy, w, x.shape, add=x, **where)
+            ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
+
+
 # (M, K), side of a block, samples
 SPARSE = [
     ((2048, 2048), 64, 4096), ((256, 2304), 128, 784), ((1000, 2048), 256, 50), ((37, 53), 2, 9), ((20, 30), 64, 0),
@@ -242,15 +256,19 @@ def _problems(launch, kernel, device) -> Iterator[str]:
         yield f"wants {kernel.registers} registers for each of {threads} threads"
 
 
+def _compiled(log, arch):
+    """What compiling each variant of a dry run told."""
+    return dict(zip(log.variants, nvrtc.compile_all(log.variants, arch, PROCESSES), strict=True))
+
+
 @pytest.mark.parametrize("stem", CALLS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "arch"), ARCHITECTURES)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
-def test_every_variant_compiles_and_fits(stem, name):
+def test_every_variant_compiles_and_fits(stem, name, arch):
     device = BUILT_IN[name]
     with dry_run(device) as log:
         CALLS[stem]()
-    variants = log.variants
-    compiled = dict(zip(variants, nvrtc.compile_all(variants, nvrtc.target(device.arch)), strict=True))
+    compiled = _compiled(log, arch)
     problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
     for launch in log.launches:
         kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
@@ -259,31 +277,44 @@ def test_every_variant_compiles_and_fits(stem, name):
     assert not problems, "\n".join(sorted(problems))
 
 
+@pytest.mark.parametrize("stem", CALLS)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
+    """Of the largest kernels that each file has, by their registers."""
+    with dry_run(BUILT_IN["L40"]) as log:
+        CALLS[stem]()
+    compiled = _compiled(log, "sm_86")
+    registers = {variant: max(kernel.registers for kernel in each.kernels) for variant, each in compiled.items()}
+    largest = {variant[0]: variant for variant in sorted(registers, key=registers.get)}
+    for stem, defines in largest.values():
+        assert nvrtc.build(stem, "sm_89", dict(defines)).kernels == compiled[stem, defines].kernels
+
+
 @pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *HALO_TILES), ids=str)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
-    """Whichever tile sizes or a tuner choose: with and without strides, both directions, both types."""
+    """Whichever tile sizes or a tuner choose: with and without strides, both directions, all types."""
     device, variants = BUILT_IN["H200"], set()
-    for code, backward, (kernel, stride) in itertools.product((1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
+    for code, backward, (kernel, stride) in itertools.product((0, 1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
         shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
-        if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
+        if tile in conv2d_hopper_tiles.candidates(conv, backward, device, code):
             launches += conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
-            if kernel == 1 and tile in conv2d_hopper_tiles.TILES:
+            if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
                 for parts in (1, 2, 4, 8):
                     launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=parts)
         if backward and kernel == 1 and tile.columns == conv2d_hopper.SIGNED_COLUMNS:
             signed = {"masked": conv2d_hopper.SIGNED}
             launches += conv2d_hopper.plan(conv, code, True, (64, 64, 64, 16), True, device, (tile, 1), **signed)
-        if not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
+        if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)
         for launch in launches:
             variants.add((launch.stem, tuple(launch.defines.items())))
             assert launch.shared <= device.shared_per_block and launch.block == tile.threads
     assert len(variants) >= 4
-    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch)):
+    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch), PROCESSES):
         (kernel,) = report.kernels
         assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
         assert kernel.registers * tile.threads * tile.resident <= REGISTERS

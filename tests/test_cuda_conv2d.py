@@ -412,5 +412,5 @@ def test_textbook_kernels_refuse_what_they_cannot_do():
         with pytest.raises(ValueError, match="tiled family does not apply"):
             run("tiled", kernel=9, stride=(8, 8), dilation=(4, 4))
         run("direct", kernel=9, stride=(8, 8), dilation=(4, 4))
-        with pytest.raises(ValueError, match="generic or grouped or hopper or stem"):
+        with pytest.raises(ValueError, match="generic or grouped or hopper or small or stem"):
             run("textbook")

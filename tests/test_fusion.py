@@ -10,7 +10,10 @@ import pytest
 
 import minidl as m
 from minidl import cli, fusion, models
+from minidl.cuda.device import BUILT_IN
 from minidl.fusion.plans import candidates, modes_of, way_of
+from minidl.graph import scope
+from minidl.precision import precision as precision_of
 from minidl.profile import results
 from minidl.value import MaskedGradient, Normalized
 
@@ -58,6 +61,25 @@ def preactivation():
         left = m.Conv2d(8, 8, 3, padding=1, bias=False, name=f"conv{i}")(m.ReLU(name=f"relu{i}")(y))
         x = m.Add(name=f"add{i}")(m.BatchNorm2d(8, name=f"post{i}")(left), x if i else y)
     return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(m.ReLU(name="last")(x))))
+
+
+def mobile():
+    """Activations other than a ReLU over batch norms, of inverted residuals as small networks have them.
+
+    Their filters see two channels: of one, a batch norm over them would leave little of the scale's gradient below.
+    """
+    graph = m.Graph()
+    x = models.blocks.conv_norm(graph.input((6, 6, 3)), 8, 3, activation=m.LeakyReLU, names=("stem", "bn", "act"))
+    for i, activation in enumerate((m.ReLU6, m.SiLU, m.Hardswish)):
+        with scope(f"block{i}"):
+            with scope("wide"):
+                y = models.blocks.conv_norm(x, 24, activation=activation)
+            with scope("deep"):
+                y = models.blocks.conv_norm(y, 24, 3, groups=12, activation=activation)
+            y = models.squeeze_excitation(y, 4, activation=m.SiLU) if i == 1 else y
+            with scope("narrow"):
+                x = m.Add()(x, models.blocks.conv_norm(y, 8))
+    return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(x)))
 
 
 def shifted(model, rng):
@@ -147,13 +169,14 @@ def test_only_a_convolution_that_is_asked_takes_statistics(cpu_ops, monkeypatch)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen statistics"])
-@pytest.mark.parametrize("build", [residual, preactivation])
+@pytest.mark.parametrize("build", [residual, preactivation, mobile])
 def test_any_plan_computes_the_same_network(ops, build, training):
     """Each batch norm fused or not, in every combination; also where no plan would: what is alone is finished later."""
     names = [site.name for site in fusion.find_sites(build())]
     measure = run if training else backward_in_evaluation
     expected = measure(m.Model(build(), device=ops.name).train(training))
-    for ways in itertools.islice(itertools.product((False, True), repeat=len(names)), 0, None, 3):
+    every = itertools.product((False, True), repeat=len(names))
+    for ways in itertools.islice(every, 0, None, max(3, 2 ** len(names) // 40 | 1)):
         model = m.Model(build(), device=ops.name).train(training)
         for name, way in zip(names, ways, strict=True):
             model.graph[name].layer.deferred = way
@@ -161,7 +184,7 @@ def test_any_plan_computes_the_same_network(ops, build, training):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("build", [residual, wide, preactivation])
+@pytest.mark.parametrize("build", [residual, wide, preactivation, mobile])
 def test_in_16_bits_fusing_errs_no_more_than_not_fusing(ops, build, precision):
     """Against the same network in float32: a join that rounds once may flip a ReLU, as any rounding does."""
     exact = run(m.Model(build(), device=ops.name))
@@ -295,6 +318,39 @@ def test_sites_of_a_residual_network():
         "main2.bn": ("join", None, True),
         "main3.bn": ("sum", None, True),
     }
+
+
+def test_sites_of_a_network_of_other_activations():
+    found = kinds(mobile())
+    assert {kind for name, (kind, *_) in found.items() if "narrow" not in name} == {"activation"}
+    assert {kind for name, (kind, *_) in found.items() if "narrow" in name} == {"sum"}
+    for site in fusion.find_sites(mobile()):
+        possible = {mode for way in candidates(site) for mode in modes_of(way)}
+        assert possible == ({"elementwise", "statistics"} if site.producer else {"elementwise"})
+
+
+def test_depthwise_convolutions_take_statistics_on_every_gpu():
+    """In bfloat16; others by the kernels of Hopper alone."""
+    for device, storage in itertools.product(("A100", "H200"), ("bf16", "fp32")):
+        graph = models.build("mobilenet_v2", (64, 64, 3), 10)
+        plan = fusion.fuse_graph(graph, "auto", precision_of(storage), BUILT_IN[device])
+        for site in fusion.find_sites(graph):
+            deep = graph[site.producer].layer.groups > 1
+            taken = "statistics" in modes_of(plan.sites[site.name])
+            able = (deep or device == "H200") and graph[site.producer].layer.in_channels > 3
+            assert taken == (storage == "bf16" and able), site.name
+
+
+def test_an_activation_over_an_unfinished_batch_norm_keeps_nothing_of_its_own(cpu_ops):
+    """Those that keep their input need the batch norm's output no more; others share theirs with the next layer."""
+    kept = []
+    for how in ("none", "elementwise"):
+        model = fused(mobile, how, cpu_ops)
+        model.forward(np.zeros((2, *model.graph.nodes[0].shape), np.float32))
+        kept.append(model.store.saved_bytes)
+    over_norms = [model.graph[site.readers[0]] for site in fusion.find_sites(model.graph) if site.kind == "activation"]
+    outputs = [2 * 4 * prod(node.shape) for node in over_norms if isinstance(node.layer, (m.SiLU, m.Hardswish))]
+    assert len(outputs) == 4 and kept[0] - kept[1] == sum(outputs)
 
 
 def test_sites_that_stand_alone_say_why():

@@ -71,12 +71,12 @@ def test_a_pooled_batch_norm_is_that_of_separate_passes(ops, precision):
 
 def test_what_is_pooled_is_not_written(cpu_ops, monkeypatch):
     model, calls = fused(pooling, "elementwise", cpu_ops), []
-    for name in ("batch_norm_max_pool2d", "batch_norm_max_pool2d_backward", "batch_norm_relu_backward_stats"):
+    for name in ("batch_norm_max_pool2d", "batch_norm_max_pool2d_backward", "batch_norm_activate_backward_stats"):
         own = getattr(cpu_ops, name)
         monkeypatch.setattr(cpu_ops, name, lambda *a, own=own, name=name, **o: calls.append(name) or own(*a, **o))
     run(model, steps=1)
     assert calls.count("batch_norm_max_pool2d") == calls.count("batch_norm_max_pool2d_backward") == 2
-    assert calls.count("batch_norm_relu_backward_stats") == 1  # of the one without parameters
+    assert calls.count("batch_norm_activate_backward_stats") == 1  # of the one without parameters
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

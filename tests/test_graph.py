@@ -81,6 +81,8 @@ PARAMETERS = {
     "resnet50": 25_557_032,
     "resnet101": 44_549_160,
     "resnet152": 60_192_808,
+    "resnext50_32x4d": 25_028_904,
+    "wide_resnet50_2": 68_883_240,
     "vgg16": 138_357_544,
     "vgg16_bn": 138_365_992,
     "densenet121": 7_978_856,
@@ -142,6 +144,40 @@ def test_squeeze_excitation_and_depthwise_separable_blocks(rng):
     out = model.forward(image)
     np.testing.assert_allclose(out, found["x"].array * found["gate"], rtol=1e-6)
     model.backward(out)
+
+
+def squeezed(further=False):
+    """A squeeze and excitation over a convolution, which with ``further`` another layer reads too."""
+    graph = m.Graph()
+    x = m.Conv2d(3, 8, 3, padding=1, name="below")(graph.input((6, 5, 3)))
+    y = models.squeeze_excitation(x, 4)
+    return graph.output(m.Conv2d(8, 4, 1, name="above")(m.Add()(x, y) if further else y))
+
+
+@pytest.mark.parametrize("further", [False, True])
+def test_both_gradients_of_gated_images_are_one_pass(ops, rng, further):
+    """Of a gate made of their means; where a further layer reads the images, each is a pass of its own."""
+    image, dy = (rng.standard_normal((3, 6, 5, c)).astype(np.float32) for c in (3, 4))
+    found = []
+    for deferred in (True, False):
+        model = m.Model(squeezed(further), device=ops.name)
+        assert model.graph["mul"].layer.deferred is not further
+        model.graph["mul"].layer.deferred &= deferred
+        model.forward(ops.from_host(image))
+        model.backward(ops.from_host(dy))
+        views = [model.arena.layer(name).grad("weight").view for name in ("below", "fc1", "fc2", "above")]
+        found.append([ops.to_host(view) for view in views])
+    for one, apart in zip(*found, strict=True):
+        np.testing.assert_allclose(one, apart, rtol=1e-5, atol=1e-6 * np.abs(apart).max())
+
+
+def test_a_gate_of_something_else_is_not_deferred():
+    """Of other images' means, or of means over some of the pixels."""
+    graph = m.Graph()
+    x = m.Conv2d(3, 8, 3, padding=1, name="a")(graph.input((6, 5, 3)))
+    gate = m.AdaptiveAvgPool2d(1, name="means")(m.Conv2d(3, 8, 1, name="b")(graph.nodes[0]))
+    model = m.Model(graph.output(m.Mul(name="mul")(x, gate)))
+    assert not model.graph["mul"].layer.deferred
 
 
 def test_unet_pads_on_the_way_up_only_where_pooling_dropped_a_row_or_column():

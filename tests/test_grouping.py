@@ -60,6 +60,9 @@ def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
     grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 12345))
     assert grouping.group_bytes(cpu_ops, comm) == 12345
     assert grouping.group_bytes(cpu_ops, SOLO) == 4 << 20, "one rank sends nothing"
+    linked = Two()
+    linked.links = object()
+    assert grouping.group_bytes(cpu_ops, linked) == 4 << 20, "messages wait: what comes next does not tell"
     other = Two()
     other.name = "another"
     assert grouping.group_bytes(cpu_ops, other) == 4 << 20, "another engine"

@@ -140,6 +140,21 @@ def test_a_wrong_parameter_gradient_is_found():
         m.check_layer(Skewed(4, 3), (5, 4))
 
 
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(lambda: m.Conv2d(64, 64, 3, padding=1), (8, 28, 28, 64)), (m.Softmax, (8, 100)), (m.SiLU, (4, 30, 30, 64))],
+    ids=["conv", "softmax", "silu"],
+)
+def test_wrong_gradients_are_found_in_large_and_in_small_slopes(make, shape):
+    """What is let pass is what rounding of the outputs explains, and no more."""
+    layer = make()
+    right = layer.backward_data
+    m.check_layer(layer, shape)
+    layer.backward_data = lambda dy, add=None: right(dy) * np.float32(0.75)
+    with pytest.raises(AssertionError, match="input 0: gradient says"):
+        m.check_layer(layer, shape)
+
+
 OWN = {
     "conv": (lambda: m.Conv2d(3, 4, 3, padding=1), [(2, 5, 4, 3)]),
     "batch norm": (lambda: m.BatchNorm2d(3), [(4, 3, 3, 3)]),

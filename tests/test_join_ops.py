@@ -62,6 +62,11 @@ def test_a_gate_multiplies_every_pixel_of_its_sample(ops, rng, dtype, shape, lay
     assert found.dtype == dtype and found.shape == gate.shape
     expected = (a.astype(np.float64) * dy.astype(np.float64)).sum(axis=(1, 2), keepdims=True)
     assert_close(ops.to_host(found), expected, dtype, terms=max(shape[1] * shape[2], 1))
+    dmean = draw(rng, gate.shape, dtype)
+    found = ops.gate_backward(place(ops, dy, layout), place(ops, gate, layout), ops.from_host(dmean))
+    assert found.dtype == dtype
+    product, mean = dy.astype(np.float64) * gate.astype(np.float64), dmean.astype(np.float64)
+    assert_close(ops.to_host(found), product + mean / max(shape[1] * shape[2], 1), dtype, terms=2)
 
 
 def test_gate_gradients_of_whole_numbers_are_exact(ops, rng, dtype):

@@ -6,12 +6,13 @@ import dataclasses
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from minidl.cuda import array, device, nvrtc
-from minidl.cuda import launch as launch_module
 from minidl.cuda.launch import dry_run, launch
 from minidl.cuda.norm.batch_norm import MOST_ROWS_PER_THREAD, cut_rows
 from minidl.cuda.rows import rows, vector_width, walk, walk_channels
@@ -106,56 +107,6 @@ def test_dry_run_holds_to_the_limits_of_the_device(sizes):
         launch("stem", "k", sizes.get("grid", 1), sizes.get("block", 32), shared=sizes.get("shared", 0))
 
 
-class _Recorder:
-    """Stands in for a CuPy function: keeps what it was called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, *call):
-        self.calls.append(call)
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    recorder, loads, grants = _Recorder(), [], []
-    monkeypatch.setattr(launch_module, "_get_device", lambda: 3)
-    monkeypatch.setattr(launch_module, "_kernels", {})
-    monkeypatch.setattr(launch_module, "_load", lambda *a: loads.append(a) or launch_module._Kernel(recorder))
-    monkeypatch.setattr(launch_module, "DEBUG", False)
-
-    def grant(kernel, shared):
-        grants.append(shared)
-        kernel.granted = shared
-
-    monkeypatch.setattr(launch_module, "_grant", grant)
-    recorder.loads, recorder.grants = loads, grants
-    return recorder
-
-
-def test_launch_loads_once_passes_null_pointers_and_asks_for_shared_memory_once(recorder):
-    one = np.int32(1)
-    for shared in (0, 60_000, 60_000, 1_000, 70_000):
-        launch("stem", "k", 5, (32, 4), one, None, defines={"A": 1}, shared=shared)
-    launch("stem", "k", (0,), 32, one)
-    assert len(recorder.loads) == 1 and recorder.grants == [60_000, 70_000]
-    grid, block, args, _ = recorder.calls[0]
-    assert len(recorder.calls) == 5 and grid == (5,) and block == (32, 4)
-    # A null pointer is eight zero bytes; CuPy would take None for a missing argument.
-    assert args[0] is one and args[1].itemsize == 8 and args[1] == 0
-    with pytest.raises(TypeError, match="pass a NumPy scalar"):
-        launch("stem", "k", 1, 32, 7)
-
-
-def test_structures_are_passed_as_bytes_of_the_same_memory(recorder):
-    structure = np.array([(7, (1, 2))], np.dtype([("size", np.int64), ("axis", [("a", np.int32), ("b", np.int32)])]))
-    plain = np.arange(1.0)
-    launch("stem", "k", 1, 32, structure, plain)
-    _, _, (passed, other), _ = recorder.calls[0]
-    assert passed.dtype.names is None and passed.shape == (1,) and other is plain
-    assert passed.ctypes.data == structure.ctypes.data and passed.tobytes() == structure.tobytes()
-
-
 @pytest.mark.parametrize("record", device.BUILT_IN.values(), ids=device.BUILT_IN)
 def test_device_record_survives_json(record):
     assert device.DeviceRecord.from_json(record.to_json()) == record
@@ -236,8 +187,53 @@ def test_cache_never_shows_half_a_file(cache, monkeypatch):
         with pytest.raises(OSError, match="disk full"):
             nvrtc.build("trivial", "sm_80")
     assert not list(nvrtc.cache_directory().iterdir())
-    results = nvrtc.compile_all([("trivial", ())] * 4, "sm_80", workers=4)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: nvrtc.build("trivial", "sm_80"), range(4)))
     assert len({result.image for result in results}) == 1 and len(list(nvrtc.cache_directory().iterdir())) == 1
+
+
+class Slow:
+    """NVRTC in this process, so slow that others come to take part."""
+
+    def __init__(self, library):
+        self.path, self.library = library.path, library
+
+    def __call__(self):
+        return self
+
+    def compile(self, *job):
+        time.sleep(0.2)
+        return self.library.compile(*job)
+
+
+@needs_nvrtc
+def test_processes_compile_what_this_one_would_each_variant_once(cache, monkeypatch):
+    variants = [("trivial", (("N", i % 40),)) for i in range(80)]
+    source = nvrtc.source_of("trivial")
+    expected = [nvrtc.compile(source, "trivial.cu", "sm_80", dict(defines)) for _, defines in variants]
+    started, genuine = [], nvrtc.Process
+    monkeypatch.setattr(nvrtc, "Process", lambda path: started.append(genuine(path)) or started[-1])
+    monkeypatch.setattr(nvrtc, "_library", Slow(nvrtc._library()))
+    built = nvrtc.compile_all(variants, "sm_80", 3)
+    assert [(each.image, each.kernels) for each in built] == [(each.image, each.kernels) for each in expected]
+    assert len(started) == 2 and len(list(nvrtc.cache_directory().iterdir())) == 40
+    assert any(process.ready for process in started), "this one was slow enough for others to come"
+    assert all(process._process.returncode is not None for process in started), "none is left behind"
+    assert nvrtc.compile_all(variants, "sm_80", 3) == built and len(started) == 2, "the cache had them all"
+
+
+@needs_nvrtc
+def test_an_error_in_a_process_that_compiles_is_raised_here(cache):
+    (cache / "trivial.cu").write_text("int x = nonsense;")
+    with pytest.raises(RuntimeError, match=r"trivial.cu does not compile .*sm_80(.|\n)*trivial.cu\(1\)(.|\n)*nonsense"):
+        nvrtc.compile_all([("trivial", (("N", i),)) for i in range(16)], "sm_80", 2)
+    with nvrtc.Process(nvrtc._library().path) as process:
+        assert process.wait()
+        with pytest.raises(RuntimeError, match="trivial.cu does not compile"):
+            process.compile("int x = nonsense;", "trivial.cu", [], True)
+        process.stop()
+        with pytest.raises(RuntimeError, match="the process that compiled trivial.cu ended with status -9"):
+            process.compile("", "trivial.cu", [], True)
 
 
 def test_cache_that_cannot_be_written_is_replaced_with_one_warning(tmp_path, monkeypatch):

@@ -232,7 +232,7 @@ def test_many_pixels_are_the_sum_of_a_few(cuda_ops, rng, dtype, classes):
 
 
 LOSSES = [("mse", 1.0, 0.0), ("bce_with_logits", 1.0, 0.0), ("bce_with_logits", 3.0, 0.0), ("focal", 0.25, 2.0),
-          ("focal", 0.5, 0.0), ("focal", 0.75, 1.0)]  # fmt: skip
+          ("focal", 0.5, 0.0), ("focal", 0.75, 1.0), ("focal", 0.3, 2.5), ("focal", 0.25, 5.0)]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss, a, b", LOSSES)

@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
 import minidl
+from minidl.extensions import require_built
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -83,6 +85,31 @@ y = layer.forward(np.ones((2, 5, 5, 3), np.float32))
 assert layer.backward(np.ones_like(y)).shape == (2, 5, 5, 3)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60, cwd=ROOT)
+
+
+def test_a_copy_that_is_not_built_is_told_so_and_how_to_build_it(tmp_path):
+    """And not that something could not be imported from a partially initialised module."""
+    for source in (ROOT / "minidl").glob("**/*.py"):
+        copy = tmp_path / source.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(source.read_bytes())
+    for source in (ROOT / "minidl").glob("*/_*.pyx"):
+        (tmp_path / source.relative_to(ROOT)).touch()
+    command = [sys.executable, "-c", "import minidl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    told = done.stderr.splitlines()[-1]
+    assert "is not built" in told and f"make -C {tmp_path} build PYTHON={sys.executable}" in told
+
+
+def test_what_a_newer_commit_has_to_compile_is_named(tmp_path):
+    (tmp_path / "memory").mkdir()
+    for name in ("_old", "_loops"):
+        (tmp_path / "memory" / f"{name}.pyx").touch()
+    (tmp_path / "memory" / f"_old{EXTENSION_SUFFIXES[0]}").touch()
+    with pytest.raises(ImportError, match=r"not built for Python \d.\d+: memory/_loops missing"):
+        require_built(tmp_path)
+    (tmp_path / "memory" / f"_loops{EXTENSION_SUFFIXES[-1]}").touch()
+    require_built(tmp_path)
 
 
 def _python_blocks() -> list[str]:

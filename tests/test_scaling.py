@@ -32,11 +32,11 @@ from minidl.profile.scaling import (
 )
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-ALONE = RESULTS / "h200-x1" / "bench_model_bf16.json.gz"
-SEVERAL = [RESULTS / f"h200-x{n}" / "bench_model_bf16.json.gz" for n in (2, 4)]
-RESNET50 = RESULTS / "h200" / "bench_model_bf16_resnet50.json.gz"
-ALL_REDUCES = RESULTS / "h200-x2" / "bench_all_reduce.json"
-SCALING = RESULTS / "h200-x2" / "bench_scaling.json"
+RESNET50, OTHERS = (RESULTS / "h200" / f"bench_model_bf16_{name}.json.gz" for name in ("resnet50", "others"))
+SEVERAL = RESULTS / "h200-x2" / "bench_model_bf16_later.json.gz"
+ALL_REDUCES = [RESULTS / f"h200-x{n}" / "bench_all_reduce.json" for n in (2, 4)]
+LINKS = list(map(str, ALL_REDUCES))
+SCALING = RESULTS / "h200-x4" / "bench_scaling.json"
 
 
 def line(latency_ms, bytes_per_ms):
@@ -69,6 +69,22 @@ def test_by_hand():
     assert dear.messages[1].ready == pytest.approx(5.25) and dear.slowed_ms == pytest.approx(0.5)
     whole = simulate(step, line(1.0, 500.0), 1, 1 << 40, interference=NO_INTERFERENCE)
     assert [m.layers for m in whole.messages] == [("b", "a")] and whole.ms == pytest.approx(5.0 + 7.0 + 0.3)
+
+
+def test_messages_that_wait_by_hand():
+    """b's for the norm, beside which it then is, and not beside 1 ms of products, which took 2."""
+    layers = (
+        LayerTimes("b", 1.0, 1.0, 1000, flop=10**9, bytes=1), LayerTimes("norm", 0.0, 4.0, 0, flop=1, bytes=10**6),
+        LayerTimes("a", 1.0, 1.0, 1000, flop=10**9, bytes=1),
+    )  # fmt: skip
+    step = StepTimes("net/b32", 32, 1.0, layers, 0.0)
+    options = {"interference": Interference(0.5, 0.0)}
+    b, a = simulate(step, line(1.0, 1000.0), 1, 0, waits=True, **options).messages
+    assert (b.ready, b.begin, b.end) == (2.0, 3.0, 5.0) and (a.ready, a.begin, a.end) == (8.0, 8.0, 10.0)
+    soon, _ = simulate(step, line(1.0, 1000.0), 1, 0, **options).messages
+    assert (soon.ready, soon.begin, soon.end) == (2.0, 2.0, 4.0)
+    held, at_once = (simulate(step, line(1.0, 1000.0), 1, 0, waits=waits, **options) for waits in (True, False))
+    assert held.slowed_ms == pytest.approx(1.0) and at_once.slowed_ms == pytest.approx(2.0)
 
 
 def test_factors_by_hand():
@@ -218,30 +234,28 @@ def test_interference_is_read_off_what_tune_comm_measured():
 
 
 def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
-    found = [case for file in SEVERAL for case in measurements(cases(ALONE), str(file))]
-    assert len(found) == 24
-    known, newer = cases(ALONE) | cases(RESNET50), []
-    for ranks in (2, 4):
-        folder = RESULTS / f"h200-x{ranks}"
-        links = [sums_of(load(folder / "bench_all_reduce.json"), "all-reduces")]
-        for file in sorted(folder.glob("bench_scaling*.json")):
-            newer += measurements(known, str(file), links)
-    assert {case.cluster.ranks_per_host for case in newer} == {2, 4}
-    assert {case.step.case for case in newer} >= {
+    known = cases(RESNET50) | cases(OTHERS)
+    links = [sums_of(load(path), str(path)) for path in ALL_REDUCES]
+    files = sorted(file for n in (2, 4) for file in (RESULTS / f"h200-x{n}").glob("bench_scaling*.json"))
+    found = [case for file in files for case in measurements(known, str(file), links)]
+    assert {case.cluster.ranks_per_host for case in found} == {2, 4}
+    assert {case.step.case for case in found} >= {
         "resnet50/224x224/b64", "resnet50/224x224/b256", "vgg16/224x224/b64", "unet/256x256/b32"
     }  # fmt: skip
 
     def worst(interference):
-        return max(abs(case.simulated(interference).ms / case.ms - 1) for case in (*found, *newer))
+        return max(abs(case.simulated(interference).ms / case.ms - 1) for case in found)
 
-    assert worst(scaling.INTERFERENCE) < 0.04
+    assert worst(scaling.INTERFERENCE) < 0.05
     assert worst(NO_INTERFERENCE) > 0.05, "without interference of messages with compute it would not be met"
-    for case in newer:
-        assert len(case.simulated(scaling.INTERFERENCE).messages) == case.messages, "as many as the runtime sent"
+    for case in found:
+        messages = case.simulated(scaling.INTERFERENCE).messages
+        assert len(messages) == case.messages, "as many as the runtime sent"
+        assert sum(bool(message.before) for message in messages) == case.waiting
 
 
 def test_all_reduces_of_each_engine_are_those_of_the_way_it_takes():
-    content = load(ALL_REDUCES)
+    content = load(ALL_REDUCES[0])
     sums = sums_of(content, "all-reduces")
     assert sums.ranks == 2 and list(sums.engines) == ["links", "links32", "links8", "nccl"]
     assert sums.points() == sums.points("links")
@@ -259,11 +273,11 @@ def test_all_reduces_of_each_engine_are_those_of_the_way_it_takes():
 
 
 def test_what_cannot_be_simulated_is_refused():
-    several = runs(load(SEVERAL[0]), "h200-x2")[0]
+    several = runs(load(SEVERAL), "h200-x2")[0]
     with pytest.raises(NotInFile, match="measured on 2 ranks; layers alone are needed"):
         scaling.measured(several)
     with pytest.raises(NotInFile, match="no all-reduces in it"):
-        sums_of(load(ALONE), "h200")
+        sums_of(load(RESNET50), "h200")
     with pytest.raises(ValueError, match="memory must be a number from 0 to below 1"):
         Interference(0.5, 1.0)
 
@@ -277,21 +291,22 @@ def test_numbers_of_hosts():
 
 
 def test_the_command_shows_writes_and_compares(tmp_path, capsys):
-    options = ["--case", "resnet50/224x224/b64", "--links", *map(str, SEVERAL), "--nodes", "1..4"]
+    links = ["--links", *LINKS]
+    options = ["--case", "resnet50/224x224/b64", *links, "--nodes", "1..4"]
     path = tmp_path / "out.json"
-    assert cli.main(["simulate", str(ALONE), *options, "--network", "20,0.3", "--json", str(path)]) == 0
+    assert cli.main(["simulate", str(RESNET50), *options, "--network", "20,0.3", "--json", str(path)]) == 0
     told = capsys.readouterr().out
     assert "simulated: resnet50/224x224/b64" in told and "below 90% from 16 ranks: the update waits" in told
     rows = load(path)["rows"]
     assert {row["nodes"] for row in rows} == {1, 2, 4} and len(rows) == 3 * len(scaling.GROUPS)
     assert all(sum(m["waited"] for m in row["messages"]) == pytest.approx(row["waited_ms"], rel=1e-5) for row in rows)
     assert all(0 < row["efficiency"] <= 1 and row["ranks"] == 8 * row["nodes"] for row in rows)
-    assert cli.main(["simulate", str(ALONE), "--check", *map(str, SEVERAL)]) == 0
-    assert "worst error of a step: 2.8%" in capsys.readouterr().out
-    checked = ["--check", str(SCALING), "--links", str(ALL_REDUCES)]
+    checked = ["--check", str(SCALING), *links]
     assert cli.main(["simulate", str(RESNET50), *checked, "--interference", "0.5,0.2,10"]) == 0
     told = capsys.readouterr().out
-    assert "links/25/whole" in told and "no messages" in told
+    assert "links" in told and "no messages" in told and "worst error of a step" in told
+    assert cli.main(["simulate", str(RESNET50), "--check", str(SEVERAL)]) == 0
+    assert "one rank" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -301,14 +316,17 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
         (["--case", "vgg16/224x224/b16"], "--links must be the all-reduces within a host"),
         (["--case", "vgg16/224x224/b16", "--link", "7"], "--link must be microseconds and GB/s"),
         (["--case", "vgg16/224x224/b16", "--link", "7,300", "--network", "x"], "--network must be numbers"),
-        (["--case", "vgg16/224x224/b16", "--links", str(ALL_REDUCES), "--engine", "x"], "unknown engine of measured"),
+        (
+            ["--case", "vgg16/224x224/b16", "--links", LINKS[0], "--engine", "x"],
+            "unknown engine of measured",
+        ),
         (["--case", "vgg16/224x224/b16", "--link", "7,300", "--interference", "1"], "products must be a number from 0"),
         (["--case", "vgg16/224x224/b16", "--fit"], "--fit must be left out without --check"),
     ],
 )
 def test_mistaken_options_are_one_line(words, message, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["simulate", str(ALONE), *words])
+        cli.main(["simulate", str(OTHERS), *words])
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

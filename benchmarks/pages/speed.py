@@ -34,7 +34,7 @@ def _newest(benchmark: str, *what: str) -> list[tuple[str, Row]]:
 def _beside_peers(benchmark: str, *what: str) -> list[Found]:
     """Worst first."""
     rows = [(machine, row) for machine, row in _newest(benchmark, *what) if row["peers"]]
-    found = [(min(row["peers"].values()) / row["ms"], machine, row) for machine, row in rows]
+    found = [(_peer(row)[1] / row["ms"], machine, row) for machine, row in rows]
     return sorted(found, key=lambda item: item[0])
 
 
@@ -51,8 +51,8 @@ def _operations() -> list[Row]:
 
 
 def _peer(row: Row) -> tuple[str, float]:
-    """The fastest peer: its name, its milliseconds."""
-    name, ms = min(row["peers"].items(), key=lambda item: item[1])
+    """The fastest peer, or the one that alone does the same work: its name, its milliseconds."""
+    name, ms = min(row["peers"].items(), key=lambda item: (item[0] != row.get("beside"), item[1]))
     return _PEERS.get(name, name), ms
 
 
@@ -117,7 +117,20 @@ def training() -> str:
         figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{speed:.2f}"]
         rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
     head = ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"]
-    return table(head, rows, words=range(4))
+    steps, hosts = table(head, rows, words=range(4)), _hosts()
+    return f"{steps}\n\n{hosts}" if hosts else steps
+
+
+def _hosts() -> str:
+    """What the host takes to start an uncompiled step, beside PyTorch's uncompiled one; empty without such rows."""
+    rows = []
+    for machine, row in _newest("bench_train", "arm", "ranks"):
+        theirs = row.get("peer_host_ms", {}).get("torch-eager")
+        if row["arm"].startswith("eager") and theirs:
+            figures = [row["host_ms"], theirs, row["ms"], row["peers"]["torch-eager"]]
+            rows.append([row["case"], machine, row["dtype"], row["arm"], *(f"{ms:.1f}" for ms in figures)])
+    head = ["uncompiled step", "machine", "dtype", "way", "host, ms", "PyTorch's host", "step, ms", "PyTorch's step"]
+    return table(head, rows, words=range(4)) if rows else ""
 
 
 def operations() -> str:

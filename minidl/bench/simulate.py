@@ -79,10 +79,11 @@ def sweep(step: StepTimes, cluster: Cluster, hosts: Sequence[int], a: argparse.N
     groups = scaling.GROUPS if a.group_mib is None else [_group(part) for part in a.group_mib.split(",")]
     share = 0.5 if a.message_dtype == "bf16" else 1.0
     options: dict[str, Any] = {"interference": _interference(a.interference), "message_share": share}
-    return [
-        sorted((scaling.simulate(step, cluster, n, size, **options) for size in groups), key=lambda o: o.ms)
-        for n in hosts
-    ]
+
+    def outcome(n: int, size: int) -> Outcome:
+        return scaling.simulate(step, cluster, n, size, waits=n == 1 and cluster.by_kernels, **options)
+
+    return [sorted((outcome(n, size) for size in groups), key=lambda o: o.ms) for n in hosts]
 
 
 def _group(text: str) -> int:
@@ -132,8 +133,10 @@ def _chosen(known: dict[str, Run], case: str | None, file: str) -> Run:
 
 def _cluster(a: argparse.Namespace) -> Cluster:
     ranks = checks.at_least("", "--ranks-per-node", a.ranks_per_node, 1)
+    kernels = False
     if a.links:
-        points = _nearest(_links(a.links), ranks).points(a.engine or "")
+        sums = _nearest(_links(a.links), ranks)
+        points, kernels = sums.points(a.engine or ""), (a.engine or next(iter(sums.engines))).startswith("links")
     elif a.link:
         line = _line("--link", a.link)
         points = tuple((size, 1e3 * (line.latency + size / line.bandwidth)) for size in (0.0, 1e3, 1e10))
@@ -142,7 +145,7 @@ def _cluster(a: argparse.Namespace) -> Cluster:
         raise checks.bad_value("", "--links", "the all-reduces within a host", None, remedy)
     else:
         points = ()
-    return Cluster(ranks, points, _line("--network", a.network))
+    return Cluster(ranks, points, _line("--network", a.network), kernels)
 
 
 def _links(files: Sequence[str]) -> list[Sums]:
@@ -261,7 +264,7 @@ class Measured:
 
     Attributes:
         added_ms: to the step of one rank, or to that of the same ranks without messages, as ``beside`` says.
-        messages: that were sent; 0 where it was not kept.
+        messages, waiting: that were sent, and of these that waited to start; 0 where it was not kept.
     """
 
     step: StepTimes
@@ -273,11 +276,13 @@ class Measured:
     added_ms: float
     beside: str
     messages: int = 0
+    waiting: int = 0
     factors: bool = False
 
     def simulated(self, interference: Interference) -> Outcome:
         """The same step on paper."""
-        options: dict[str, Any] = {"interference": interference, "message_share": self.share, "factors": self.factors}
+        options: dict[str, Any] = {"interference": interference, "message_share": self.share}
+        options |= {"factors": self.factors, "waits": self.waiting > 0}
         return scaling.simulate(self.step, self.cluster, 1, self.group_bytes, **options)
 
 
@@ -322,5 +327,5 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
             size = dict.fromkeys((layer.name for layer in step.layers), size)
         yield Measured(
             step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], size, share,
-            row["ms"], row["exposed_ms"], "no messages", row["messages"], factors,
+            row["ms"], row["exposed_ms"], "no messages", row["messages"], row.get("waiting", 0), factors,
         )  # fmt: skip

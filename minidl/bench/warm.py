@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--gpu", default="auto", choices=["auto", *BUILT_IN], help="auto: this machine's; others need no GPU"
     )
-    p.add_argument("--threads", type=int, help="that compile; default: one for each core")
+    p.add_argument("--processes", type=int, help="that compile; default: one for each core")
     p.add_argument("--step", action="store_true", help="then run two steps on this machine's GPU, and time them")
 
 
@@ -43,17 +42,16 @@ def run(a: argparse.Namespace) -> int:
     Raises:
         ValueError: for an option that cannot be.
     """
-    if a.threads is not None:
-        checks.at_least("", "--threads", a.threads, 1)
+    if a.processes is not None:
+        checks.at_least("", "--processes", a.processes, 1)
     if a.step and a.gpu != "auto":
         raise checks.bad_value("", "--step", "without --gpu", f"--gpu {a.gpu}")
     setup = Setup(a.model, a.batch, a.precision, "cuda", 1, a.image_size, a.classes, a.fusion)
     device = _device(a.gpu)
-    built = compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, device, a.threads)
-    threads = a.threads or os.cpu_count()
+    built = compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, device, a.processes)
     print(
         f"{setup.title} {a.precision}, {device.name}: {built.kernels} kernels, found in {built.walk_s:.1f} s; "
-        f"{built.missing} compiled by {threads} threads in {built.compile_s:.1f} s, into {nvrtc.cache_directory()}"
+        f"{built.missing} compiled in {built.compile_s:.1f} s, into {nvrtc.cache_directory()}"
     )
     if a.step:
         _time_steps(setup)
@@ -70,7 +68,7 @@ class Built(NamedTuple):
 
 
 def compile_ahead(
-    graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord, threads: int | None = None
+    graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord, processes: int | None = None
 ) -> Built:
     """Compile the kernels of a training step that the cache lacks, on all cores; the graph is used up.
 
@@ -78,14 +76,14 @@ def compile_ahead(
         batch: samples of each GPU.
         fusion: as `minidl.fusion.fuse` takes it.
         device: to compile for; it need not be there.
-        threads: default: one for each core.
+        processes: that compile; default: one for each core.
     """
     started = time.perf_counter()
     kernels = kernels_of(graph, batch, precision, fusion, device)
     walked = time.perf_counter()
     arch = nvrtc.target(device.arch)
     missing = [kernel for kernel in kernels if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
-    nvrtc.compile_all(missing, arch, threads)
+    nvrtc.compile_all(missing, arch, processes)
     return Built(len(kernels), len(missing), walked - started, time.perf_counter() - walked)
 
 

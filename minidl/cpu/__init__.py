@@ -34,6 +34,9 @@ from minidl.cpu.array import (
     zeros,
 )
 from minidl.cpu.batch_norm import (
+    batch_norm_activate,
+    batch_norm_activate_backward_apply,
+    batch_norm_activate_backward_stats,
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
@@ -44,8 +47,6 @@ from minidl.cpu.batch_norm import (
     batch_norm_join,
     batch_norm_join_backward_stats,
     batch_norm_merge,
-    batch_norm_relu_backward_apply,
-    batch_norm_relu_backward_stats,
     batch_norm_stats,
 )
 from minidl.cpu.conv2d import (
@@ -66,7 +67,7 @@ from minidl.cpu.group_norm import (
     group_norm_stats,
 )
 from minidl.cpu.image import normalise
-from minidl.cpu.join import add, concat, gate_gradient, mul
+from minidl.cpu.join import add, concat, gate_backward, gate_gradient, mul
 from minidl.cpu.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
 from minidl.cpu.loss import (
     count_labels,
@@ -120,11 +121,12 @@ __all__ = [
     "batch_norm_stats",
     "batch_norm_finalize",
     "batch_norm_apply",
+    "batch_norm_activate",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
     "batch_norm_backward_apply",
-    "batch_norm_relu_backward_stats",
-    "batch_norm_relu_backward_apply",
+    "batch_norm_activate_backward_stats",
+    "batch_norm_activate_backward_apply",
     "batch_norm_join",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
@@ -147,6 +149,7 @@ __all__ = [
     "softmax_backward",
     "add",
     "mul",
+    "gate_backward",
     "gate_gradient",
     "concat",
     "max_pool2d",

@@ -19,7 +19,7 @@ MINIDL_INLINE float minidl_hyperbolic(float x)
 }
 
 /* The normal law's probability below x, and its density times sqrt(2 pi). The tail is e^(-x^2/2) times a polynomial in
- * t = 1 / (1 + 0.31 |x|), fitted to 2e-7 relative; the same on GPUs (activation.cu). */
+ * t = 1 / (1 + 0.31 |x|), fitted to 2e-7 relative; the same on GPUs (activation.cuh). */
 MINIDL_INLINE float minidl_normal_below(float x, float *peak)
 {
     const float a = fabsf(x), t = 1.0f / (1.0f + 0.31f * a), e = minidl_exp(-0.5f * a * a);

@@ -28,6 +28,7 @@ enum {
     CSB_MOST_SIDE = 256,
     CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
     CSB_STREAM = 16,  /* samples up to which a block runs as it lies */
+    CSB_RUNS = 8,     /* of its rows, side by side */
 };
 
 typedef struct {
@@ -217,22 +218,22 @@ DEFINE_CSB_KERNELS(32, csb_v16, 2)
 DEFINE_CSB_KERNELS(64, csb_v16, 4)
 
 /* One tile of a single vector, a block as it lies: y[row] += value * x[column], or transposed. Outputs stay in memory:
- * few nonzeros have one in common, and loops over them would end too often to be foreseen. Those that have would wait
- * for each other; so, not transposed, four runs of whole rows go side by side. */
+ * few nonzeros have one in common, and loops over them would end too often to be foreseen. Those that have wait for each
+ * other; so, not transposed, several runs of whole rows go side by side. */
 #define DEFINE_CSB_STREAM(lanes, vec)                                                                                  \
     MINIDL_INLINE void csb_stream_##lanes(                                                                             \
         ptrdiff_t count, const uint16_t *items, const float *values, CsbTile tile, float *y, int transposed)           \
     {                                                                                                                  \
-        ptrdiff_t at[5], least = count;                                                                                \
-        for (int q = 0; q < 5; q++) {                                                                                  \
-            at[q] = transposed && q < 4 ? 0 : count * q / 4;                                                           \
+        ptrdiff_t at[CSB_RUNS + 1] = {0}, least = count;                                                               \
+        for (int q = 0; q <= CSB_RUNS && !transposed; q++) {                                                           \
+            at[q] = count * q / CSB_RUNS;                                                                              \
             while (0 < at[q] && at[q] < count && items[at[q]] >> 8 == items[at[q] - 1] >> 8) at[q]++;                  \
             if (q > 0) least = csb_least(least, at[q] - at[q - 1]);                                                    \
         }                                                                                                              \
-        for (ptrdiff_t i = 0; i < least; i++)                                                                          \
-            UNROLL for (int q = 0; q < 4; q++)                                                                         \
+        for (ptrdiff_t i = 0; i < least && !transposed; i++)                                                           \
+            UNROLL for (int q = 0; q < CSB_RUNS; q++)                                                                  \
                 CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);                  \
-        for (int q = 0; q < 4 && !transposed; q++)                                                                     \
+        for (int q = 0; q < CSB_RUNS && !transposed; q++)                                                              \
             for (ptrdiff_t i = at[q] + least; i < at[q + 1]; i++)                                                      \
                 CSB_STREAM_ONE(lanes, vec, i, items[i] >> 8, items[i] & 255);                                          \
         for (ptrdiff_t i = 0; i < count && transposed; i++)                                                            \

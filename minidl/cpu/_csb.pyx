@@ -7,7 +7,7 @@ from libc.stdint cimport int32_t, uint16_t
 from libc.stdlib cimport free, malloc
 
 cdef extern from "_csb.h" nogil:
-    enum: CSB_DEPTH
+    enum: CSB_DEPTH, CSB_STREAM
     ctypedef struct CsbMatrix:
         const int32_t *indptr
         const uint16_t *indices
@@ -156,7 +156,7 @@ cdef void multiply(
 
 def product(
     const int32_t[::1] indptr, const uint16_t[::1] indices, const float[::1] values, tuple shape, ptrdiff_t side,
-    const float[:, :] x, bint transposed, bint features_last, const float[::1] bias, bint relu, ptrdiff_t fullest,
+    const float[:, :] x, bint transposed, bint features_last, const float[::1] bias, bint relu,
     ptrdiff_t lanes, bint direct, float[::1] packed, float[:, ::1] y, int threads, tuple axes=None,
     const float[::1] zeros=None
 ):
@@ -166,7 +166,7 @@ def product(
     x has channels.
 
     ``packed`` has room for some whole tiles of ``lanes`` samples, which are packed unless ``direct``: then whole tiles
-    are read where they are, features first or a single sample. ``fullest``: the most nonzeros of a block.
+    are read where they are, features first or a single sample.
     """
     cdef CsbProduct p
     p.a = matrix(indptr, indices, shape, side)
@@ -183,7 +183,11 @@ def product(
     cdef ptrdiff_t pitch = x.strides[0] // <ptrdiff_t>sizeof(float), step = 1 if features_last else pitch
     cdef ptrdiff_t chunk = packed.shape[0] // max(features, 1) // lanes * lanes
     cdef const float *data = &x[0, 0] if features else NULL
-    cdef CsbScratch *scratch = scratches(threads, PIECE * side * lanes, fullest if transposed else 0)
+    cdef ptrdiff_t fullest = 0, block  # nonzeros of a block that are sorted
+    if transposed and lanes > CSB_STREAM:
+        for block in range(indptr.shape[0] - 1):
+            fullest = max(fullest, indptr[block + 1] - indptr[block])
+    cdef CsbScratch *scratch = scratches(threads, PIECE * side * lanes, fullest)
     cdef bint gathered = axes is not None
     if gathered:
         w = window(axes, pitch, x.shape[1], features // p.taps, zeros)

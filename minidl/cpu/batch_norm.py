@@ -12,11 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from minidl.cpu import _batch_norm
-from minidl.cpu.activation import relu_backward
+from minidl.cpu.activation import KEEP_OUTPUT, activate, activate_backward, relu_backward
 from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 
 __all__ = [
+    "batch_norm_activate",
+    "batch_norm_activate_backward_apply",
+    "batch_norm_activate_backward_stats",
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
@@ -27,8 +30,6 @@ __all__ = [
     "batch_norm_join",
     "batch_norm_join_backward_stats",
     "batch_norm_merge",
-    "batch_norm_relu_backward_apply",
-    "batch_norm_relu_backward_stats",
     "batch_norm_stats",
 ]
 
@@ -151,6 +152,13 @@ def batch_norm_join(
     return batch_norm_apply(x, moments, gamma, beta, add=add, **affine, relu=True), None
 
 
+def batch_norm_activate(
+    x: Array, moments: Array, gamma: Array | None, beta: Array | None, function: str, slope: float = 0.0
+) -> Array:
+    """`activate` of what `batch_norm_apply` makes of ``x``, in one pass, rounded once."""
+    return stored(activate(_normalized(x, moments, gamma, beta), function, slope), x.shape, x.dtype)
+
+
 def batch_norm_backward_stats(
     dy: Array,
     x: Array,
@@ -191,22 +199,25 @@ def batch_norm_backward_sums(
     return sums
 
 
-def batch_norm_relu_backward_stats(
+def batch_norm_activate_backward_stats(
     dy: Array,
     x: Array,
     moments: Array,
     gamma: Array | None,
     beta: Array | None,
+    function: str = "relu",
+    slope: float = 0.0,
     *,
     dgamma: Array | None = None,
     dbeta: Array | None = None,
     accumulate: bool = False,
 ) -> Array:
-    """`batch_norm_backward_stats` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient.
+    """`batch_norm_backward_stats` behind ``batch_norm_activate(x, moments, gamma, beta, function, slope)``.
 
-    It counts where the output was positive, which is recomputed from ``x`` with the forward pass's rounding.
+    ``dy`` is the gradient of its output. The slope is recomputed from ``x``; the mask of a ReLU with the forward pass's
+    rounding.
     """
-    masked = _masked(dy, x, moments, gamma, beta)
+    masked = _masked(dy, x, moments, gamma, beta, function, slope)
     return batch_norm_backward_stats(masked, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
@@ -260,7 +271,7 @@ def batch_norm_backward_apply(
     return stored(dx, dy.shape, dy.dtype)
 
 
-def batch_norm_relu_backward_apply(
+def batch_norm_activate_backward_apply(
     dy: Array,
     x: Array,
     moments: Array,
@@ -268,12 +279,30 @@ def batch_norm_relu_backward_apply(
     beta: Array | None,
     sums: Array | None,
     count: Array | None,
+    function: str = "relu",
+    slope: float = 0.0,
     *,
     add: Array | None = None,
 ) -> Array:
-    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
-    return batch_norm_backward_apply(_masked(dy, x, moments, gamma, beta), x, moments, gamma, sums, count, add=add)
+    """`batch_norm_backward_apply` behind `batch_norm_activate`, of gradient ``dy``."""
+    masked = _masked(dy, x, moments, gamma, beta, function, slope)
+    return stored(batch_norm_backward_apply(masked, x, moments, gamma, sums, count, add=add), dy.shape, dy.dtype)
 
 
-def _masked(dy: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None) -> Array:
-    return relu_backward(dy, batch_norm_apply(x, moments, gamma, beta, relu=True))
+def _normalized(x: Array, moments: Array, gamma: Array | None, beta: Array | None) -> Array:
+    """What the batch norm makes of ``x``, not rounded: float32 rows."""
+    rows = rows_float32(x)
+    z = empty(rows.shape, float32)
+    _batch_norm.apply(rows, moments, gamma, beta, None, False, z)
+    return z
+
+
+def _masked(
+    dy: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None, function: str, slope: float
+) -> Array:
+    """``dy`` times the slope of an activation over the batch norm, in float32; of a ReLU the mask, as rounded."""
+    if function == "relu":
+        return relu_backward(dy, batch_norm_apply(x, moments, gamma, beta, relu=True))
+    kept = _normalized(x, moments, gamma, beta)
+    kept = activate(kept, function, slope) if function in KEEP_OUTPUT else kept
+    return activate_backward(rows_float32(dy), kept, function, slope).reshape(dy.shape)

@@ -67,11 +67,11 @@ def csb_matmul(
     packed_already = samples == lanes and wide.flags.c_contiguous
     direct = lanes == 1 or (not features_last and (packed_already or values.size <= reuse * features))
     threads = threads_for(values.size * samples)
-    packed = packed_room(features, samples, lanes, threads)
-    fullest = int(np.diff(indptr).max(initial=0))
+    rest = samples % lanes if direct else samples
+    packed = packed_room(features, rest, lanes, threads) if rest else empty(0, float32)
     _csb.product(
-        indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, fullest, lanes,
-        direct, packed, y, threads,
+        indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, lanes, direct,
+        packed, y, threads,
     )  # fmt: skip
     return stored(y, out_shape, x.dtype)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from math import prod
 
-import numpy as np
-
 from minidl.cpu import _csb
 from minidl.cpu.array import Array, empty, flat_float32, rows_float32, stored, zeros
 from minidl.cpu.conv2d import refuse_tf32
@@ -135,7 +133,7 @@ def _apply(
     threads = threads_for(values.size * samples)
     _csb.product(
         indptr, indices, flat_float32(values), shape, side, rows_float32(source), transposed, True, bias, False,
-        int(np.diff(indptr).max(initial=0)), lanes, False, packed_room(summed, samples, lanes, threads), y, threads,
+        lanes, False, packed_room(summed, samples, lanes, threads), y, threads,
         axes, zeros(source.shape[3], float32),
     )  # fmt: skip
     return stored(y, out_shape, source.dtype)

@@ -11,7 +11,7 @@ from minidl.cpu.array import Array, empty, flat_float32, rows, rows_float32, sto
 from minidl.cpu.group_norm import sample_sums, samples
 from minidl.precision import float32
 
-__all__ = ["add", "concat", "gate_gradient", "mul"]
+__all__ = ["add", "concat", "gate_backward", "gate_gradient", "mul"]
 
 
 def add(a: Array, b: Array) -> Array:
@@ -33,13 +33,25 @@ def mul(a: Array, b: Array) -> Array:
         y = empty(a.size, float32)
         _elementwise.mul(flat_float32(a), flat_float32(b), y)
         return stored(y, a.shape, a.dtype)
+    return _gated(a, b, np.zeros_like(b))
+
+
+def gate_backward(dy: Array, gate: Array, dmean: Array) -> Array:
+    """The gradient of an image ``a`` (N, ..., C) from that of ``mul(a, gate)`` and that of its mean over all pixels.
+
+    ``dy * gate + dmean / pixels``, rounded once; ``gate`` and ``dmean`` are (N, 1, ..., 1, C).
+    """
+    return _gated(dy, gate, dmean)
+
+
+def _gated(a: Array, gate: Array, mean: Array) -> Array:
     v, n, pixels = samples(a)
-    assert b.shape == (n, *(1,) * (a.ndim - 2), a.shape[-1]), (a.shape, b.shape)
+    for one in (gate, mean):
+        assert one.shape == (n, *(1,) * (a.ndim - 2), a.shape[-1]) and one.dtype == a.dtype, (a.shape, one.shape)
     y = empty(v.shape, float32)
     if v.size:
-        gate = np.ascontiguousarray(rows_float32(b))
-        nothing = np.zeros_like(gate)
-        _norm.affine_rows(v, nothing, gate, nothing, pixels, y)
+        factor, shift = (np.ascontiguousarray(rows_float32(one)) for one in (gate, mean))
+        _norm.affine_rows(v, np.zeros_like(factor), factor, shift / np.float32(pixels), pixels, y)
     return stored(y, a.shape, a.dtype)
 
 

@@ -44,7 +44,7 @@ from minidl.cuda.convolution.conv2d import (
 from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.image import normalise
-from minidl.cuda.join import add, concat, gate_gradient, mul
+from minidl.cuda.join import add, concat, gate_backward, gate_gradient, mul
 from minidl.cuda.loss.loss import (
     count_labels,
     smoothed_cross_entropy,
@@ -57,6 +57,9 @@ from minidl.cuda.loss.segmentation import confusion_counts, dice_backward, dice_
 from minidl.cuda.loss.soft_loss import soft_cross_entropy, soft_cross_entropy_backward
 from minidl.cuda.loss.softmax import softmax, softmax_backward
 from minidl.cuda.norm.batch_norm import (
+    batch_norm_activate,
+    batch_norm_activate_backward_apply,
+    batch_norm_activate_backward_stats,
     batch_norm_apply,
     batch_norm_backward_apply,
     batch_norm_backward_stats,
@@ -67,8 +70,6 @@ from minidl.cuda.norm.batch_norm import (
     batch_norm_join,
     batch_norm_join_backward_stats,
     batch_norm_merge,
-    batch_norm_relu_backward_apply,
-    batch_norm_relu_backward_stats,
     batch_norm_stats,
 )
 from minidl.cuda.norm.group_norm import (
@@ -121,11 +122,12 @@ __all__ = [
     "batch_norm_stats",
     "batch_norm_finalize",
     "batch_norm_apply",
+    "batch_norm_activate",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
     "batch_norm_backward_apply",
-    "batch_norm_relu_backward_stats",
-    "batch_norm_relu_backward_apply",
+    "batch_norm_activate_backward_stats",
+    "batch_norm_activate_backward_apply",
     "batch_norm_join",
     "batch_norm_join_backward_stats",
     "batch_norm_eval_moments",
@@ -148,6 +150,7 @@ __all__ = [
     "softmax_backward",
     "add",
     "mul",
+    "gate_backward",
     "gate_gradient",
     "concat",
     "max_pool2d",

@@ -12,13 +12,18 @@ from minidl.cuda.launch import launch
 from minidl.cuda.norm.signs import are_signs, mask_by_signs
 from minidl.cuda.rows import dtype_code, walk
 
-__all__ = ["activate", "activate_backward", "relu", "relu_backward"]
+__all__ = ["activate", "activate_backward", "relu", "relu_backward", "struct_of"]
 
 _NAMES = ("relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
 _FUNCTIONS = {name: f"{name}_" if name == "tanh" else name for name in _NAMES}  # C++ has a tanh already
 
 
-def _function(name: str) -> str:
+def struct_of(name: str) -> str:
+    """The type in activation.cuh that computes an activation.
+
+    Raises:
+        ValueError: for an unknown name, listing the known ones.
+    """
     if name not in _FUNCTIONS:
         raise checks.unknown("activation", name, _FUNCTIONS)
     return _FUNCTIONS[name]
@@ -31,7 +36,7 @@ def activate(x: Any, function: str, slope: float = 0.0) -> Any:
         function: "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh" or "hardswish".
         slope: of "leaky_relu" below zero.
     """
-    defines = {"FORWARD": 1, "DTYPE": dtype_code(x, function), "FUNCTION": _function(function)}
+    defines = {"FORWARD": 1, "DTYPE": dtype_code(x, function), "FUNCTION": struct_of(function)}
     x = as_rows(x)
     y = empty(x.shape, x.dtype)
     plan = walk(x, y, unroll=2)
@@ -47,7 +52,7 @@ def activate_backward(dy: Any, kept: Any, function: str, slope: float = 0.0, *, 
     Args:
         kept: the output of "relu", "relu6", "leaky_relu", "sigmoid" and "tanh"; the input of the others.
     """
-    defines = {"DTYPE": dtype_code(dy, function, "dy"), "FUNCTION": _function(function), "ADD": int(add is not None)}
+    defines = {"DTYPE": dtype_code(dy, function, "dy"), "FUNCTION": struct_of(function), "ADD": int(add is not None)}
     operands = (dy, kept) if add is None else (dy, kept, add)
     assert all(x.shape == dy.shape and x.dtype == dy.dtype for x in operands), [checks.describe(x) for x in operands]
     dy, kept = as_rows(dy), as_rows(kept)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks, shapes
+from minidl import checks
 from minidl.cuda.device import active_dry_run, import_cupy
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import DTYPE, address, walk
+from minidl.cuda.rows import DTYPE, address, dense, in_rows, walk
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
@@ -39,7 +39,7 @@ def array_type() -> type:
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array whose values are whatever was there: the only way in which the table and the layers allocate."""
     dry = active_dry_run()
-    return import_cupy().empty(shape, dtype) if dry is None else dry.made(shape, dtype)
+    return import_cupy().ndarray(shape, dtype) if dry is None else dry.made(shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
@@ -72,9 +72,9 @@ def synchronize() -> None:
 
 def contiguous(x: Any) -> Any:
     """``x`` itself when it is dense in C order, else a dense copy."""
-    if x.flags.c_contiguous:
+    if dense(x):
         return x
-    if shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
+    if in_rows(x):
         out = empty(x.shape, x.dtype)
         copy_into(out, x)
         return out
@@ -84,9 +84,7 @@ def contiguous(x: Any) -> Any:
 
 def as_rows(x: Any) -> Any:
     """``x`` itself when it is dense or pitched, else a dense copy: what every operation does to its inputs first."""
-    if x.flags.c_contiguous or shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None:
-        return x
-    return contiguous(x)
+    return x if in_rows(x) else contiguous(x)
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -127,7 +125,7 @@ def assign(out: Any, values: Sequence[float]) -> None:
     They travel as arguments of a kernel: nothing waits, and no buffer has to live until a copy is done.
     """
     host = np.array(values, out.dtype)
-    assert out.dtype.itemsize == 4 and out.flags.c_contiguous, (out.dtype, out.strides)
+    assert out.dtype.itemsize == 4 and dense(out), (out.dtype, out.strides)
     assert out.shape == host.shape and out.ndim == 1 and out.size <= _WORDS, (out.shape, host.shape)
     words = np.zeros(_WORDS, np.uint32)
     words[: out.size] = host.view(np.uint32)

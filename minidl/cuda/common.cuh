@@ -216,16 +216,6 @@ DEVICE X warp_sum(X x) {
     return x;
 }
 
-template <class X>
-DEVICE X warp_max(X x) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        const X other = __shfl_xor_sync(0xffffffffu, x, offset);
-        x = other > x ? other : x;
-    }
-    return x;
-}
-
 // Sum over a one-dimensional block of THREADS (a multiple of 32, at most 1024) threads, in every thread.
 // Ends with a barrier only before its scratch is read: call __syncthreads() between two calls that share `scratch` (32 X).
 template <int THREADS, class X>

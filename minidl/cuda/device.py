@@ -6,7 +6,9 @@ variants) can be decided, tested and compiled on a machine without a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -26,6 +28,7 @@ __all__ = [
     "Watcher",
     "active_dry_run",
     "current_device",
+    "driver",
     "import_cupy",
 ]
 
@@ -51,6 +54,9 @@ class DeviceRecord:
     shared_per_block: int
     l2_bytes: int
     memory_bytes: int
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it would take longer than what is looked up by it
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives the same record back."""
@@ -125,6 +131,7 @@ active_dry_run = DRY_RUN.get
 _live: dict[int, DeviceRecord] = {}
 
 
+@functools.cache
 def import_cupy() -> Any:
     """The CuPy module.
 
@@ -136,6 +143,12 @@ def import_cupy() -> Any:
     except ImportError as error:
         raise checks.missing_extra("the CUDA backend", "cuda13", error) from error
     return cupy
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The driver's library, which CuPy has loaded: for what CuPy does not offer, or not fast enough."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def current_device() -> DeviceRecord:

@@ -38,3 +38,14 @@ DEVICE float reciprocal(float x) {
 }
 
 DEVICE float logistic(float x) { return reciprocal(1.0f + exponential(-x)); }
+
+// The logistic function of x, and what it lacks of one, which is that of -x and would cancel.
+struct Logistic {
+    float of, rest;
+
+    __device__ __forceinline__ explicit Logistic(float x) {
+        const float t = exponential(-fabsf(x)), large = reciprocal(1.0f + t), small = t * large;
+        of = x < 0.0f ? small : large;
+        rest = x < 0.0f ? large : small;
+    }
+};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from minidl.cuda.device import current_device
 from minidl.shapes import ceil_div
 
-__all__ = ["BLOCK", "ints", "row_grid", "strip_length"]
+__all__ = ["BLOCK", "int32", "int64", "ints", "row_grid", "strip_length"]
 
 BLOCK = 256  # threads per block, at most
 THREADS_PER_MULTIPROCESSOR = 2048
@@ -44,6 +45,11 @@ def strip_length(threads: int, rows: int, longest: int = 4) -> int:
     return strip
 
 
+# Kernel arguments of type ``int`` and ``long long``, kept: to make one takes half as long as to launch a kernel.
+int32 = functools.lru_cache(maxsize=4096)(np.int32)
+int64 = functools.lru_cache(maxsize=4096)(np.int64)
+
+
 def ints(*values: int) -> tuple[Any, ...]:
     """Kernel arguments of type ``int``."""
-    return tuple(np.int32(value) for value in values)
+    return tuple(map(int32, values))

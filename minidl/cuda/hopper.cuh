@@ -63,17 +63,47 @@ DEVICE u32 thread_again() {
     return thread % 128;
 }
 
+// The warpgroup's number, and the block's, likewise.
+DEVICE u32 warpgroup_again() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread / 128;
+}
+
+DEVICE u32 block_again() {
+    u32 block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
+
+// __syncthreads for warps that come to it on different ways.
+DEVICE void block_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
+
 // A barrier of one warpgroup's 128 threads; ids from 1, as 0 is __syncthreads.
 DEVICE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 // ---- copies by the engine: coordinates are given fastest dimension first; what lies outside is read as 0, not written
 
+// Lets the engine fetch a map before the first copy asks for it.
+DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// PASSING: all who read it do so at about the same time, so that the L2 cache may give its lines up first.
+constexpr u64 EVICTED_FIRST = 0x12f0000000000000;
+
+template <bool PASSING = false>
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
-            "r"(to),
-        "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
-        : "memory");
+    if constexpr (PASSING)
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+            "{%3, %4}], [%2], %5;" ::"r"(to),
+            "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(EVICTED_FIRST)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+            "[%2];" ::"r"(to),
+            "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
+            : "memory");
 }
 
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, int c2) {
@@ -94,14 +124,23 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, 
 
 // A column of pixels of an image (C, W, H, N) from (c, w, h, n) on, walking the map's bounding box, each pixel moved by
 // an offset (at most 254).
+template <bool PASSING = false>
 DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w, int h, int n, int offset_w,
                         int offset_h) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-        "%6}], [%2], {%7, %8};" ::"r"(to),
-        "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
-        "h"(static_cast<u16>(offset_h))
-        : "memory");
+    if constexpr (PASSING)
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+            "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+            "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
+            "h"(static_cast<u16>(offset_h)), "l"(EVICTED_FIRST)
+            : "memory");
+    else
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+            "%6}], [%2], {%7, %8};" ::"r"(to),
+            "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
+            "h"(static_cast<u16>(offset_h))
+            : "memory");
 }
 
 DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1) {

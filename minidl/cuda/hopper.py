@@ -7,12 +7,12 @@ fastest dimension first. What lies outside of the array is read as zeros and not
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.rows import address
+from minidl.cuda.device import driver
+from minidl.cuda.rows import addresses
 from minidl.shapes import Pair
 
 __all__ = ["BYTES", "TF32", "TensorMaps", "View", "Views"]
@@ -23,7 +23,7 @@ TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way 
 BYTES = 4  # of bytes, whose rows lie side by side in shared memory
 # CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32, _UINT8
 _DATA_TYPE = {0: 7, 1: 9, 2: 6, TF32: 11, BYTES: 0}
-_SWIZZLE_128B, _SWIZZLE_NONE, _PROMOTION_256B = 3, 0, 3
+_SWIZZLE_128B, _SWIZZLE_NONE, _PROMOTION_128B, _PROMOTION_256B = 3, 0, 2, 3
 _CORNERS = range(-128, 128)
 
 
@@ -39,6 +39,7 @@ class View(NamedTuple):
             the last one's: the pixels that a column walks through.
         steps: between the pixels of a column, (w, h).
         offset: bytes from the array's address.
+        neighbours: whether the second-level cache shall fetch 256 bytes for a row, so with the next one's, or just it.
     """
 
     code: int
@@ -48,6 +49,7 @@ class View(NamedTuple):
     corners: tuple[Pair, Pair] | None = None
     steps: Pair = (1, 1)
     offset: int = 0
+    neighbours: bool = True
 
     @property
     def legal(self) -> bool:
@@ -91,12 +93,7 @@ class TensorMaps(NamedTuple):
 
     def argument(self) -> np.ndarray:
         """What the kernel gets; needs the driver."""
-        return self.views.at(tuple(0 if array is None else address(array) for array in self.arrays))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+        return self.views.at(addresses(self.arrays))
 
 
 def _encode(view: View, base: int) -> bytes:
@@ -116,13 +113,14 @@ def _encode(view: View, base: int) -> bytes:
         numbers(wide, view.sizes), numbers(wide, view.pitches),
     )  # fmt: skip
     swizzle = _SWIZZLE_NONE if view.code == BYTES else _SWIZZLE_128B
-    tail = (signed(0), signed(swizzle), signed(_PROMOTION_256B), signed(0))
+    promotion = _PROMOTION_256B if view.neighbours else _PROMOTION_128B
+    tail = (signed(0), signed(swizzle), signed(promotion), signed(0))
     if view.corners is None:
         name, shape, steps = "cuTensorMapEncodeTiled", (numbers(word, view.box),), (1,) * dimensions
     else:
         name, steps = "cuTensorMapEncodeIm2col", (1, *view.steps, 1)
         shape = (*(numbers(signed, corner) for corner in view.corners), word(view.box[0]), word(view.box[1]))
-    code = getattr(_driver(), name)(*head, *shape, numbers(word, steps), *tail)
+    code = getattr(driver(), name)(*head, *shape, numbers(word, steps), *tail)
     if code:
         raise RuntimeError(f"{name} of {view}, array at {base:#x}: CUDA error {code}")
     return ctypes.string_at(start, MAP_BYTES)

@@ -13,7 +13,7 @@ from minidl.cuda.norm.group_norm import PRODUCT, sample_sums
 from minidl.cuda.rows import dtype_code, rows, walk, walk_channels
 from minidl.precision import float32
 
-__all__ = ["add", "concat", "gate_gradient", "mul"]
+__all__ = ["add", "concat", "gate_backward", "gate_gradient", "mul"]
 
 
 def add(a: Any, b: Any) -> Any:
@@ -41,17 +41,26 @@ def _join(a: Any, b: Any, name: str) -> Any:
     return y
 
 
-def _gated(a: Any, gate: Any) -> Any:
+def gate_backward(dy: Any, gate: Any, dmean: Any) -> Any:
+    """The gradient of an image ``a`` (N, ..., C) from that of ``mul(a, gate)`` and that of its mean over all pixels.
+
+    ``dy * gate + dmean / pixels``, rounded once; ``gate`` and ``dmean`` are (N, 1, ..., 1, C).
+    """
+    return _gated(dy, gate, dmean)
+
+
+def _gated(a: Any, gate: Any, mean: Any = None) -> Any:
     code = dtype_code(a, "mul", "a")
     n, channels = a.shape[0], a.shape[-1]
-    assert gate.shape == (n, *(1,) * (a.ndim - 2), channels) and gate.dtype == a.dtype, checks.describe(gate)
-    a, gate = as_rows(a), contiguous(gate)
+    for one in (gate,) if mean is None else (gate, mean):
+        assert one.shape == (n, *(1,) * (a.ndim - 2), channels) and one.dtype == a.dtype, checks.describe(one)
+    a, gate, mean = as_rows(a), contiguous(gate), None if mean is None else contiguous(mean)
     y = empty(a.shape, a.dtype)
     if a.size:
-        plan = walk_channels(a, y, unroll=2, parameters=(gate,))
+        plan = walk_channels(a, y, unroll=2, parameters=(gate, mean))
         sizes = ints(rows(a)[0] // n, channels)
-        defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "GATE": 1}
-        launch("join", "gate_kernel", plan.grid, plan.block, a, gate, y, *sizes, plan.argument, defines=defines)
+        defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "GATE": 1, "MEAN": int(mean is not None)}
+        launch("join", "gate_kernel", plan.grid, plan.block, a, gate, mean, y, *sizes, plan.argument, defines=defines)
     return y
 
 

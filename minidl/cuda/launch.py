@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from minidl.cuda import nvrtc
+from minidl.cuda._launch import Kernel, plain_number
 from minidl.cuda.device import (
     BUILT_IN,
     DRY_RUN,
@@ -26,6 +25,7 @@ from minidl.cuda.device import (
     Watcher,
     active_dry_run,
     current_device,
+    driver,
     import_cupy,
 )
 from minidl.cuda.hopper import TensorMaps
@@ -34,27 +34,15 @@ __all__ = ["Observer", "dry_run", "launch", "observed"]
 
 DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 
-_NULL = np.uint64(0)
 _NO_DEFINES: Mapping[str, int | str] = MappingProxyType({})
 _PLAIN = (int, float, bool, complex)
-_CONVERTED = (*_PLAIN, TensorMaps, np.ndarray)
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Observer = Callable[[str, str, Mapping[str, int | str]], AbstractContextManager]
 
-
-class _Kernel:
-    """A loaded kernel and the dynamic shared memory it has been granted so far."""
-
-    __slots__ = ("function", "granted")
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.granted = 0
-
-
 _modules: dict[tuple, Any] = {}
-_kernels: dict[tuple, _Kernel] = {}
-_get_device = None
+_kernels: dict[tuple, Kernel] = {}
+_get_device = _get_stream = None  # CuPy's, from the first launch on
 _observer: Observer | None = None
 
 
@@ -79,7 +67,8 @@ def launch(
 
     Raises:
         TypeError: for a plain Python number, whose width in C would be a guess.
-        RuntimeError: when the variant does not compile, or (with MINIDL_DEBUG=1) when the kernel fails.
+        RuntimeError: when the variant does not compile or cannot be started, or (with MINIDL_DEBUG=1) when the kernel
+            fails.
     """
     if type(grid) is not tuple:
         grid = (grid,)
@@ -91,62 +80,47 @@ def launch(
         return
     if 0 in grid:
         return
-    global _get_device
     if _get_device is None:
-        _get_device = import_cupy().cuda.runtime.getDevice
+        _attach()
     key = (_get_device(), stem, name, *defines.items())
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _load(key, defines)
     if shared > kernel.granted:
         _grant(kernel, shared)
-    for argument in args:
-        if argument is None or type(argument) in _CONVERTED:
-            args = _converted(name, args)
-            break
     if _observer is None:
-        kernel.function(grid, block, args, shared)
+        code = kernel.start(grid, block, args, shared, _get_stream().ptr)
     else:
         with _observer(stem, name, defines):
-            kernel.function(grid, block, args, shared)
-    if DEBUG:
-        _wait(f"{name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}")
+            code = kernel.start(grid, block, args, shared, _get_stream().ptr)
+    if code or DEBUG:
+        what = f"kernel {name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}"
+        if code:
+            raise RuntimeError(f"{what} could not be started: {_words(code)}")
+        _wait(what)
+
+
+def _attach() -> None:
+    global _get_device, _get_stream
+    cuda = import_cupy().cuda
+    _get_device, _get_stream = cuda.runtime.getDevice, cuda.get_current_stream
+
+
+def _words(code: int) -> str:
+    """The driver's name of an error."""
+    name = ctypes.c_char_p()
+    driver().cuGetErrorName(code, ctypes.byref(name))
+    return f"{name.value.decode() if name.value else 'unknown error'} ({code})"
 
 
 def _check(name: str, args: tuple) -> None:
-    """Refuses plain numbers."""
+    """Refuses plain numbers, as `Kernel.start` does."""
     for argument in args:
         if type(argument) in _PLAIN:
-            raise TypeError(
-                f"{name}: argument {argument!r} is a Python {type(argument).__name__}, whose width in C would be a "
-                "guess; pass a NumPy scalar"
-            )
+            raise plain_number(name, argument)
 
 
-def _converted(name: str, args: tuple) -> tuple:
-    """``args`` as CuPy takes them: null pointers for None, tensor maps encoded, structures as bytes."""
-    _check(name, args)
-    return tuple(
-        _NULL if argument is None
-        else argument.argument() if type(argument) is TensorMaps
-        else _bytes(argument) if type(argument) is np.ndarray
-        else argument
-        for argument in args
-    )  # fmt: skip
-
-
-def _bytes(structure: np.ndarray) -> np.ndarray:
-    """The same memory without its fields: CuPy asks for an array's interface, in which NumPy spells out all of them,
-    which takes longer than the launch."""
-    return structure if structure.dtype.names is None else structure.view(_opaque(structure.itemsize))
-
-
-@functools.cache
-def _opaque(size: int) -> np.dtype:
-    return np.dtype(f"V{size}")
-
-
-def _load(key: tuple, defines: Mapping[str, int | str]) -> _Kernel:
+def _load(key: tuple, defines: Mapping[str, int | str]) -> Kernel:
     cupy = import_cupy()
     device, stem, name = key[:3]
     variant = (device, stem, *sorted(defines.items()))
@@ -156,14 +130,15 @@ def _load(key: tuple, defines: Mapping[str, int | str]) -> _Kernel:
         module = cupy.cuda.function.Module()
         module.load(image)
         _modules[variant] = module
-    return _Kernel(module.get_function(name))
+    function = module.get_function(name).ptr
+    return Kernel(name, module, function, ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p).value)
 
 
-def _grant(kernel: _Kernel, shared: int) -> None:
+def _grant(kernel: Kernel, shared: int) -> None:
     """Raise the kernel's limit of dynamic shared memory: static and dynamic together may pass 48 KiB only on demand."""
-    from cupy_backends.cuda.api import driver
-
-    driver.funcSetAttribute(kernel.function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    code = driver().cuFuncSetAttribute(ctypes.c_void_p(kernel.function), _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+    if code:
+        raise RuntimeError(f"kernel {kernel.name} cannot have {shared} bytes of shared memory: {_words(code)}")
     kernel.granted = shared
 
 

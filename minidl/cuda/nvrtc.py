@@ -7,7 +7,6 @@ the architecture, the options and NVRTC's version.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import json
@@ -15,12 +14,15 @@ import os
 import re
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from minidl import checks
+from minidl.cuda.compiler import Library, Process
 
 __all__ = [
     "Compiled",
@@ -42,6 +44,7 @@ FOLDER = Path(__file__).parent
 # NVRTC before 13.1 takes a generic lambda inside a kernel for host code unless told otherwise.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
 NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
+LEAST_JOBS = 8  # of a process: to start one takes as long as a few, on a busy machine as many
 
 
 @dataclass(frozen=True)
@@ -121,35 +124,15 @@ def _expand(filename: str, folder: Path | None, seen: set[str]) -> str:
 # -------------------------------------------------------------------------------------------------------- binding
 
 
-class _Nvrtc:
-    """The few functions of libnvrtc that are needed, each raising on an error code."""
-
-    def __init__(self) -> None:
-        try:
-            from cuda.pathfinder import load_nvidia_dynamic_lib
-
-            path = load_nvidia_dynamic_lib("nvrtc").abs_path
-        except (ImportError, RuntimeError) as error:
-            raise checks.missing_extra("NVRTC, the CUDA run-time compiler,", "cuda13", error) from error
-        self._library = ctypes.CDLL(path)
-        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-
-    def call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name}: {self._library.nvrtcGetErrorString(code).decode()}")
-
-    def read(self, what: str, program: ctypes.c_void_p) -> bytes:
-        size = ctypes.c_size_t()
-        self.call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
-        buffer = ctypes.create_string_buffer(size.value)
-        self.call(f"nvrtcGet{what}", program, buffer)
-        return buffer.raw
-
-
 @functools.cache
-def _nvrtc() -> _Nvrtc:
-    return _Nvrtc()
+def _library() -> Library:
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    except (ImportError, RuntimeError) as error:
+        raise checks.missing_extra("NVRTC, the CUDA run-time compiler,", "cuda13", error) from error
+    return Library(path)
 
 
 @functools.cache
@@ -159,9 +142,7 @@ def version() -> tuple[int, int]:
     Raises:
         ImportError: when the library is not installed, naming the extra that brings it.
     """
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _nvrtc().call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
-    return major.value, minor.value
+    return _library().version()
 
 
 def _options(arch: str, defines: Defines) -> list[str]:
@@ -175,22 +156,13 @@ def compile(source: str, name: str, arch: str, defines: Defines | None = None) -
         RuntimeError: when it does not compile, with the variant and the compiler's log.
         ImportError: when NVRTC is not installed.
     """
-    nvrtc, program, options = _nvrtc(), ctypes.c_void_p(), _options(arch, defines or {})
-    nvrtc.call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
-    try:
-        encoded = [option.encode() for option in options]
-        failure = None
-        try:
-            nvrtc.call("nvrtcCompileProgram", program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
-        except RuntimeError as error:
-            failure = error
-        log = nvrtc.read("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
-        if failure is not None:
-            raise RuntimeError(f"{name} does not compile ({' '.join(options)}): {failure}\n{log}") from failure
-        image = nvrtc.read("CUBIN" if arch.startswith("sm_") else "PTX", program)
-    finally:
-        nvrtc.call("nvrtcDestroyProgram", ctypes.byref(program))
+    image, log = _library().compile(*_job(source, name, arch, defines or {}))
     return Compiled(image, log, _reports(log))
+
+
+def _job(source: str, name: str, arch: str, defines: Defines) -> tuple[str, str, list[str], bool]:
+    """The arguments of `Library.compile`."""
+    return source, name, _options(arch, defines), arch.startswith("sm_")
 
 
 _REPORT = re.compile(
@@ -305,8 +277,65 @@ def build(stem: str, arch: str, defines: Defines | None = None) -> Compiled:
 
 
 def compile_all(
-    variants: Iterable[tuple[str, Sequence[tuple[str, int | str]]]], arch: str, workers: int | None = None
+    variants: Iterable[tuple[str, Sequence[tuple[str, int | str]]]], arch: str, processes: int | None = None
 ) -> list[Compiled]:
-    """Build many (stem, defines) variants on a pool of threads; NVRTC works outside Python's lock."""
-    with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        return list(pool.map(lambda variant: build(variant[0], arch, dict(variant[1])), variants))
+    """Build many (stem, defines) variants, those that the disk cache lacks by several processes.
+
+    Args:
+        processes: at most so many, this one included; default: one for each core.
+
+    Raises:
+        RuntimeError, ImportError: as `build`.
+    """
+    variants = [(stem, dict(defines)) for stem, defines in variants]
+    missing = {}
+    for stem, defines in variants:
+        source = source_of(stem)
+        path = _place(stem, source, arch, defines)
+        if not path.exists():
+            missing[path] = _job(source, f"{Path(stem).stem}.cu", arch, defines)
+    count = min(processes or len(os.sched_getaffinity(0)), len(missing) // LEAST_JOBS)
+    if count > 1:
+        _compile_beside(missing, count - 1)
+    return [build(stem, arch, defines) for stem, defines in variants]
+
+
+def _compile_beside(jobs: Mapping[Path, tuple], helpers: int) -> None:
+    """Each of ``jobs`` into its file of the cache, by this process and as many others.
+
+    They take jobs once they are up, which may take longer than all that there is to do: nobody waits for them.
+    """
+    library, todo, started = _library(), deque(jobs), []
+
+    def take() -> Path | None:
+        with suppress(IndexError):
+            return todo.popleft()
+
+    def work(compiler: Library | Process) -> None:
+        try:
+            while (path := take()) is not None:
+                image, log = compiler.compile(*jobs[path])
+                _store(path, Compiled(image, log, _reports(log)))
+        finally:
+            todo.clear()  # there are none, or one failed
+
+    def help_out() -> None:
+        with Process(library.path) as process:
+            started.append(process)
+            if todo and process.wait():
+                work(process)
+
+    with ThreadPoolExecutor(helpers) as pool:
+        helping = [pool.submit(help_out) for _ in range(helpers)]
+        try:
+            work(library)
+        finally:
+            todo.clear()
+            for future in helping:
+                future.cancel()
+            for process in started:
+                if not process.ready:
+                    process.stop()
+    for future in helping:
+        if not future.cancelled():
+            future.result()

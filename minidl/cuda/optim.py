@@ -8,7 +8,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import DTYPE, address
+from minidl.cuda.rows import DTYPE, address, dense
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
@@ -33,7 +33,7 @@ def check_arena(who: str, argument: str, x: Any, n: int, dtype: Any = float32) -
     """The kernels read 16 bytes at a time and trust the length, so a wrong arena would corrupt memory."""
     if x.dtype != dtype:
         raise checks.bad_dtype(who, argument, dtype, x.dtype)
-    if x.shape != (n,) or not x.flags.c_contiguous or address(x) % 16:
+    if x.shape != (n,) or not dense(x) or address(x) % 16:
         raise checks.bad_shape(who, argument, f"({n},), dense and aligned to 16 bytes", x.shape)
 
 
@@ -46,7 +46,7 @@ def check_update(who: str, n: int, segment_of: Any, segments: Any, control: Any,
             check_arena(who, argument, arena, n)
     assert segment_of.dtype == np.int32 and segment_of.shape == (n // CHUNK,), (segment_of.dtype, segment_of.shape)
     assert segments.dtype == float32 and segments.shape[1:] == (4,), (segments.dtype, segments.shape)
-    assert all(table.flags.c_contiguous for table in (segment_of, segments, control))
+    assert all(dense(table) for table in (segment_of, segments, control))
     assert control.dtype == float32 and control.shape == (8,), control.shape
 
 

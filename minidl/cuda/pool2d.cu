@@ -158,6 +158,7 @@ constexpr int OVERLAP = 0;
 #endif
 constexpr int ROWS = OVERLAP > 0 ? STRIDE_H : TAP_ROWS;
 
+#ifndef TILE_H  // of the forward pass
 // Without a packed comparison (bfloat16 before Hopper) two blocks would spill.
 constexpr int RESIDENT = !NORMALIZED ? 3 : DTYPE == 1 && __CUDA_ARCH__ < 900 ? 1 : 2;
 
@@ -263,7 +264,7 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     }
 }
 
-#ifdef TILE_H
+#else
 struct Window {
     Raw<T, VEC> dy;
     Raw<index_t, VEC> place;
@@ -343,6 +344,7 @@ DEVICE int window_length(int begin, int kernel, int size, int pad, int include_p
     return end - begin;
 }
 
+#ifndef TILE_H
 extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int height, int width,
            int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w, int include_pad) {
@@ -384,7 +386,7 @@ avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
     }
 }
 
-#ifdef TILE_H
+#else
 struct Window {
     Raw<T, VEC> dy;
     float share = 0.0f;

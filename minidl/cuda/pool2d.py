@@ -14,7 +14,7 @@ import numpy as np
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.grid import BLOCK, ints, row_grid, strip_length
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
+from minidl.cuda.rows import ACCESS, dense, dtype_code, rows, vector_width
 from minidl.shapes import Pair, ceil_div, pair, pool_output_size
 
 __all__ = [
@@ -149,7 +149,7 @@ def max_pool2d_backward(
 ) -> Any:  # fmt: skip
     """dx (N, H, W, C): each pixel gathers the gradients of the windows whose maximum it was (+ ``add``)."""
     dy = as_rows(dy)
-    assert index.shape == dy.shape and index.flags.c_contiguous, (index.shape, dy.shape)
+    assert index.shape == dy.shape and dense(index), (index.shape, dy.shape)
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx = empty(x_shape, dy.dtype)
     add = add if add is None else as_rows(add)
@@ -175,7 +175,7 @@ def batch_norm_max_pool2d_backward(
         x, moments, gamma, sums, count: as of ``batch_norm_backward_apply``.
     """
     dy, x = as_rows(dy), contiguous(x)
-    assert index.shape == dy.shape and index.flags.c_contiguous, (index.shape, dy.shape)
+    assert index.shape == dy.shape and dense(index), (index.shape, dy.shape)
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx, batch = empty(x.shape, x.dtype), sums is not None
     widest = vector_width(index, *(array for array in (x, moments, gamma, sums) if array is not None))

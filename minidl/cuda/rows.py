@@ -6,16 +6,42 @@ The device side is ``Share`` in common.cuh.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks, shapes
+from minidl.cuda._rows import (
+    address,
+    addresses,
+    alignment,
+    dense,
+    flat_width,
+    in_rows,
+    rows,
+    spans,
+    vector_width,
+    vectors,
+)
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
-__all__ = ["DTYPE", "Walk", "address", "dtype_code", "rows", "vector_width", "walk", "walk_channels", "walk_samples"]
+__all__ = [
+    "DTYPE",
+    "Walk",
+    "address",
+    "addresses",
+    "alignment",
+    "dense",
+    "dtype_code",
+    "in_rows",
+    "rows",
+    "vector_width",
+    "vectors",
+    "walk",
+    "walk_channels",
+    "walk_samples",
+]
 
 THREADS = 256
 ACCESS = 16  # bytes that one load or store moves at most
@@ -31,50 +57,6 @@ def dtype_code(x: Any, who: str, argument: str = "x") -> int:
     if code is None:
         raise checks.bad_dtype(who, argument, "float32, bfloat16 or float16", x.dtype)
     return code
-
-
-def address(x: Any) -> int:
-    """The device address of an array; of a dry run's NumPy array, its host address."""
-    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
-
-
-def rows(x: Any) -> tuple[int, int, int]:
-    """``x`` as (number of rows, channels, pitch in elements).
-
-    Raises:
-        ValueError: when ``x`` is neither dense nor pitched; ``as_rows`` makes it so.
-    """
-    channels = x.shape[-1] if x.ndim else 1
-    pitch = channels if x.flags.c_contiguous else shapes.pixel_pitch(x.shape, x.strides, x.itemsize)
-    if pitch is None:
-        raise ValueError(f"{checks.describe(x)} has strides {x.strides}: rows of channels must lie at one pitch")
-    return math.prod(x.shape[:-1]), channels, pitch
-
-
-def _widest(itemsizes: tuple[int, ...], alignments: tuple[int, ...], channels: int = 0, itemsize: int = 0) -> int:
-    """The most elements per vector: a power of two that divides ``channels`` and whose accesses are aligned.
-
-    At most 16 bytes of ``itemsize``, by default the smallest: vectors of wider types are split into several accesses.
-    """
-    width = ACCESS // (itemsize or min(itemsizes))
-    while width > 1 and (
-        channels % width or any(a % min(ACCESS, width * s) for a, s in zip(alignments, itemsizes, strict=True))
-    ):
-        width //= 2
-    return width
-
-
-def vector_width(*arrays: Any) -> int:
-    """The most channels that a thread may move at a time in each of the pitched ``arrays``: 1, 2, 4, 8 or 16.
-
-    At most 16 bytes of the narrowest type; divides every channel count; every row of every array starts aligned for it.
-    """
-    spans = [rows(x) for x in arrays]
-    itemsizes = tuple(x.itemsize for x in arrays)
-    alignments = tuple(
-        math.gcd(address(x), span[2] * x.itemsize, ACCESS) for x, span in zip(arrays, spans, strict=True)
-    )
-    return _widest(itemsizes, alignments, math.gcd(*(span[1] for span in spans)))
 
 
 class Walk(NamedTuple):
@@ -118,17 +100,11 @@ def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
         in_bytes: count bytes instead of elements (the arrays have one type, and the kernel does not care which).
     """
     scale = arrays[0].itemsize if in_bytes else 1
-    itemsizes = tuple(x.itemsize // scale for x in arrays)
-    if all(x.flags.c_contiguous for x in arrays):
-        alignments = tuple(math.gcd(address(x), ACCESS) for x in arrays)
-        return _dense(arrays[0].size * scale, itemsizes, alignments, unroll)
-    spans = [rows(x) for x in arrays]
-    count, channels = spans[0][0], spans[0][1] * scale
-    pitches = tuple(span[2] * scale for span in spans)
-    alignments = tuple(
-        math.gcd(address(x), pitch * size, ACCESS) for x, pitch, size in zip(arrays, pitches, itemsizes, strict=True)
-    )
-    return _pitched(count, channels, pitches, _widest(itemsizes, alignments, channels, max(itemsizes)), unroll)
+    vec = flat_width(arrays, scale)
+    if vec:
+        return _dense(arrays[0].size * scale, len(arrays), vec, unroll)
+    widest = max([x.itemsize for x in arrays]) // scale
+    return _pitched(*spans(arrays, (), widest, scale), unroll)
 
 
 def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS) -> Walk:
@@ -140,12 +116,9 @@ def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: i
         groups: that a thread takes of the rows of a sample: what it reads for all of them should cost little.
         access: bytes that a thread moves at a time, at most.
     """
-    spans = [rows(x) for x in arrays]
-    alignments = tuple(math.gcd(address(x), s[2] * x.itemsize, ACCESS) for x, s in zip(arrays, spans, strict=True))
-    itemsizes, pitches = tuple(x.itemsize for x in arrays), tuple(span[2] for span in spans)
-    count, channels = spans[0][0] // samples, spans[0][1]
-    vec = min(_widest(itemsizes, alignments, channels), access // itemsizes[0])
-    return _sampled(count, samples, channels, pitches, vec, unroll, groups)
+    count, channels, pitches, vec = spans(arrays)
+    vec = min(vec, access // arrays[0].itemsize)
+    return _sampled(count // samples, samples, channels, pitches, vec, unroll, groups)
 
 
 def walk_channels(*arrays: Any, unroll: int, lasting: bool = False, parameters: tuple[Any, ...] = ()) -> Walk:
@@ -157,23 +130,15 @@ def walk_channels(*arrays: Any, unroll: int, lasting: bool = False, parameters: 
             them where that leaves blocks enough. Else one each, as in `walk`.
         parameters: dense arrays of values per channel (or None) that the threads read in vectors, too.
     """
-    spans = [rows(x) for x in arrays]
-    count, channels = spans[0][:2]
-    alignments = [math.gcd(address(x), span[2] * x.itemsize, ACCESS) for x, span in zip(arrays, spans, strict=True)]
-    present = [x for x in parameters if x is not None]
-    alignments += [math.gcd(address(x), ACCESS) for x in present]
-    itemsizes = tuple(x.itemsize for x in (*arrays, *present))
-    pitches = tuple(span[2] for span in spans)
-    multiprocessors = current_device().multiprocessors if lasting else 0
-    return _pitched(count, channels, pitches, _widest(itemsizes, tuple(alignments), channels), unroll, multiprocessors)
+    count, channels, pitches, vec = spans(arrays, parameters)
+    return _pitched(count, channels, pitches, vec, unroll, current_device().multiprocessors if lasting else 0)
 
 
 @functools.lru_cache(maxsize=4096)
-def _dense(size: int, itemsizes: tuple[int, ...], alignments: tuple[int, ...], unroll: int) -> Walk:
-    vec = _widest(itemsizes, alignments, itemsize=max(itemsizes))
+def _dense(size: int, arrays: int, vec: int, unroll: int) -> Walk:
     count, last = divmod(size // vec, THREADS)
     grid = shapes.ceil_div(size, THREADS * vec * unroll)
-    pitches = (THREADS * vec,) * len(itemsizes)
+    pitches = (THREADS * vec,) * arrays
     return Walk(vec, unroll, (grid, 1), (THREADS, 1), _argument(size, count, THREADS, last, pitches))
 
 

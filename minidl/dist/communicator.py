@@ -20,6 +20,7 @@ __all__ = [
     "SoloCommunicator",
     "Span",
     "Work",
+    "by_kernels",
     "check_array",
     "check_cuts",
     "check_exchange",
@@ -140,6 +141,11 @@ def place(comm: Communicator, array: Any) -> Any:
     """
     own = getattr(comm, "place", None)
     return array if own is None else own(array)
+
+
+def by_kernels(comm: Communicator) -> bool:
+    """Whether kernels of our own add up gradients, beside those of the backward pass: between the GPUs of a host."""
+    return getattr(comm, "links", None) is not None
 
 
 def check_array(who: str, array: Any, *, written: bool) -> None:

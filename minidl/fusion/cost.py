@@ -48,6 +48,8 @@ _PASSES = {
     ("alone", False): (3, 5),
     ("relu", False): (5, 8),
     ("relu", True): (3, 5),  # mask recomputed from the input, which both backward passes read anyway
+    ("activation", False): (5, 8),
+    ("activation", True): (3, 5),  # likewise the slope
     ("join", False): (8, 8),
     ("join", True): (4, 6),  # the first backward pass writes the masked gradient; signs of the output are no pass
     ("sum", False): (6, 5),
@@ -93,6 +95,8 @@ class Machine(NamedTuple):
             return True
         if mode == "rectified" and layer.in_channels <= STEM and precision.storage.itemsize == 2:
             return self.arch is not None
+        if mode == "statistics" and 1 < layer.groups == layer.in_channels == layer.out_channels:
+            return self.arch is not None and precision.storage == bfloat16
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
         return self.arch == HOPPER and aligned and narrow

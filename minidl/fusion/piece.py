@@ -19,7 +19,21 @@ from minidl.fusion.plans import set_modes
 from minidl.fusion.sites import Site
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers import Add, BatchNorm2d, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
+from minidl.layers import (
+    GELU,
+    Add,
+    BatchNorm2d,
+    Conv2d,
+    ConvTranspose2d,
+    Hardswish,
+    LeakyReLU,
+    MaxPool2d,
+    ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Tanh,
+)
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
@@ -29,7 +43,9 @@ from minidl.value import Value, finished, materialize
 __all__ = ["Cut", "Member", "Piece", "cut", "twin"]
 
 # And no kinds of these, which may talk to other ranks.
-_MEASURED = (Conv2d, ConvTranspose2d, BatchNorm2d, ReLU, Add, MaxPool2d)
+_MEASURED = (
+    Conv2d, ConvTranspose2d, BatchNorm2d, ReLU, ReLU6, LeakyReLU, Sigmoid, Tanh, SiLU, GELU, Hardswish, Add, MaxPool2d,
+)  # fmt: skip
 _MOST_SETS = 8
 
 

@@ -67,7 +67,7 @@ class Mode(NamedTuple):
 MODES = {
     "elementwise": Mode(
         "deferred", "shared", None, ("forward", "backward"), (), (0.0, 0.0), "it is {site.why}",
-        "normalisation, residual sum and ReLU in one pass, the mask in the gradient's (F1, J1, J4, B1)",
+        "normalisation, residual sum and activation in one pass, the mask in the gradient's (F1, J1, J4, B1)",
     ),
     "pooled": Mode(
         "deferred", "pooled", None, ("forward", "backward"), ("elementwise",), (0.25, 0.4),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
 from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
+from minidl.layers.activation import Activation
 
 __all__ = ["Site", "find_sites"]
 
@@ -16,8 +17,9 @@ class Site:
 
     Attributes:
         name: of the batch norm, or of the ReLU.
-        kind: "relu" (a ReLU reads it), "join" (a residual sum with a ReLU over it), "sum" (a residual sum alone),
-            "alone" (nothing that it can share a pass with); "bare": a ReLU over a convolution.
+        kind: "relu" (a ReLU reads it), "activation" (another one does), "join" (a residual sum with a ReLU over it),
+            "sum" (a residual sum alone), "alone" (nothing that it can share a pass with); "bare": a ReLU over a
+            convolution.
         readers: names of those layers, nearest first.
         partner: at a join of two batch norms, the other one's name.
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
@@ -136,10 +138,11 @@ def _pooled(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:
     found, why = _only_reader(graph, node, readers)
-    if found is None or not isinstance(found.layer, (ReLU, Add)):
+    if found is None or not isinstance(found.layer, (ReLU, Activation, Add)):
         return _alone(node, why or f"read by {found.name}, which needs it finished")
-    if isinstance(found.layer, ReLU):
-        return Site(node.name, "relu", (found.name,), None, True, node.shape)
+    if not isinstance(found.layer, Add):
+        kind = "relu" if isinstance(found.layer, ReLU) else "activation"
+        return Site(node.name, kind, (found.name,), None, True, node.shape)
     others = [graph.nodes[i] for i in found.inputs if i != node.index]
     if not others:
         return _alone(node, f"{found.name} adds it to itself")

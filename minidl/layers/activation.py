@@ -9,9 +9,9 @@ from typing import Any
 from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.value import MaskedGradient, Normalized, Origin, PooledGradient, Value, materialize
+from minidl.value import Function, MaskedGradient, Normalized, Origin, PooledGradient, Value, materialize
 
-__all__ = ["GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = ["Activation", "GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 
 
 class ReLU(Layer):
@@ -90,8 +90,11 @@ class ReLU(Layer):
         return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
 
 
-class _Activation(Layer):
+class Activation(Layer):
     """``function`` of every element, any shape; one operation each way.
+
+    A batch norm under it may be unfinished: it is then finished here, in one pass with the activation, whose slope is
+    left to it (`MaskedGradient`); nothing of its own is kept.
 
     Attributes:
         function: name in the operation tables.
@@ -100,6 +103,7 @@ class _Activation(Layer):
     """
 
     accepts_add = True
+    accepts_unfinished = True
     function = ""
     keeps_output = False
     flop = (0, 0)
@@ -113,21 +117,40 @@ class _Activation(Layer):
         return Cost(PassCost(forward * n, 2 * n * itemsize), PassCost(backward * n, 3 * n * itemsize))
 
     def compute(self, x: Any) -> Any:
+        term = _unfinished_norm(x)
+        if term is not None:
+            # The parameters are no activations: as a tuple they stay where they are.
+            affine = (term.gamma, term.beta)
+            self.save(raw=term.raw, moments=term.moments, affine=affine)
+            return self.ops.batch_norm_activate(term.raw, term.moments, *affine, self.function, self.slope)
+        x = materialize(self.ops, x).array if isinstance(x, Value) else x
         y = self.ops.activate(x, self.function, self.slope)
         self.save(kept=y if self.keeps_output else x)
         return y
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
-        return self.ops.activate_backward(dy, self.saved().kept, self.function, self.slope, add=add)
+        kept = self.saved()
+        if hasattr(kept, "kept"):
+            return self.ops.activate_backward(dy, kept.kept, self.function, self.slope, add=add)
+        function = Function(self.function, self.slope, self.keeps_output)
+        gradient = MaskedGradient(dy, term=Normalized(kept.raw, kept.moments, *kept.affine), function=function)
+        return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
 
 
-class ReLU6(_Activation):
+def _unfinished_norm(x: Any) -> Normalized | None:
+    """The one batch norm that is still owed, if that is all that is."""
+    if not isinstance(x, Value) or x.array is not None or x.origin.relu or len(x.origin.terms) > 1:
+        return None
+    return x.origin.terms[0] if isinstance(x.origin.terms[0], Normalized) else None
+
+
+class ReLU6(Activation):
     """``min(max(x, 0), 6)`` (Howard et al., "MobileNets", 2017). Keeps its output."""
 
     function, keeps_output, flop = "relu6", True, (2, 2)
 
 
-class LeakyReLU(_Activation):
+class LeakyReLU(Activation):
     """``x`` above zero, ``negative_slope * x`` below (Maas, Hannun and Ng, ICML 2013). Keeps its output.
 
     Args:
@@ -146,25 +169,25 @@ class LeakyReLU(_Activation):
         return f"{self.slope}"
 
 
-class Sigmoid(_Activation):
+class Sigmoid(Activation):
     """``1 / (1 + exp(-x))``. Keeps its output."""
 
     function, keeps_output, flop = "sigmoid", True, (4, 3)
 
 
-class Tanh(_Activation):
+class Tanh(Activation):
     """``tanh(x)``. Keeps its output."""
 
     function, keeps_output, flop = "tanh", True, (1, 3)
 
 
-class SiLU(_Activation):
+class SiLU(Activation):
     """``x * sigmoid(x)``, also called swish (Elfwing, Uchibe and Doya 2017). Keeps its input."""
 
     function, flop = "silu", (5, 9)
 
 
-class GELU(_Activation):
+class GELU(Activation):
     """``x`` times the normal distribution function of ``x`` (Hendrycks and Gimpel 2016). Keeps its input.
 
     Args:
@@ -183,7 +206,7 @@ class GELU(_Activation):
         return f"approximate={self.approximate!r}"
 
 
-class Hardswish(_Activation):
+class Hardswish(Activation):
     """``x * min(max(x + 3, 0), 6) / 6`` (Howard et al., "Searching for MobileNetV3", ICCV 2019). Keeps its input."""
 
     function, flop = "hardswish", (5, 5)

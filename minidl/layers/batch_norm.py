@@ -141,7 +141,8 @@ class BatchNorm2d(AffineNorm):
         elif not _owes_mask(dy):
             kept.sums = ops.batch_norm_backward_stats(finished(ops, dy), x, moments, **gradients)
         elif dy.term is not None:
-            kept.sums = ops.batch_norm_relu_backward_stats(dy.dy, x, moments, *self._affine, **gradients)
+            facts = dy.dy, x, moments, *self._affine
+            kept.sums = ops.batch_norm_activate_backward_stats(*facts, *dy.function[:2], **gradients)
         else:
             kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, x, moments, **gradients)
 
@@ -157,9 +158,8 @@ class BatchNorm2d(AffineNorm):
             return dx if add is None else self.ops.add(dx, add)
         if _owes_mask(dy):
             assert dy.term is not None, "backward_weight has masked the gradient of a join"
-            return self.ops.batch_norm_relu_backward_apply(
-                dy.dy, kept.x, kept.moments, weight, bias, sums, kept.count, add=add
-            )
+            facts = dy.dy, kept.x, kept.moments, weight, bias, sums, kept.count
+            return self.ops.batch_norm_activate_backward_apply(*facts, *dy.function[:2], add=add)
         dy = finished(self.ops, dy)
         return self.ops.batch_norm_backward_apply(dy, kept.x, kept.moments, weight, sums, kept.count, add=add)
 

@@ -10,10 +10,11 @@ from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.layers.activation import ReLU
 from minidl.layers.conv2d import Conv2d, ConvTranspose2d
+from minidl.layers.pool2d import AdaptiveAvgPool2d
 from minidl.profile import Cost, PassCost
-from minidl.value import Normalized, Origin, Value, materialize
+from minidl.value import GatedGradient, Normalized, Origin, Value, materialize
 
-__all__ = ["Add", "Concat", "Mul", "Place", "share_buffers"]
+__all__ = ["Add", "Concat", "Mul", "Place", "defer_gates", "share_buffers"]
 
 
 class Add(Layer):
@@ -54,11 +55,15 @@ class Add(Layer):
 class Mul(Layer):
     """Product of two inputs: of one shape, or images times a gate, one number for each sample and channel.
 
+    Where a gate is made of the images' means, as in squeeze and excitation, both gradients of the images are added up
+    in one pass of the pooling's backward (`defer_gates`).
+
     Shapes:
         (N, ..., C), (N, ..., C) → (N, ..., C), or (N, H, W, C), (N, 1, 1, C) → (N, H, W, C).
     """
 
     num_inputs = 2
+    deferred = False  # the gradient of the images is left to the pooling that reads them
 
     def output_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         if b != a and (len(a) != 4 or b != _gate(a)):
@@ -79,7 +84,7 @@ class Mul(Layer):
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, Any]:
         kept = self.saved()
         db = self.ops.mul(dy, kept.a) if kept.b.shape == dy.shape else self.ops.gate_gradient(dy, kept.a)
-        return self.ops.mul(dy, kept.b), db
+        return GatedGradient(dy, kept.b) if self.deferred else self.ops.mul(dy, kept.b), db
 
 
 def _gate(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,6 +160,22 @@ class Concat(Layer):
             parts.append(dy[..., begin : begin + channels])
             begin += channels
         return tuple(parts)
+
+
+def defer_gates(graph: Graph) -> None:
+    """Let each product with a gate leave its images' gradient to the global pooling that comes before it over them.
+
+    Of all readers of the images only these two may be there: backward, what the product hands down meets the pooling
+    first.
+    """
+    readers = graph.consumers()
+    for node in graph.nodes:
+        if not isinstance(node.layer, Mul) or graph.nodes[node.inputs[1]].shape[:-1] != (1, 1):
+            continue
+        image = graph.nodes[node.inputs[0]]
+        pool, *others = (graph.nodes[i] for i in readers[image.index])
+        means = isinstance(pool.layer, AdaptiveAvgPool2d) and pool.layer.output_size == (1, 1)
+        node.layer.deferred = means and others == [node] and image.layer is not None and image is not graph.output_node
 
 
 class Place(NamedTuple):

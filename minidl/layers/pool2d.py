@@ -10,7 +10,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, ceil_div, pool_output_size
-from minidl.value import MaskedGradient, PooledGradient, Value, materialize, owed
+from minidl.value import GatedGradient, MaskedGradient, PooledGradient, Value, materialize, owed
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
@@ -168,6 +168,9 @@ class AvgPool2d(_Pool):
 class AdaptiveAvgPool2d(Layer):
     """Means over bins that divide any image into ``output_size`` (height, width) parts; 1 is global average pooling."""
 
+    accepts_add = True
+    accepts_gated = True
+
     def __init__(self, output_size: int | Pair, *, name: str | None = None):
         super().__init__(name)
         self.output_size = checks.positive_pair(self.name, "output_size", output_size)
@@ -188,7 +191,10 @@ class AdaptiveAvgPool2d(Layer):
         return self.ops.adaptive_avg_pool2d(x, self.output_size)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
-        return self.ops.adaptive_avg_pool2d_backward(dy, self.saved().shape)
+        if isinstance(add, GatedGradient):
+            return self.ops.gate_backward(add.dy, add.gate, dy)
+        dx = self.ops.adaptive_avg_pool2d_backward(dy, self.saved().shape)
+        return dx if add is None else self.ops.add(dx, add)
 
     def describe(self) -> str:
         return f"{self.output_size}"

@@ -13,7 +13,16 @@ from minidl.models.densenet import densenet121
 from minidl.models.efficientnet import efficientnet_b0
 from minidl.models.mlp import lenet, mlp
 from minidl.models.mobilenet import mobilenet_v2
-from minidl.models.resnet import resnet18, resnet20, resnet34, resnet50, resnet101, resnet152
+from minidl.models.resnet import (
+    resnet18,
+    resnet20,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnet152,
+    resnext50_32x4d,
+    wide_resnet50_2,
+)
 from minidl.models.rows import by_rows
 from minidl.models.unet import unet
 from minidl.models.vgg import vgg16, vgg16_bn
@@ -22,7 +31,7 @@ MODELS: dict[str, Callable[..., Graph]] = {
     function.__name__: function
     for function in (
         densenet121, efficientnet_b0, lenet, mlp, mobilenet_v2, resnet18, resnet20, resnet34, resnet50, resnet101,
-        resnet152, unet, vgg16, vgg16_bn,
+        resnet152, resnext50_32x4d, unet, vgg16, vgg16_bn, wide_resnet50_2,
     )
 }  # fmt: skip
 

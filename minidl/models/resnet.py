@@ -1,6 +1,8 @@
-"""Residual networks (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016).
+"""Residual networks (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016) and their wider kin.
 
-The ImageNet networks are version 1.5: a bottleneck's stride stands in its 3×3 convolution, as in torchvision.
+ResNeXt-50 cuts the 3×3 convolutions into groups (Xie et al., "Aggregated Residual Transformations for Deep Neural
+Networks", CVPR 2017), Wide ResNet-50-2 doubles their width (Zagoruyko and Komodakis, "Wide Residual Networks", BMVC
+2016). The ImageNet networks are version 1.5: a bottleneck's stride stands in its 3×3 convolution, as in torchvision.
 """
 
 from __future__ import annotations
@@ -12,16 +14,26 @@ from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
 
-__all__ = ["resnet18", "resnet20", "resnet34", "resnet50", "resnet101", "resnet152"]
+__all__ = [
+    "resnet18",
+    "resnet20",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+]
 
 Block = Callable[[Node, int, int, bool], Node]
 
 
-def _conv(x: Node, channels: int, kernel: int, stride: int, name: str) -> Node:
+def _conv(x: Node, channels: int, kernel: int, stride: int, name: str, groups: int = 1) -> Node:
     """A convolution that keeps the image size at stride 1; its bias would be cancelled by the batch norm after it."""
     return Conv2d(
-        x.shape[-1], channels, kernel, stride, kernel // 2, bias=False, weight_init=kaiming_normal("out"), name=name
-    )(x)
+        x.shape[-1], channels, kernel, stride, kernel // 2, groups=groups, bias=False,
+        weight_init=kaiming_normal("out"), name=name,
+    )(x)  # fmt: skip
 
 
 def _norm(x: Node, sync: bool, name: str) -> Node:
@@ -42,9 +54,11 @@ def _basic(x: Node, width: int, stride: int, sync: bool) -> Node:
     return _join(y, x, width, stride, sync)
 
 
-def _bottleneck(x: Node, width: int, stride: int, sync: bool) -> Node:
-    y = ReLU(name="relu1")(_norm(_conv(x, width, 1, 1, "conv1"), sync, "bn1"))
-    y = ReLU(name="relu2")(_norm(_conv(y, width, 3, stride, "conv2"), sync, "bn2"))
+def _bottleneck(x: Node, width: int, stride: int, sync: bool, groups: int = 1, group_width: int = 64) -> Node:
+    """``group_width``: channels of a group of the 3×3 convolution in the first stage."""
+    inner = width * group_width // 64 * groups
+    y = ReLU(name="relu1")(_norm(_conv(x, inner, 1, 1, "conv1"), sync, "bn1"))
+    y = ReLU(name="relu2")(_norm(_conv(y, inner, 3, stride, "conv2", groups), sync, "bn2"))
     y = _norm(_conv(y, 4 * width, 1, 1, "conv3"), sync, "bn3")
     return _join(y, x, 4 * width, stride, sync)
 
@@ -89,6 +103,8 @@ resnet34 = _named("resnet34", _basic, (3, 4, 6, 3))
 resnet50 = _named("resnet50", _bottleneck, (3, 4, 6, 3))
 resnet101 = _named("resnet101", _bottleneck, (3, 4, 23, 3))
 resnet152 = _named("resnet152", _bottleneck, (3, 8, 36, 3))
+resnext50_32x4d = _named("resnext50_32x4d", partial(_bottleneck, groups=32, group_width=4), (3, 4, 6, 3))
+wide_resnet50_2 = _named("wide_resnet50_2", partial(_bottleneck, group_width=128), (3, 4, 6, 3))
 
 
 def resnet20(

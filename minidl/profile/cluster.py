@@ -56,11 +56,13 @@ class Cluster:
         ranks_per_host: GPUs of a host.
         points: (bytes that each rank sends, milliseconds) of all-reduces measured within a host.
         network: between hosts, of each rank.
+        by_kernels: within a host our own kernels add up gradients; then messages wait for passes that bear them.
     """
 
     ranks_per_host: int
     points: Points
     network: AlphaBeta
+    by_kernels: bool = False
 
     def all_reduce(self, nbytes: float, hosts: int) -> float:
         """Milliseconds of a sum over all ranks."""

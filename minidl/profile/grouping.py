@@ -25,7 +25,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.dist import Communicator
-from minidl.dist.communicator import place
+from minidl.dist.communicator import by_kernels, place
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
@@ -64,10 +64,13 @@ def group_bytes(
 ) -> int | dict[str, int]:
     """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
 
+    Where messages wait for passes that bear them (`minidl.profile.neighbourhood.departures`) what is usual was best:
+    what runs beside a message is then not what comes next.
+
     Args:
         layers, itemsize: as for `by_neighbourhood`, which is followed where neighbourhoods were measured apart.
     """
-    record = kept(ops, comm) if comm.size > 1 else None
+    record = kept(ops, comm) if comm.size > 1 and not by_kernels(comm) else None
     if record is None:
         return ON_GPUS if ops.name == "cuda" and comm.size > 1 else DEFAULT_BYTES
     apart = record["beside"]

@@ -1,21 +1,35 @@
-"""Which layers' gradients share a message: the same rules where messages are sent and where they are simulated."""
+"""Which layers' gradients share a message, and when it starts: one rule where messages are sent and simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BESIDE_MEMORY", "BESIDE_PRODUCTS", "TAIL_BYTES", "Neighbour", "by_neighbourhood", "cut"]
+__all__ = [
+    "ABSORBED",
+    "BESIDE_MEMORY",
+    "BESIDE_PRODUCTS",
+    "FEW",
+    "TAIL_BYTES",
+    "Neighbour",
+    "by_neighbourhood",
+    "cut",
+    "departures",
+]
 
 BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
 TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
+ABSORBED = ("ReLU",)  # types of layers whose work plans of fusion leave to their neighbours: as if they took no time
+FEW = 32  # samples by which work is told: enough of them that weights are not the most that a layer moves
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
 _TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
+_BARELY = 16  # times as long for its bytes as for its products: a pass that hardly computes
+_SUM_BYTES = 32  # bytes at the memory's rate in which one byte is added up: 12 to 20 between H200s, and some to spare
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work."""
+    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work on `FEW`."""
 
     name: str
     nbytes: int
@@ -26,6 +40,10 @@ class Neighbour:
         """(how long it takes, in bytes at the memory's rate; whether products bound it)."""
         products = self.flop * itemsize / _RIDGE
         return max(products, self.bytes), products > self.bytes
+
+    def moves(self, itemsize: int) -> int:
+        """Its bytes, if it hardly computes; else 0."""
+        return self.bytes if _BARELY * self.flop * itemsize < _RIDGE * self.bytes else 0
 
 
 def by_neighbourhood(
@@ -61,6 +79,38 @@ def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -
         if sent >= until:
             break
     return 2 * products > total
+
+
+def departures(layers: Sequence[Neighbour], messages: Iterable[Sequence[str]], itemsize: int) -> dict[str, str]:
+    """Before whose backward pass a message starts that has to wait, by the last layer of the message.
+
+    Between GPUs a sum takes multiprocessors: a product of as many blocks as there are takes longer by a whole block,
+    where a pass that only moves bytes hardly notices. So a message waits for the next long pass of that kind, one that
+    moves at least half as much as the longest. Each lets one message go, the last of them all. Where what is computed
+    from then on would not hide all that is left to be sent, a message starts at once, or with the one before it. Ranks
+    agree whatever their batches are: ``layers`` are of `FEW` samples, and more leave more time.
+
+    Args:
+        layers: in the order of the backward pass.
+        messages: the layers of each, in that order (`cut`).
+        itemsize: bytes of a stored element.
+    """
+    messages = list(messages)
+    places = {layer.name: i for i, layer in enumerate(layers)}
+    moved = [layer.moves(itemsize) for layer in layers[: places[messages[-1][-1]] + 1]] if messages else []
+    long = [i for i, nbytes in enumerate(moved) if 2 * nbytes >= max(moved) > 0]
+    found: dict[str, str] = {}
+    start = -1  # the place of the pass before which the last message starts
+    for i, names in enumerate(messages):
+        ready = places[names[-1]]
+        coming = [place for place in long if place > ready]
+        chosen = next((place for place in coming if place > start), coming[-1] if coming else ready)
+        left = sum(layers[places[name]].nbytes for names in messages[i:] for name in names)
+        hidden = sum(layer.work(itemsize)[0] for layer in layers[chosen : len(moved)]) >= _SUM_BYTES * left
+        start = max(start, chosen if hidden else ready)
+        if start > ready:
+            found[names[-1]] = layers[start].name
+    return found
 
 
 def cut(

@@ -9,7 +9,7 @@ the messages beside it (`Interference`). What a message takes is `minidl.profile
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,7 +19,7 @@ from minidl import checks
 from minidl.dist.simulated import AlphaBeta
 from minidl.profile.cluster import Cluster
 from minidl.profile.factors import most_rows, row_bytes
-from minidl.profile.neighbourhood import Neighbour, by_neighbourhood, cut
+from minidl.profile.neighbourhood import ABSORBED, FEW, Neighbour, by_neighbourhood, cut, departures
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
@@ -116,8 +116,9 @@ class StepTimes:
 
     @property
     def neighbours(self) -> list[Neighbour]:
-        """As `Model.neighbours` gives them."""
-        return [Neighbour(layer.name, layer.nbytes, layer.flop, layer.bytes) for layer in self.layers]
+        """As `Model.neighbours` gives them, but for the weights that more samples share."""
+        few = FEW / self.images
+        return [Neighbour(one.name, one.nbytes, round(one.flop * few), round(one.bytes * few)) for one in self.layers]
 
     def scaled(self, ms: float) -> StepTimes:
         """The same in so many milliseconds."""
@@ -136,6 +137,7 @@ class Message:
     Attributes:
         layers: in the order of the backward pass; it is ready when the last has its weight gradient.
         waited: how long the update stood waiting for it.
+        before: the layer whose backward pass it waited for, to start then.
     """
 
     layers: tuple[str, ...]
@@ -144,6 +146,7 @@ class Message:
     begin: float
     end: float
     waited: float = 0.0
+    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ def measured(run: Run) -> StepTimes:
                 layer[row["pass"]] = row["ms"]
                 if row.get("type") == "Linear":
                     features[row["layer"]] = row["input_shapes"][0][-1], row["output_shape"][-1]
-                if row["pass"] != "forward":
+                if row["pass"] != "forward" and row.get("type") not in ABSORBED:
                     layer.update(flop=row.get("flop") or 0, bytes=row.get("bytes") or 0)
     if not whole or not times:
         raise NotInFile(f"{run.file}: {run.case} has no step or no layers; make it with: minidl bench model")
@@ -236,6 +239,7 @@ def simulate(
     interference: Interference = INTERFERENCE,
     message_share: float = 1.0,
     factors: bool = True,
+    waits: bool = False,
 ) -> Outcome:
     """One step on ``hosts`` hosts.
 
@@ -244,29 +248,40 @@ def simulate(
         message_share: bytes sent for each byte of float32 gradients: 0.5 with bfloat16 messages, which compute rounds
             first.
         factors: as in `Model`.
+        waits: messages wait for passes that hardly notice them (`minidl.profile.neighbourhood.departures`).
     """
     nbytes = {layer.name: layer.nbytes for layer in step.layers if layer.nbytes}
     ranks = hosts * cluster.ranks_per_host
     most = {layer.name: _most_rows(step, layer, message_share) for layer in step.layers} if factors else {}
     apart = {name for name, rows in most.items() if rows and ranks > 1}
-    enough = by_neighbourhood(step.neighbours, step.itemsize) if group_bytes == NEAR else group_bytes
+    neighbours = step.neighbours
+    enough = by_neighbourhood(neighbours, step.itemsize) if group_bytes == NEAR else group_bytes
     messages = {names[-1]: names for names in cut(nbytes.items(), enough, apart=apart)}
+    before = departures(neighbours, messages.values(), step.itemsize) if waits else {}
     time = _Timeline(interference if ranks > 1 else NO_INTERFERENCE)
     time.compute(step.forward_ms)
     sums: list[Message] = []
-    for layer, neighbour in zip(step.layers, step.neighbours, strict=True):
+    waiting: deque[tuple[str, float]] = deque()  # last layer, when it was ready
+
+    def send(last: str, ready: float) -> None:
+        size = sum(nbytes[name] for name in messages[last])
+        if message_share < 1 and ranks > 1:
+            time.lose(_ROUNDED_BYTES * size / _MEMORY_BYTES_PER_MS)
+        begin, end = time.send(cluster.all_reduce(size * message_share, hosts))
+        sums.append(Message(messages[last], size, ready, begin, end, before=before.get(last, "")))
+
+    for layer, neighbour in zip(step.layers, neighbours, strict=True):
+        while waiting and before[waiting[0][0]] == layer.name:
+            send(*waiting.popleft())
         _, products = neighbour.work(step.itemsize)
         if layer.name in apart and ranks * step.images <= most[layer.name]:
             sums.append(_factors(time, step, layer, cluster, hosts))
             continue
         time.compute(layer.weight_ms, products)
-        if layer.name in messages:
-            names = messages[layer.name]
-            size = sum(nbytes[name] for name in names)
-            if message_share < 1 and ranks > 1:
-                time.lose(_ROUNDED_BYTES * size / _MEMORY_BYTES_PER_MS)
-            ready = time.now
-            sums.append(Message(names, size, ready, *time.send(cluster.all_reduce(size * message_share, hosts))))
+        if layer.name in before:
+            waiting.append((layer.name, time.now))
+        elif layer.name in messages:
+            send(layer.name, time.now)
         time.compute(layer.data_ms, products)
     done = []
     for message in sums:

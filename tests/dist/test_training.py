@@ -55,6 +55,20 @@ def test_a_ring_of_gradients_changes_no_bit(engine, tmp_path):
     assert weights[0] == weights[1] == weights[2] == weights[3]
 
 
+@pytest.mark.parametrize("engine", ["shm", "mpi"])
+def test_messages_that_wait_change_no_bit(engine, tmp_path):
+    """Beside the sums of batch norms over all ranks, which now come before them."""
+    found = []
+    for recipe in ("sgd", "waits"):
+        out = tmp_path / recipe
+        out.mkdir()
+        done = job.run("training", 3, out, "cpu", "0", "0", "0", recipe, MINIDL_ENGINE=engine)
+        assert done.status == 0, done.output
+        assert all((answer["waiting"] > 0) == (recipe == "waits") for answer in done.answers)
+        found += [[answer["weights"], answer["losses"]] for answer in done.answers]
+    assert all(one == found[0] for one in found)
+
+
 @pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (3, 4)])
 def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
     """The last batch has two samples: some ranks, and some micro-batches, have none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_plan import BLOCKS_WANTED, lanes_along
+from minidl.cuda.grid import int32, int64
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import ACCESS, address, dtype_code, rows, vector_width
+from minidl.cuda.rows import ACCESS, alignment, dense, dtype_code, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -28,7 +30,7 @@ def check_sum(who: str, out: Any) -> None:
     """TypeError or ValueError unless ``out`` is a dense float32 array, as the summing kernels assume."""
     if out.dtype != float32:
         raise checks.bad_dtype(who, "out", "float32", out.dtype)
-    if not out.flags.c_contiguous:
+    if not dense(out):
         raise checks.bad_value(who, "out", "dense", f"strides {out.strides}")
 
 
@@ -61,13 +63,20 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
 
 def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) -> None:
     """``out`` (+)= the sum over ``partials``, (chunks, out.size) float32, in the order of the chunks."""
-    split = 1
-    while split < DEEPEST and 2 * split <= chunks and split * out.size < ENOUGH_THREADS * QUAD:
-        split *= 2
     # Narrower accesses leave the order of the sums as it is.
-    aligned = all(address(array) % ACCESS == 0 for array in (partials, out) if array is not None)
-    vec = QUAD if out.size % QUAD == 0 and aligned else 1
+    vec = (
+        QUAD if out.size % QUAD == 0 and all([alignment(x) == ACCESS for x in (partials, out) if x is not None]) else 1
+    )
+    grid, block, defines = _sum_plan(chunks, out.size, vec)
+    sizes = int32(chunks), int64(out.size), int32(accumulate)
+    launch("channel_sum", "sum_partials_kernel", grid, block, partials, out, *sizes, defines=defines)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sum_plan(chunks: int, size: int, vec: int) -> tuple[int, int, dict[str, int]]:
+    """Grid, block and macros of sum_partials_kernel."""
+    split = 1
+    while split < DEEPEST and 2 * split <= chunks and split * size < ENOUGH_THREADS * QUAD:
+        split *= 2
     width = max(NARROWEST // vec, BLOCK // split)
-    sizes = np.int32(chunks), np.int64(out.size), np.int32(accumulate)
-    grid, defines = ceil_div(out.size, width * vec), {"SPLIT": split, "VEC": vec}
-    launch("channel_sum", "sum_partials_kernel", grid, split * width, partials, out, *sizes, defines=defines)
+    return ceil_div(size, width * vec), split * width, {"SPLIT": split, "VEC": vec}

@@ -25,14 +25,17 @@ from minidl.cuda.convolution import (
     conv2d_grouped,
     conv2d_hopper,
     conv2d_hopper_tiles,
+    conv2d_small,
     conv2d_stem,
     conv2d_textbook,
     conv2d_thin,
+    conv2d_turned,
     conv2d_weight_hopper,
     depthwise,
 )
 from minidl.cuda.convolution.channel_sum import channel_sum, check_sum, sum_partials
-from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, textbook
+from minidl.cuda.convolution.conv2d_checks import check_alike, check_operands, check_types
+from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, forced_family, textbook
 from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.convolution.conv2d_tuned import chosen
 from minidl.cuda.convolution.widen import narrow, wide_channels, widen
@@ -55,6 +58,7 @@ __all__ = [
 
 STORAGE = {code: dtype for dtype, code in DTYPE.items()}
 Norm = tuple[Any, Any, Any]  # moments, gamma, beta
+_ANY_CHANNELS = ("small", "thin")  # families that read rows of any number of channels as they are
 
 
 def conv2d(
@@ -139,7 +143,7 @@ def _forward(
         copy_into(out, y)
         return out, stats
     y = empty(conv.y_shape, x.dtype) if out is None else out
-    code = _check_operands(who, x, w, bias, None, y, tf32)
+    code = check_operands(who, x, w, bias, None, y, tf32)
     if y.size == 0:
         return y, None
     question = Question("forward", conv, code, tf32)
@@ -152,12 +156,13 @@ def _forward(
     if choice.family == "stem":
         conv2d_stem.forward(conv, x, w, bias, y, relu)
         return y, None
-    wide = conv if choice.family == "thin" else _widened(conv, code)
+    wide = conv if choice.family in _ANY_CHANNELS else _widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
         able = choice.family in ("hopper", "thin") and not (conv.depthwise and depthwise.fits(conv, False))
-        stats = _gather(question._replace(conv=wide), choice, x, w, bias, None, y, statistics, relu and able)
+        wider = question if wide is conv else question._replace(conv=wide)
+        stats = _gather(wider, choice, x, w, bias, None, y, statistics, relu and able)
         return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
@@ -225,8 +230,8 @@ def conv2d_backward_data(
         return out
     assert out is None or mask is None, "a mask may need another pass, which writes a new array"
     dx = empty(x_shape, dy.dtype) if out is None else out
-    code = _check_operands(who, dy, w, bias, add, dx, tf32)
-    _check_alike(who, dx, mask=mask)
+    code = check_operands(who, dy, w, bias, add, dx, tf32)
+    check_alike(who, dx, mask=mask)
     if not dx.size:
         return dx
     choice = _choose(who, question)
@@ -244,15 +249,6 @@ def _masks(question: Question, choice: Choice) -> bool:
     if choice.family != "hopper" or not code or conv.depthwise or not (backward or _widened(conv, code) is conv):
         return False
     return conv2d_hopper.masks(conv, code, choice, backward)
-
-
-def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
-    """That what a gradient is masked by is of its shape and dtype."""
-    for name, array in arrays.items():
-        if array is not None and array.shape != dx.shape:
-            raise checks.bad_shape(who, name, str(dx.shape), array.shape)
-        if array is not None and array.dtype != dx.dtype:
-            raise checks.bad_dtype(who, name, dx.dtype, array.dtype)
 
 
 def conv2d_backward_data_masked(
@@ -276,7 +272,7 @@ def conv2d_backward_data_masked(
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
     Args:
-        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_relu_backward_stats``; ``x`` as the result.
+        x, moments, gamma, beta: of the batch norm, as of ``batch_norm_activate_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         signs: of ``y`` if ``batch_norm_join`` left them: read instead of it where the kernel can.
         transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
@@ -291,8 +287,8 @@ def conv2d_backward_data_masked(
     conv = convolution(who, dy.shape if transposed else x.shape, w.shape, **geometry)
     if (x if transposed else dy).shape != conv.y_shape:
         raise checks.bad_shape(who, "x" if transposed else "dy", str(conv.y_shape), (x if transposed else dy).shape)
-    code = _check_operands(who, dy, w, None, add, x, tf32)
-    _check_alike(who, x, y=y)
+    code = check_operands(who, dy, w, None, add, x, tf32)
+    check_alike(who, x, y=y)
     if signs is not None:
         check_signs(signs, x)
     question = Question("forward" if transposed else "backward_data", conv, code, tf32)
@@ -327,7 +323,7 @@ def conv2d_backward_weight(
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
-    code = _check_types(who, dy, x, "x", tf32)
+    code = check_types(who, dy, x, "x", tf32)
     check_sum(who, out)
     if dy.shape != conv.y_shape:
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
@@ -336,7 +332,7 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice = _choose(who, question)
-    wide = conv if choice.family == "thin" else _widened(conv, code)
+    wide = conv if choice.family in _ANY_CHANNELS else _widened(conv, code)
     able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
     if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
@@ -350,33 +346,6 @@ def conv2d_backward_weight(
         _weight(question, choice, dy, x, out, accumulate, norm)
 
 
-def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int:
-    code = dtype_code(first, who)
-    if second.dtype != first.dtype:
-        raise checks.bad_dtype(who, name, first.dtype, second.dtype)
-    check_tf32(who, tf32, code)
-    return code
-
-
-def check_tf32(who: str, tf32: int, code: int) -> None:
-    """Raise unless products of this storage type may be rounded so."""
-    if tf32 not in (0, 1, 3):
-        raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
-    if tf32 and code:
-        raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
-
-
-def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:
-    """What the kernels rely on; the macro DTYPE."""
-    code = _check_types(who, source, w, "w", tf32)
-    channels = output.shape[-1]
-    if bias is not None and (bias.dtype != float32 or bias.shape != (channels,)):
-        raise checks.bad_shape(who, "bias", f"({channels},) in float32", bias.shape)
-    if add is not None and (add.dtype != output.dtype or add.shape != output.shape):
-        raise checks.bad_shape(who, "add", f"{output.shape} in {output.dtype}", add.shape)
-    return code
-
-
 def _widened(conv: Convolution, code: int) -> Convolution:
     """With the channels that x and w should be padded to before a product over them; groups stay as they are."""
     wide = wide_channels(conv.channels, 2 if code else 4)
@@ -388,9 +357,13 @@ def _widened(conv: Convolution, code: int) -> Convolution:
 
 def _choose(who: str, question: Question) -> Choice:
     """The kernel that was tuned or is forced, where it can do this; else the first family that should."""
-    wanted = chosen(question)
-    fits, unwanted = _families(question, current_device())
-    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None)
+    return _choice(who, question, current_device(), chosen(question), forced_family())
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(who: str, question: Question, device: DeviceRecord, wanted: Choice | None, forced: str | None) -> Choice:
+    fits, unwanted = _families(question, device)
+    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None, forced)
     return wanted if wanted is not None and wanted.family == name else Choice(name)
 
 
@@ -410,9 +383,11 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         pays = conv2d_hopper.pays(wide, code, backward)
     stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
     thin = conv2d_thin.applies(conv, code)
-    fits = {"thin": thin, "stem": stem, "grouped": grouped, "hopper": hopper, "generic": True}
+    small = conv2d_small.applies(conv, tf32)
+    fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
     rather = conv2d_thin.pays(conv, code, tf32, which == "backward_weight", hopper and pays)
-    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "hopper": not pays}
+    tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
+    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "small": tiled, "hopper": not pays}
     return fits, tuple(name for name, slow in slower.items() if slow)
 
 
@@ -427,7 +402,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     wide = conv if backward else _widened(conv, code)
     found: list[Choice] = []
     for name in names:
-        if name in ("thin", "stem", "grouped"):
+        if name in ("thin", "stem", "grouped", "small"):
             found.append(Choice(name))
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
@@ -436,6 +411,7 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
         else:
             parts = conv2d_divided.options(wide, backward, code)
             whole = conv2d_hopper_tiles.options(wide, backward, device, code)
+            found += [Choice(name)] if backward and conv2d_turned.fits(wide, code, Choice(name), device) else []
             found += parts + whole if conv2d_divided.divided(None, wide, backward, code) else whole + parts
     return found
 
@@ -461,14 +437,17 @@ def _gather(
     source, w = as_rows(source), contiguous(w)
     bias, add = _given(contiguous, bias), _given(as_rows, add)
     if conv.depthwise and depthwise.fits(conv, backward):
-        depthwise.gather(conv, code, backward, source, w, bias, add, output)
-        return None
+        return depthwise.gather(conv, code, backward, source, w, bias, add, output, statistics)
     if choice.family == "grouped":
         conv2d_grouped.gather(conv, code, backward, source, w, bias, add, output)
+    elif choice.family == "small":
+        conv2d_small.gather(conv, code, backward, source, w, bias, add, output)
     elif choice.family == "thin":
         conv2d_thin.gather(conv, code, tf32, backward, source, w, bias, add, output, relu)
     elif choice.family != "hopper":
         conv2d_generic.gather(conv, code, tf32, backward, source, w, bias, add, output, choice.tile)
+    elif backward and bias is None and conv2d_turned.fits(conv, code, choice, current_device()):
+        conv2d_turned.backward_data(conv, source, w, add, output)
     elif statistics and conv2d_hopper.takes_statistics(conv, code, choice):
         return conv2d_hopper.forward_fused(conv, code, source, w, bias, output, choice, statistics=True)
     else:
@@ -488,6 +467,8 @@ def _weight(
         depthwise.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "grouped":
         conv2d_grouped.backward_weight(conv, code, dy, x, out, accumulate)
+    elif choice.family == "small":
+        conv2d_small.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "thin":
         conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate)
     elif choice.family == "hopper":

@@ -22,15 +22,17 @@ __all__ = [
     "Question",
     "choose_family",
     "family",
+    "forced_family",
     "forced_kernel",
     "kernel",
     "textbook",
 ]
 
 TEXTBOOK = ("direct", "tiled")
-FAMILIES = ("generic", "grouped", "hopper", "stem", "thin", *TEXTBOOK)
+FAMILIES = ("generic", "grouped", "hopper", "small", "stem", "thin", *TEXTBOOK)
 
 _forced: ContextVar[str | None] = ContextVar("minidl_conv2d_family", default=None)
+forced_family = _forced.get
 
 
 class Question(NamedTuple):
@@ -55,8 +57,8 @@ class Choice(NamedTuple):
     Attributes:
         family: one of `FAMILIES`.
         tile: its name within the family; empty: the one that the family's model of time says.
-        split: how the work is cut: tiles of a block (hopper, forward and data gradient), or partial sums and the blocks
-            of a cluster (hopper, weight gradient).
+        split: how the work is cut: tiles of a block (hopper, forward and data gradient), or partial sums, blocks of a
+            cluster, and if it is not one the tiles that share these (hopper, weight gradient).
     """
 
     family: str
@@ -82,7 +84,11 @@ def kernel(choice: Choice) -> Iterator[None]:
 
 
 def choose_family(
-    who: str, fits: Mapping[str, bool], unwanted: tuple[str, ...] = (), preferred: str | None = None
+    who: str,
+    fits: Mapping[str, bool],
+    unwanted: tuple[str, ...] = (),
+    preferred: str | None = None,
+    forced: str | None = None,
 ) -> str:
     """The forced family; else the preferred one, if it fits; else the first that fits and is wanted.
 
@@ -91,23 +97,23 @@ def choose_family(
         fits: whether each family can do it, the fastest first.
         unwanted: those that can but would be slower; forced, they are taken all the same.
         preferred: by a tuner.
+        forced: `forced_family`.
 
     Raises:
         ValueError: when the forced family cannot do it.
     """
-    name = _forced.get()
-    if name is None or name in TEXTBOOK:
+    if forced is None or forced in TEXTBOOK:
         if preferred is not None and fits.get(preferred):
             return preferred
         return next(family for family, fit in fits.items() if fit and family not in unwanted)
-    if not fits.get(name):
-        raise checks.bad_value(who, "family", "one that can do this convolution on this device", name)
-    return name
+    if not fits.get(forced):
+        raise checks.bad_value(who, "family", "one that can do this convolution on this device", forced)
+    return forced
 
 
 def textbook() -> str | None:
     """The textbook's kernel that a forward pass must take, if any."""
-    name = _forced.get()
+    name = forced_family()
     return name if name in TEXTBOOK else None
 
 
@@ -117,9 +123,9 @@ def family(name: str) -> Iterator[None]:
 
     Args:
         name: "generic" (fits everything), "grouped" (groups of few channels), "hopper" (wgmma and TMA, sm_90),
-            "stem" (few input channels) or "thin" (1x1 between many channels and few); "direct" and
-            "tiled" are the textbook's kernels of a forward pass in float32, baselines that leave other passes alone. A
-            convolution that the family cannot do raises ValueError.
+            "small" (fully connected, few rows and channels), "stem" (few input channels) or "thin" (1x1 between many
+            channels and few); "direct" and "tiled" are the textbook's kernels of a forward pass in float32, baselines
+            that leave other passes alone. A convolution that the family cannot do raises ValueError.
     """
     if name not in FAMILIES:
         raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)

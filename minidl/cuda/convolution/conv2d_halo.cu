@@ -1,6 +1,6 @@
 // Convolution without stride, forward and data gradient, on Hopper (sm_90a), for few output channels and wide images: like
 // conv2d_hopper.cu, but the source pixels of a window of outputs, with the halo around them, are loaded once for all taps
-// and not once per tap. 16-bit types, one group.
+// and not once per tap. One group; 16-bit types, or float32 whose operands the engine rounds to TF32.
 //
 //   forward (BACKWARD = 0):
 //     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p - ph + r*dh, q - pw + s*dw, c] w[k,r,s,c]
@@ -8,25 +8,27 @@
 //     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n, h + ph - r*dh, w + pw - s*dw, k] w[k,r,s,c]
 //
 // One product of rows (output channels) x columns (the pixels of a window), summed over depth in the order of
-// conv2d_hopper.cu: chunks of 64 source channels, over the taps within a chunk. A window is 8 pixels wide, WINDOW high.
-// In shared memory a patch, the window and its halo of 64 channels, has rows of 128 bytes, one for each pixel; so the
+// conv2d_hopper.cu: chunks of DEPTH source channels, over the taps within a chunk. A window is 8 pixels wide, WINDOW high.
+// In shared memory a patch, the window and its halo of DEPTH channels, has rows of 128 bytes, one for each pixel; so the
 // operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the patch
 // apart: the swizzle goes by addresses, not by rows of an operand, and fits wherever one starts.
 //
 // All arrays are seen through tensor maps (conv2d_halo.py makes them):
-//   source       (C, W, H, N), tiled: 64 channels x patch
-//   filter       (C, taps, K), tiled: 64 channels x 1 x 64 filters
-//   output, add, below  (channels, W, H, N), tiled: 64 channels x window
+//   source       (C, W, H, N), tiled: DEPTH channels x patch
+//   filter       (C, taps, K), tiled: DEPTH channels x 1 x 64 filters; of a data gradient of float32 those that
+//                conv2d_turn.cu has turned to (K, taps, C)
+//   output, add, below  (channels, W, H, N), tiled: DEPTH channels x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
 // from which conv2d_statistics.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
 // pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
 // What is added to a window and what is read below it comes in patches, too. The output takes the place of the last patch
-// of a tile and leaves from there, in one piece and while the next tile is under way.
+// of a tile and leaves from there while the next tile is under way, in one piece; in float32 in two
+// (conv2d_halo_float.cuh).
 //
-// Macros: DTYPE (1, 2), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU; PATCHES and STAGES (of filters) of the
-// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
+// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU;
+// PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.
@@ -38,7 +40,8 @@
 #include "conv2d_input.cuh"
 #endif
 
-constexpr int DEPTH = 64;  // values of a stage, 128 bytes per row
+constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
+constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;  // see conv2d_hopper.cu
 constexpr int WARPGROUPS = 2;
 constexpr int THREADS = 128 * WARPGROUPS + 128;  // a whole warpgroup of filling threads, to take registers from
 constexpr int WIDTH = 8;
@@ -137,7 +140,7 @@ struct Filling {
             const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
             barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
             barrier_expect(barrier, p.stage_bytes);
-            if constexpr (BACKWARD)
+            if constexpr (ACROSS)
                 load_box(to, map, barrier, tile.column, tap, channel);
             else
                 load_box(to, map, barrier, channel, tap, tile.column);
@@ -155,7 +158,9 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
             filling.patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
             filling.taps(maps.filter, tile, channel);
         }
-        if (p.added) filling.patch(maps.add, tile, tile.column, 0, 0, PIXELS * 128);
+        if (p.added)
+            for (int column = 0; column < FILTERS; column += DEPTH)
+                filling.patch(maps.add, tile, tile.column + column, 0, 0, PIXELS * 128);
 #if MASKED
 #pragma unroll
         for (int array = READ - 1; array >= 0; --array)
@@ -234,8 +239,8 @@ struct Input {
         product_fence();
 #pragma unroll
         for (int k = 0; k < STEPS; ++k)
-            multiply<false, BACKWARD>(sum, a + operand_step(k * (BACKWARD ? 16 * 128 : 32)), b + operand_step(k * 32),
-                                      keep + k);
+            multiply<false, ACROSS>(sum, a + operand_step(k * (ACROSS ? 16 * 128 : 32)), b + operand_step(k * 32),
+                                    keep + k);
         commit_products();
     }
 
@@ -282,6 +287,18 @@ struct Inside {
     }
 };
 
+DEVICE void add_bias(Sum& sum, const float* bias, int column, int columns) {
+    const u32 thread = thread_again();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int channel = column + int(thread / 32 * 16 + 8 * i + thread % 32 / 4);
+        const float shift = channel < columns ? bias[channel] : 0.0f;
+#pragma unroll
+        for (int line = 0; line < WINDOW; ++line) sum[4 * line + 2 * i] += shift, sum[4 * line + 2 * i + 1] += shift;
+    }
+}
+
+#if DTYPE
 // Words across of two lines: of sums from `line` on; d[4 * line + 2 * i + e] is channel lane / 4 of eight i, pixel
 // lane % 4 * 2 + e.
 DEVICE void round_lines(u32 (&words)[4], const Sum& sum, int line) {
@@ -306,17 +323,6 @@ DEVICE void add_lines(Sum& sum, u32 from) {
             unpack_word(words[i], other);
             sum[to] += other[0], sum[to + 1] += other[1];
         }
-    }
-}
-
-DEVICE void add_bias(Sum& sum, const float* bias, int column, int columns) {
-    const u32 thread = thread_again();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int channel = column + int(thread / 32 * 16 + 8 * i + thread % 32 / 4);
-        const float shift = channel < columns ? bias[channel] : 0.0f;
-#pragma unroll
-        for (int line = 0; line < WINDOW; ++line) sum[4 * line + 2 * i] += shift, sum[4 * line + 2 * i + 1] += shift;
     }
 }
 
@@ -380,6 +386,9 @@ DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, co
     if ((STATISTICS || SUMS) && inside.lines > 0)
         ColumnShare().write(partial + i64(number) * 2 * p.columns, found, tile.column, p.columns);
 }
+#else
+#include "conv2d_halo_float.cuh"
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
-    DEPTH,
-    ITEMSIZE,
     STAGE_ROW,
     Planned,
     Walk,
@@ -19,11 +17,12 @@ from minidl.cuda.convolution.conv2d_walk import (
     depth_of,
     filter_rows,
     filter_view,
+    itemsize_of,
     steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.hopper import View, Views
+from minidl.cuda.hopper import TF32, View, Views
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
@@ -78,8 +77,7 @@ def _patch(tile: HaloTile, walk: tuple[Walk, Walk]) -> Pair:
 
 def _shared(tile: HaloTile, walk: tuple[Walk, Walk], stages: int) -> int:
     lines, line = _patch(tile, walk)
-    patches = PATCHES * round_up(lines * line * DEPTH * ITEMSIZE, ATOM)
-    return patches + stages * tile.columns * DEPTH * ITEMSIZE + ATOM
+    return PATCHES * round_up(lines * line * STAGE_ROW, ATOM) + stages * tile.columns * STAGE_ROW + ATOM
 
 
 def _stages(tile: HaloTile, walk: tuple[Walk, Walk], device: DeviceRecord) -> int:
@@ -148,32 +146,32 @@ def plan_halo(
         delta_h=h.delta,
         delta_w=w.delta,
         line=line,
-        patch=round_up(lines * line * DEPTH * ITEMSIZE, ATOM),
+        patch=round_up(lines * line * STAGE_ROW, ATOM),
         added=added,
         stage_bytes=STAGE_ROW * filter_rows(conv, code, backward, tile.columns),
     )
 
-    def image(channels: int, height: int, width: int, pitch: int, box: tuple[int, ...]) -> View:
-        pixel = pitch * ITEMSIZE
-        apart = pixel, width * pixel, height * width * pixel
-        return View(code, (channels, width, height, conv.images), apart, box)
+    itemsize = itemsize_of(code)
 
-    window = tile.columns, WIDTH, tile.window, 1
+    def image(kind: int, channels: int, height: int, width: int, pitch: int, box: Pair) -> View:
+        pixel = pitch * itemsize
+        apart = pixel, width * pixel, height * width * pixel
+        return View(kind, (channels, width, height, conv.images), apart, (STAGE_ROW // itemsize, *box, 1))
+
+    def output(pitch: int) -> View:
+        return image(code, columns, h.count, w.count, pitch, (WIDTH, tile.window))
+
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
-        (image(depth_of(conv, backward), h.source, w.source, pitches[0], (DEPTH, line, lines, 1)), 1),
-        (image(columns, h.count, w.count, written or columns, window), 2),
-        (image(columns, h.count, w.count, pitches[1] if added else columns, window), 3),
-        *((image(columns, h.count, w.count, pitch, window), 4 + i) for i, pitch in enumerate(pitches[2:])),
+        (image(code or TF32, depth_of(conv, backward), h.source, w.source, pitches[0], (line, lines)), 1),
+        (output(written or columns), 2),
+        (output(pitches[1] if added else columns), 3),
+        *((output(pitch), 4 + i) for i, pitch in enumerate(pitches[2:])),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
-    defines |= {
-        "PATCHES": PATCHES,
-        "STEPS": steps_of(conv, backward, code),
-        "STATISTICS": int(statistics),
-        "MASKED": masked,
-    }
+    defines |= {"PATCHES": PATCHES, "STEPS": steps_of(conv, backward, code)}
+    defines |= {"STATISTICS": int(statistics), "MASKED": masked}
     defines |= {"NORMALIZED": int(normalized), "RELU": int(relu)}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows)

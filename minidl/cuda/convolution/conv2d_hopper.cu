@@ -11,7 +11,7 @@
 // One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels, 128
 // bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes
 // of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the
-// output.
+// output. Those without taps, three of the four of a 1x1 filter with a stride of two, are neither fetched nor multiplied.
 //
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
 //   source  (C, W, H, N), im2col: TILE_M pixels x DEPTH channels; FLAT: (C, pixels), tiled, for 1x1 without stride
@@ -49,7 +49,12 @@
 // tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
-// it should tell most: stores set the pace there).
+// it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
+// quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output fits). Of 64-256
+// channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many bytes, 4.3 in stores
+// alone: it is the turns between reads and writes that cost.
+// Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per second
+// on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
@@ -100,6 +105,7 @@ struct Problem {
     int tap_step_h, tap_step_w;
     int added;        // whether there is an array to be added
     int stage_bytes;  // that are fetched for a stage
+    int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
     Class classes[4];
 };
 
@@ -110,17 +116,34 @@ struct Tile {
     int row, column;
     int begin, end;  // channels that are summed
 
-    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), number(0), begin(0), end(p.depth) {
 #if DIVIDED
         const int stages = ceil_div(p.depth, DEPTH), part = tile % DIVIDED;
         begin = stages * part / DIVIDED * DEPTH, end = min(stages * (part + 1) / DIVIDED * DEPTH, p.depth);
         tile /= DIVIDED;
 #endif
-        int m = number = tile / p.tiles_n;
+        if constexpr (SPREAD) tile = within_class(p, tile);
+        const int m = tile / p.tiles_n;
+        number += m;
         column = (tile - m * p.tiles_n) * TILE_N;
-        if constexpr (SPREAD)
-            while (m >= p.classes[index].tiles) m -= p.classes[index++].tiles;
         row = m * TILE_M;
+    }
+
+    // Which tile of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of
+    // them do, so that what they have in common is read once; what is left follows class by class.
+    __device__ __forceinline__ int within_class(const Problem& p, int tile) {
+        const int round = tile / p.group, cycle = round / p.count, done = p.cycles * p.group;
+        if (cycle < p.cycles) {
+            index = round - cycle * p.count;
+            tile += (cycle - round) * p.group;
+        } else {
+            const auto left = [&] { return p.classes[index].tiles * p.tiles_n - (index < p.count ? done : 0); };
+            tile -= done * p.count;
+            while (tile >= left()) tile -= left(), ++index;
+            if (index < p.count) tile += done;
+        }
+        for (int i = 0; i < index; ++i) number += p.classes[i].tiles;
+        return tile;
     }
 };
 
@@ -199,36 +222,7 @@ struct Place {
 constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 
 #if MASKED
-// Signs of a tile: rows of SIGN_ROW bytes, 64 of them for each block of a warpgroup.
-constexpr int SIGN_ROW = 16, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
-static_assert(!SIGNED || (FLAT && TILE_N == 8 * SIGN_ROW), "rows of signs that the engine can move");
-
-// One thread: fills stages with what the slabs of a tile need of x and y.
-DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
-    if constexpr (SIGNED) {
-        const u32 barrier = at.filled(ring.index);
-        barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-        barrier_expect(barrier, WARPGROUPS * BLOCKS * SIGN_BYTES);
-#pragma unroll
-        for (int i = 0; i < WARPGROUPS * BLOCKS; ++i)
-            load_box(at.stage(ring.index) + i * SIGN_BYTES, maps.below[READ][0], barrier, tile.column / 8,
-                     Place{at, maps, p, i / BLOCKS}.row(tile, i % BLOCKS));
-        ring.advance();
-    }
-    for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
-#pragma unroll
-        for (int array = 0; array < READ; ++array) {
-            const u32 barrier = at.filled(ring.index);
-            barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-            barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
-#pragma unroll
-            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i)
-                Place{at, maps, p, i / SLABS_AT_ONCE}.load(maps.below[array][tile.index],
-                                                           at.stage(ring.index) + i * SLAB_BYTES, barrier, tile,
-                                                           s + i % SLABS_AT_ONCE);
-            ring.advance();
-        }
-}
+#include "conv2d_hopper_below.cuh"
 #endif
 
 // One thread: fills stage after stage.
@@ -240,11 +234,9 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
         const TensorMap& source = maps.source[tile.index];
         const Pixel start(c, tile.row);
         const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
-        // A class without taps gets one stage of zeros, from behind the last channel.
-        const bool empty = SPREAD && c.taps_h * c.taps_w == 0;
-        for (int channel = empty ? p.depth : tile.begin; channel < tile.end + empty; channel += DEPTH)
-            for (int a = 0; a < (empty ? 1 : c.taps_h); ++a)
-                for (int b = 0; b < (empty ? 1 : c.taps_w); ++b) {
+        for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
+            for (int a = 0; a < c.taps_h; ++a)
+                for (int b = 0; b < c.taps_w; ++b) {
                     const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
                     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                     barrier_expect(barrier, p.stage_bytes);
@@ -357,7 +349,16 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
 }
 #endif
 
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sum& sum, const float* bias, float* partial,
+// The sums of a class without taps. (Accumulators that are set to zero make ptxas wait for each product.)
+struct Zeros {
+    struct Row {
+        __device__ __forceinline__ float operator[](int) const { return 0.0f; }
+    };
+    __device__ __forceinline__ Row operator[](int) const { return {}; }
+};
+
+template <class Sums>
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
@@ -454,15 +455,23 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
-            const int chunks = ceil_div(tile.end - tile.begin, DEPTH);
-            Sum sum;
+            const int steps = c.taps_h * c.taps_w * ceil_div(tile.end - tile.begin, DEPTH);
             output.prepare(tile);
+            if constexpr (SPREAD)
+                if (steps == 0) {
+                    if (MASKED || bias || output.added())
+                        write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
+                    else
+                        output.store_zeros(tile);
+                    continue;
+                }
+            Sum sum;
 #if NORMALIZED
             if constexpr (!IN_PLACE)
                 accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
             else
 #endif
-                accumulate(sum, at, ring, max(c.taps_h * c.taps_w * chunks, 1), warpgroup);
+                accumulate(sum, at, ring, steps, warpgroup);
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();

@@ -17,7 +17,8 @@ from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, SIGNED_COLUMNS, spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
@@ -28,17 +29,15 @@ from minidl.cuda.convolution.conv2d_walk import (
     columns_of,
     depth_of,
     filter_rows,
-    filter_view,
     is_flat,
     itemsize_of,
     steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.hopper import BYTES, TF32, TensorMaps, View, Views
+from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.signs import signs_pitch
-from minidl.cuda.rows import ACCESS, DTYPE, address, rows
+from minidl.cuda.rows import ACCESS, DTYPE, alignment, rows
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
@@ -56,25 +55,24 @@ __all__ = [
     "plan",
     "start",
     "takes_statistics",
+    "turned",
 ]
 
 ARCH = (9, 0)
-CLASSES = 4  # parity classes of one launch, at most
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 WARPGROUPS = 2  # that share the rows of a tile
 ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
-SIGNED_COLUMNS = 128  # of a tile's rows signs are 16 bytes, what the copy engine moves at least
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
-REACH = 2**40  # bytes of an image, as far as the engine counts
+REACH = 2**40  # bytes, as far as the engine counts
 
 # The structures Class and Problem of conv2d_hopper.cu.
 _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added stage_bytes",
+    "added stage_bytes count cycles",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -119,7 +117,7 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     pitches = depth_of(conv, backward), columns_of(conv, backward)
     tile = TILES[0]
     parts = (walks[i : i + CLASSES] for i in _firsts(walks))
-    return all(_views(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
+    return all(views_of(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
 
 
 def pays(conv: Convolution, code: int, backward: bool) -> bool:
@@ -141,9 +139,9 @@ def aligned(x: Any) -> Any:
 
 
 def _can_walk(x: Any) -> bool:
-    pitch = rows(x)[2] * x.itemsize
-    image = x.shape[-3] * x.shape[-2] if x.ndim == 4 else 1
-    return address(x) % ACCESS == 0 and pitch % ACCESS == 0 and image * pitch < REACH
+    count, _, pitch = rows(x)
+    step = pitch * x.itemsize
+    return alignment(x, step) == ACCESS and count * step < REACH
 
 
 def images_at_once(conv: Convolution) -> int:
@@ -187,7 +185,8 @@ def plan(
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu, written
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
-    walks, group = walks_of(conv, backward), GROUP_LIMIT if parts else device.multiprocessors * tile.resident
+    walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
+    group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
     launches = []
@@ -195,10 +194,11 @@ def plan(
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        views = _views(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
+        views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
-        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
+        spread = int(spread_out(part))
+        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
         defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
@@ -224,23 +224,44 @@ def gather(
 
     With ``relu``, the output of a ReLU over that.
     """
-    chosen = taken(choice, conv, backward, current_device(), code)
-    division = divided(choice, conv, backward, code)
     if backward and not code:
-        w = _turned(w, conv)
-    source, w, bias, add = (None if x is None else aligned(x) for x in (source, w, bias, add))
+        w = turned(w)
+    source, w, bias, add = [None if x is None else aligned(x) for x in (source, w, bias, add)]
+    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
+    how = choice, relu, rows(output)[2]
+    division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), *how)
     if division is not None:
         _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
-        return
-    pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    step = images_at_once(conv)
+    for images, one in launches:
+        if images is None:
+            start(one, w, source, output, add, bias)
+        else:
+            start(one, w, source[images], output[images], None if add is None else add[images], bias)
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    pitches: tuple[int, ...],
+    added: bool,
+    device: DeviceRecord,
+    choice: Choice | None,
+    relu: bool,
+    written: int,
+) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:
+    """How `gather` goes about it: divided, or in launches with the images of each, None for all."""
+    division = divided(choice, conv, backward, code)
+    if division is not None:
+        return division, []
+    chosen, step, found = taken(choice, conv, backward, device, code), images_at_once(conv), []
     for i in range(0, conv.images, step):
-        images = slice(i, min(i + step, conv.images))
-        part = conv._replace(images=images.stop - i)
-        arrays = w, source[images], output[images], None if add is None else add[images], bias
-        how = {"relu": relu, "written": rows(output)[2]}
-        for one in plan(part, code, backward, pitches, add is not None, current_device(), chosen, **how):
-            start(one, *arrays)
+        part = conv._replace(images=min(step, conv.images - i))
+        images = None if part.images == conv.images else slice(i, i + part.images)
+        how = {"relu": relu, "written": written}
+        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, **how)]
+    return None, found
 
 
 def _gather_divided(
@@ -266,12 +287,12 @@ def _gather_divided(
     )  # fmt: skip
 
 
-def _turned(w: Any, conv: Convolution) -> Any:
+def turned(w: Any) -> Any:
     """Dense filters (K, R, S, C) as (C, R, S, K); the kernel is in conv2d_turn.cu."""
-    taps = conv.kernel[0] * conv.kernel[1]
-    out = empty((conv.channels, *conv.kernel, conv.out_channels), w.dtype)
-    grid = ceil_div(conv.channels, TURN) * ceil_div(conv.out_channels, TURN), taps
-    sizes = np.int32(conv.out_channels), np.int32(taps), np.int32(conv.channels)
+    filters, *kernel, channels = w.shape
+    out, taps = empty((channels, *kernel, filters), w.dtype), math.prod(kernel)
+    grid = ceil_div(channels, TURN) * ceil_div(filters, TURN), taps
+    sizes = np.int32(filters), np.int32(taps), np.int32(channels)
     launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes, defines={"DTYPE": 0})
     return out
 
@@ -386,11 +407,6 @@ def start(
     )  # fmt: skip
 
 
-def _spread(walks: list[tuple[Walk, Walk]]) -> bool:
-    """Whether the output pixels of a class lie apart."""
-    return max(walks[0][0].spread, walks[0][1].spread) > 1
-
-
 def _firsts(walks: list[tuple[Walk, Walk]]) -> range:
     return range(0, len(walks), CLASSES)
 
@@ -413,7 +429,7 @@ def _problem(
         walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
         table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
     h, w = walks[0]
-    tiles_n = ceil_div(columns, tile.columns)
+    tiles_n, count = ceil_div(columns, tile.columns), max(1, sum(h.taps * w.taps > 0 for h, w in walks))
     return argument(
         _PROBLEM,
         tiles=int(table["tiles"].sum()) * tiles_n * max(parts, 1),
@@ -432,56 +448,7 @@ def _problem(
         tap_step_w=w.tap_step,
         added=added,
         stage_bytes=stage_bytes,
+        count=count,
+        cycles=int(table["tiles"][:count].min()) * tiles_n // group,
         classes=table,
-    )
-
-
-def _views(
-    conv: Convolution,
-    code: int,
-    backward: bool,
-    walks: list[tuple[Walk, Walk]],
-    pitches: tuple[int, ...],
-    tile: HopperTile,
-    fetched: int,
-    signed: bool = False,
-    written: int = 0,
-) -> Views:
-    """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
-    places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs;
-    ``written``: as of `plan`."""
-    spread = _spread(walks)
-    walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
-    columns, itemsize = columns_of(conv, backward), itemsize_of(code)
-    channels = STAGE_ROW // itemsize
-
-    def source(h: Walk, w: Walk) -> View:
-        depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
-        if is_flat(conv):
-            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, fetched))
-        corners = tuple(zip(w.corners, h.corners, strict=True))
-        apart = pixel, w.source * pixel, h.source * w.source * pixel
-        sizes = depth, w.source, h.source, conv.images
-        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step))
-
-    def output(h: Walk, w: Walk, pitch: int) -> View:
-        height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
-        pixel = pitch * itemsize
-        if not spread:
-            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
-        apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
-        offset = (h.start * width + w.start) * pixel
-        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
-        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
-
-    below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
-    if signed:
-        row, pixels = signs_pitch(columns), conv.images * conv.height * conv.width
-        below[-1] = [View(BYTES, (row, pixels), (row,), (SIGNED_COLUMNS // 8, SLAB))]
-    return Views(
-        (filter_view(conv, code, backward, tile.columns), 0),
-        *((source(*pair), 1) for pair in walks),
-        *((output(*pair, written or columns), 2) for pair in walks),
-        *((output(*pair, pitches[1]), 3) for pair in walks),
-        *((view, 4 + i) for i, views in enumerate(below) for view in views),
     )

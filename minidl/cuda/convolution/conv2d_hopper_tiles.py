@@ -96,12 +96,18 @@ ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 # What a window's stage is spared of products where the depth is less.
 SHALLOW = 0.8
+# How much longer a window's stage takes of float32 where other output channels fetch the window, too.
+AGAIN = 1.07
 # How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
 # microseconds to normalise 64 rows of a stage where they lie.
 _IN_REGISTERS = {(128, 256): 1.09, (256, 128): 1.31, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _IN_PLACE = 1.09, 0.53
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
+# Tiles of a block of two on a multiprocessor, at most, for 1x1 filters where memory sets the pace: long blocks of fixed
+# shares are slower (64-256 channels at 56x56 pixels: 154 us; with 4 tiles to a block 145). For narrow tiles, whose
+# source comes from the cache for all but the first of a row, long ones are faster.
+EVEN = 4
 
 
 def candidates(
@@ -114,7 +120,7 @@ def candidates(
     tiles = TILES
     if normalized:
         tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else [])
-    return [*tiles, *(tile for tile in HALO_TILES if code and halo_applies(conv, backward, tile, device))]
+    return [*tiles, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
 
 
 def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int = 1) -> tuple[int, int]:
@@ -127,7 +133,7 @@ def work(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: i
         else:
             count = ceil_div(conv.images * h.count * w.count, tile.rows) * columns
         tiles += count
-        stages += count * max(h.taps * w.taps * chunks, 1)
+        stages += count * h.taps * w.taps * chunks
     return tiles, stages
 
 
@@ -154,11 +160,17 @@ def microseconds(
     multiplied = stages / tiles
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
+        multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
     busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
     arithmetic = max(rounds * busy, fetched)
-    x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
-    memory = y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
+    memory = _memory(conv, backward, code)
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+
+
+def _memory(conv: Convolution, backward: bool, code: int) -> float:
+    """Microseconds that reading the source once and writing the output take."""
+    x, y = (itemsize_of(code) * math.prod(shape) for shape in (conv.x_shape, conv.y_shape))
+    return y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
 
 
 def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: bool) -> float:
@@ -204,8 +216,11 @@ def _shares(
 ) -> tuple[int, int]:
     """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
     rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
-    groups = max(1, round(microseconds(conv, backward, tile, device, code)[0] / LONGEST))
-    return ceil_div(rounds, groups), rounds
+    arithmetic = microseconds(conv, backward, tile, device, code)[0]
+    share = ceil_div(rounds, max(1, round(arithmetic / LONGEST)))
+    if tile.resident > 1 and tile.columns > SLAB and is_flat(conv) and arithmetic < _memory(conv, backward, code):
+        share = min(share, EVEN)
+    return share, rounds
 
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:

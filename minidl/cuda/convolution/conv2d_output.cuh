@@ -57,11 +57,13 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 template <class Place>
 struct Output {
     static constexpr int AT_ONCE = SLABS >= Place::COUNT ? Place::COUNT : 1, GROUPS = Place::COUNT / AT_ONCE;
+    static_assert(Place::COUNT % AT_ONCE == 0 && SLABS % AT_ONCE == 0, "groups fill the ring of buffers");
     static constexpr int AHEAD = SLABS > AT_ONCE;  // addends are fetched while the group before them is worked on
 
     Place place;
     int warpgroup;
     Ring<SLABS> next, fetched;  // the first buffer of the next group, and of the next addends
+    bool cleared = false;       // whether the first holds zeros
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
     __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added
@@ -95,7 +97,28 @@ struct Output {
             for (int i = 0; i < AT_ONCE; ++i) barrier_wait(place.filled(next.index + i), next.parity);
         } else {
             if (speaks()) await_stores_read<SLABS / AT_ONCE - 1>();
+            if (SPREAD && cleared && speaks()) await_stores_read<0>();
+            cleared = false;
             warpgroup_sync(1 + warpgroup);
+        }
+    }
+
+    // Stores a tile of zeros, where nothing is added: all slabs from one buffer, so that no store waits for another.
+    template <class Tile>
+    __device__ __forceinline__ void store_zeros(const Tile& tile) {
+        if (!cleared) {
+            if (speaks()) await_stores_read<0>();
+            warpgroup_sync(1 + warpgroup);
+            for (int at = threadIdx.x % 128 * 16; at < Place::BYTES; at += 128 * 16)
+                store_shared(buffer(0) + at, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+            fence_for_engine();
+            warpgroup_sync(1 + warpgroup);
+            cleared = true;
+        }
+        if (speaks()) {
+#pragma unroll
+            for (int s = 0; s < Place::COUNT; ++s) place.store(tile, s, buffer(0));
+            commit_stores();
         }
     }
 

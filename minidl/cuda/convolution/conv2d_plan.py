@@ -144,6 +144,13 @@ def convolution(
     groups: int,
 ) -> Convolution:
     """The sizes of a convolution of ``x_shape`` with ``w_shape``; ValueError worded for ``who`` if they do not fit."""
+    return _convolution(who, tuple(x_shape), tuple(w_shape), tuple(stride), tuple(padding), tuple(dilation), groups)
+
+
+@functools.lru_cache(maxsize=4096)
+def _convolution(
+    who: str, x_shape: tuple, w_shape: tuple, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Convolution:
     (n, h, w, c), (k, r, s, depth) = x_shape, w_shape
     if c != depth * groups or k % groups:
         raise checks.bad_shape(who, "w", f"(K, R, S, {c} / {groups}), K a multiple of {groups}", w_shape)
@@ -152,7 +159,7 @@ def convolution(
         raise checks.bad_shape(who, "w", f"(K, R, S, C / groups) with a kernel that fits into {h} x {w}", w_shape)
     # The kernels count the pixels of one image in 32 bits, with room for a chunk beside them.
     assert max(h * w, p * q) <= 2**30, (x_shape, w_shape)
-    return Convolution(n, h, w, c, p, q, k, (r, s), tuple(stride), tuple(padding), tuple(dilation), groups)
+    return Convolution(n, h, w, c, p, q, k, (r, s), stride, padding, dilation, groups)
 
 
 class Tile(NamedTuple):

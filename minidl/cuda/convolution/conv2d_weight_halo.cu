@@ -13,17 +13,18 @@
 //
 // A block has 64 filters x 9 taps x 64 channels; each of three warpgroups has the taps of one filter row. The points
 // are summed in chunks, each in order by one block; the blocks of a cluster add theirs up into one float32 partial, and
-// sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone.
+// conv2d_weight_sum.cu adds the partials, both in order. Chunks depend on the sizes alone.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
-//   output  (partials, K, 3, 3, C / groups) dense; with one partial the gradient itself, set or added to  float32
+//   output  (K, 3, 3, C / groups) dense, the gradient, set or added to; or partials, those of a tile one after another,
+//           (tiles, partials, 4, 9 * 8) patches, which conv2d_weight_sum.cu adds up                         float32
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
-// VEC_Y (1, 2), values per access to the output.
+// VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
 // which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
@@ -53,7 +54,7 @@ struct Problem {
     int ahead, held;                      // stages of x that one of dy reaches beyond its own; in the ring: STAGES more
     int further_n, further_h, further_w;  // POINTS points, as images, rows and points
     int tiles_m, tiles_n;
-    int accumulate;
+    int mode;
 };
 
 // The tile of a block, and its share of the sum.
@@ -61,7 +62,7 @@ struct Work {
     int group;
     int row, channel;  // the first of it
     int first, last;  // steps
-    int part;         // the partial sum that its cluster leaves
+    int part;         // the partial sum that its cluster leaves, among those of all tiles
 
     __device__ __forceinline__ explicit Work(const Problem& p) {
         u32 index = blockIdx.x / CLUSTER;
@@ -70,8 +71,9 @@ struct Work {
         row = index % p.tiles_m * 64;
         index /= p.tiles_m;
         group = index % p.groups;
-        part = index / p.groups;
-        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
+        const int share = index / p.groups, chunk = share * CLUSTER + blockIdx.x % CLUSTER;
+        const int tile = (group * p.tiles_m + row / 64) * p.tiles_n + channel / 64;
+        part = tile * (p.chunks / CLUSTER) + share;
         first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
         last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
     }
@@ -218,7 +220,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                          const float* __restrict__ moments, const float* __restrict__ gamma,
+                          float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
                           const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
@@ -250,10 +252,16 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
         const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;
-        output += (i64(work.part) * p.groups + work.group) * p.rows * columns + filter_row * 3 * p.channels;
-        const int channel = work.channel + threadIdx.x % 4 * 2;
+        const int channel = work.channel + thread_column();
         const auto find = [&](int tap) { return Target{tap * p.channels + channel, p.channels - channel}; };
-        p.accumulate ? finish<128 * WARPGROUPS, 64, 8, 8, true>(sum, base, output, row, p.rows, columns, find)
-                     : finish<128 * WARPGROUPS, 64, 8, 8, false>(sum, base, output, row, p.rows, columns, find);
+        if (p.chunks > CLUSTER) {
+            constexpr int LINE = 9 * 64 / 8 * 128;  // values of a line of patches
+            partials += i64(work.part) * (64 * 9 * 64) + warp % 4 * LINE + filter_row * (LINE / 3) + threadIdx.x % 32 * 4;
+            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, partials, row, p.rows, LINE, find);
+        } else {
+            output += i64(work.group) * p.rows * columns + filter_row * 3 * p.channels;
+            p.mode == ADD ? finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, base, output, row, p.rows, columns, find)
+                          : finish<128 * WARPGROUPS, 64, 8, 8, SET>(sum, base, output, row, p.rows, columns, find);
+        }
     }
 }

@@ -7,14 +7,18 @@
 // Rows are the filters k of a group. Columns are blocks of SPAN, 64 of 16 bits or 32 of float32: a tap (r, s) and as
 // many channels of it, the channels counted first; the last block of a tap may have fewer. The sum runs over the output
 // pixels in chunks, each summed in order by one block; the blocks of a cluster add theirs up into one float32 partial,
-// and sum_partials_kernel (channel_sum.cu) adds the partials, both in order. Chunks depend on the sizes alone, so the
-// bits depend neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN
-// reaches all taps of its own two channels.
+// and conv2d_weight_sum.cu adds the partials, both in order. Where that leaves multiprocessors idle, a lot of tiles is
+// what is cut into chunks, its steps tile after tile (TURNS; stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023): a
+// chunk may end one tile and begin the next, and writes at once a tile that it has all of. Lots begin alike, so that
+// blocks of the same chunk sum up the same pixels at a time. Chunks depend on the sizes alone, so the bits depend neither
+// on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN reaches all taps of
+// its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
-//   output  (partials, K, R, S, C / groups) dense; with one partial the gradient itself, set or added to  float32
+//   output    (K, R, S, C / groups) dense, the gradient, set or added to                                float32
+//   partials  (parts of all tiles, TILE_M / 16, TILE_N / 8) patches, for conv2d_weight_sum.cu           float32
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -23,13 +27,15 @@
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; VEC_Y (1, 2), values per access to the output.
-// Grid: one block per chunk of a partial, column tile, row tile, group and partial, the first fastest, so that blocks
-// which share pixels run together. Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each
-// lane one block of a stage. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of
-// TILE_M * TILE_N, and 1024.
-// Tried with little gain: blocks that take tiles in turn and fetch the next while they write, for sums as short as a fully
-// connected layer's (3 % at 25088 x 4096; what sets the pace are scattered writes of the gradient).
+// 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; ONCE, whether
+// all blocks run at a time; VEC_Y (1, 4), values per access to the gradient.
+// Grid: one block per chunk of a partial, lot (column tile, row tile, group; with TURNS rows before columns) and partial,
+// the first fastest, so that blocks which share pixels run together.
+// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
+// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache; where operands are
+// read again later it would cost up to a quarter (25088-4096 fully connected). Chunks of lots of tiles lose where x and
+// dy are more than that cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
@@ -52,12 +58,18 @@ constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCK
 static_assert(ROW_BLOCKS + COLUMN_BLOCKS <= 32, "a lane per block");
 static_assert(!NORMALIZED || (SHIFT && WARPGROUPS == 2), "warps to spare, and registers for them");
 
+// Where in the tile a warpgroup's part begins.
+DEVICE int row_of(int warpgroup) { return warpgroup % WARPGROUPS_M * ROWS; }
+DEVICE int column_of(int warpgroup) { return warpgroup / WARPGROUPS_M * COLUMNS; }
+
 struct Maps {
     TensorMap dy, x;
 };
 
 struct Problem {
-    int steps, chunks;  // stages that make up the sum, and among how many blocks they are divided
+    int steps;         // stages that make up the sum of a tile
+    int lots, shared;  // lots of so many tiles
+    int chunks;        // into which the steps of a lot are divided, one for each block
     int groups, rows, channels, columns;  // of a group
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
@@ -69,29 +81,58 @@ struct Problem {
     int dilation_h, dilation_w;
     int further_n, further_h, further_w;  // SPAN pixels, as images, rows and pixels
     int tiles_m, tiles_n;
-    int accumulate;
+    int turn_m, turn_n;  // tiles from one to the next along rows and columns
+    int mode;
 };
 
-// The tile of a block, and its share of the sum.
+// What is left of a block's chunk of the steps of its lot.
+struct Portion {
+    int lot, chunk;
+    int next, end;
+
+    __device__ __forceinline__ explicit Portion(const Problem& p, u32 block = blockIdx.x) {
+        const u32 index = block / CLUSTER, steps = p.steps * p.shared;
+        const u32 turn = index / p.lots;
+        lot = index - turn * p.lots;
+        chunk = turn * CLUSTER + block % CLUSTER;
+        // steps * chunk / chunks without 64 bits
+        const u32 each = steps / p.chunks, rest = steps - each * p.chunks;
+        next = each * chunk + rest * chunk / p.chunks;
+        end = each * (chunk + 1) + rest * (chunk + 1) / p.chunks;
+    }
+};
+
+// A tile, and a block's share of its sum.
 struct Work {
     int group;
     int row, block;   // the first of it
     int first, last;  // steps
-    int part;         // the partial sum that its cluster leaves
+    int part;         // the partial sum that its cluster leaves, among those of all tiles
+    bool whole;       // there is no other of the tile
 
-    __device__ __forceinline__ explicit Work(const Problem& p) {
-        u32 index = blockIdx.x / CLUSTER;
-        block = index % p.tiles_n * COLUMN_BLOCKS;
-        index /= p.tiles_n;
-        row = index % p.tiles_m * TILE_M;
-        index /= p.tiles_m;
-        group = index % p.groups;
-        part = index / p.groups;
-        const int chunk = part * CLUSTER + blockIdx.x % CLUSTER;
-        first = static_cast<int>(i64(p.steps) * chunk / p.chunks);
-        last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
+    __device__ __forceinline__ Work(const Problem& p, const Portion& portion) {
+        const int turn = TURNS ? portion.next / p.steps : 0, tile = turn * p.lots + portion.lot;
+        row = tile / p.turn_m % p.tiles_m * TILE_M;
+        block = tile / p.turn_n % p.tiles_n * COLUMN_BLOCKS;
+        group = tile / (p.tiles_m * p.tiles_n);
+        first = portion.next - turn * p.steps;
+        last = portion.end - turn * p.steps;
+        if (TURNS && last > p.steps) last = p.steps;
+        part = portion.lot * (p.chunks / CLUSTER + p.shared - 1) + portion.chunk / CLUSTER + turn;
+        whole = p.chunks == CLUSTER || (TURNS && last - first == p.steps);
     }
 };
+
+// The works of a block, one after another.
+template <class F>
+DEVICE void for_works(const Problem& p, Portion portion, Work one, F work) {
+    work(one);
+    if constexpr (TURNS)
+        while ((portion.next += one.last - one.first) < portion.end) {
+            one = Work(p, portion);
+            work(one);
+        }
+}
 
 // A block of columns; one behind the last lies behind the last channel, where all is zero.
 struct Columns {
@@ -145,7 +186,7 @@ struct Pixels {
 };
 
 // A warp: fills stage after stage; lane i has the i-th block of each.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, Ring<STAGES>& ring) {
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const Columns columns(p, work.block + lane - ROW_BLOCKS);
@@ -154,19 +195,18 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
     const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
     Pixels pixels(p, work.first * SPAN);
-    Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
         if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
         if (of_dy) {
-            load_box(to, maps.dy, barrier, channel, step * SPAN);
+            load_box<ONCE>(to, maps.dy, barrier, channel, step * SPAN);
         } else if (busy) {
             if constexpr (FLAT)
-                load_box(to, maps.x, barrier, channel, step * SPAN);
+                load_box<ONCE>(to, maps.x, barrier, channel, step * SPAN);
             else
-                load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
+                load_pixels<ONCE>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
                             pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
         }
         pixels.advance(p);
@@ -194,13 +234,13 @@ DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& c
 }
 
 // A warp: normalises every third stage of x, what lies in an image; around it are zeros.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp,
+                          Ring<STAGES>& ring) {
     const int lane = threadIdx.x % 32;
     Pixels pixels[] = {{p, work.first * SPAN + lane}, {p, work.first * SPAN + 32 + lane}};
     const Columns begin(p, work.block);
     Chunk chunk;
     int loaded = -1, turn = warp;
-    Ring<STAGES> ring;
     for (int step = work.first; step < work.last; ++step, ring.advance()) {
         // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
         // from the next.
@@ -235,9 +275,8 @@ constexpr int BLOCKS = ROWS / 64;  // products along the rows
 using Sum = float[BLOCKS][COLUMNS / 2];
 
 // A warpgroup: sums up its part of the tile, from row and column on.
-DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int row, int column) {
     const bool speaks = threadIdx.x % 32 == 0;
-    Ring<STAGES> ring;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
         barrier_wait(at.ready(ring.index), ring.parity);
@@ -257,18 +296,19 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
         ring.advance();
     }
     await_products<0>();
+    if (TURNS && speaks) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-template <bool ADD>
-DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
-                    int column) {
-    const int first = work.row + row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
-        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
-    });
-}
+// Of a thread's accumulators: rows from product to product and from the first pair to the second, patches of a block.
+constexpr int ACROSS = 64, DOWN = 8, PER = SPAN / 8;
+
+// A thread's first row, from the first of its warp's patch on.
+DEVICE int thread_row() { return threadIdx.x % 32 / 4; }
+
+// A warp's part of the warpgroup's, from row and column on.
+DEVICE void find_part(int& row, int& column) { row += threadIdx.x / 32 % 4 * 16; }
 
 #else
 
@@ -285,7 +325,7 @@ DEVICE void find_part(int& row, int& column) {
 }
 
 // A warp: sums up its part of the tile. Operands are read a product ahead, across stages too.
-DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int row, int column) {
     find_part(row, column);
     const bool speaks = threadIdx.x % 32 == 0;
     const Places places(at.base + row / SPAN * BLOCK_BYTES, at.base + (ROW_BLOCKS + column / SPAN) * BLOCK_BYTES);
@@ -294,9 +334,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
         load_fragments(fragments[k % 2], places, stage * STAGE_BYTES + k * 1024, BLOCK_BYTES);
     };
     clear(sum);
-    Ring<STAGES> ring;
-    barrier_wait(at.filled(0), 0);
-    read(0, 0);
+    barrier_wait(at.filled(ring.index), ring.parity);
+    read(ring.index, 0);
     for (int step = 0; step < steps; ++step) {
         const u32 emptied = at.emptied(ring.index);
 #if TF32 == 3
@@ -329,23 +368,30 @@ DEVICE void accumulate(Sum& sum, const Layout& at, int steps, int row, int colum
     }
 }
 
-template <bool ADD>
+constexpr int ACROSS = 16, DOWN = 1, PER = SPAN / 8;
+
+DEVICE int thread_row() { return threadIdx.x % 32 / 4 * 2; }
+#endif
+
+template <Mode MODE>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     find_part(row, column);
-    const int first = work.row + row + threadIdx.x % 32 / 4 * 2;
-    finish<128 * WARPGROUPS, 16, 1, 4, ADD>(sum, at.base, output, first, p.rows, p.columns, [&](int b) {
-        return find_columns(p, work.block + column / SPAN + b, threadIdx.x % 4 * 2);
-    });
+    const int first = work.row + row + thread_row();
+    constexpr int LINE = TILE_N / 8 * 128;  // values of a line of patches
+    if (MODE == PART) output += row / 16 * LINE + column / 8 * 128 + threadIdx.x % 32 * 4;
+    finish<128 * WARPGROUPS, ACROSS, DOWN, PER, MODE>(
+        sum, at.base, output, first, p.rows, MODE == PART ? LINE : p.columns,
+        [&](int b) { return find_columns(p, work.block + column / SPAN + b, thread_column()); });
 }
-#endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                            const float* __restrict__ moments, const float* __restrict__ gamma,
+                            float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
                             const float* __restrict__ beta, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
+    if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
 #if NORMALIZED
@@ -353,26 +399,45 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
 #endif
         barrier_init_done();
     }
-    __syncthreads();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
-        const Work work(p);
-        if (warp == 4 * WARPGROUPS) fill(at, maps, p, work);
+        // What the first copy needs is worked out while the barriers are made.
+        const Portion portion(p);
+        const Work first(p, portion);
+        block_sync();
+        Ring<STAGES> ring;
+        if (warp == 4 * WARPGROUPS)
+            for_works(p, portion, first, [&](const Work& work) { fill(at, maps, p, work, ring); });
 #if NORMALIZED
-        if (warp > 4 * WARPGROUPS)
-            normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
+        else
+            for_works(p, portion, first, [&](const Work& work) {
+                normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1, ring);
+            });
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
-        const Work work(p);
-        const int row = warp / 4 % WARPGROUPS_M * ROWS, column = warp / 4 / WARPGROUPS_M * COLUMNS;
-        Sum sum;
-        accumulate(sum, at, work.last - work.first, row, column);
-        output += (i64(work.part) * p.groups + work.group) * p.rows * p.columns;
-        p.accumulate ? put_sum<true>(output, sum, at, p, work, row, column)
-                     : put_sum<false>(output, sum, at, p, work, row, column);
+        int warpgroup = warp / 4;
+        block_sync();
+        const Portion portion(p);
+        Ring<STAGES> ring;
+        for_works(p, portion, Work(p, portion), [&](Work work) {
+            Sum sum;
+            accumulate(sum, at, ring, work.last - work.first, row_of(warpgroup), column_of(warpgroup));
+#if DTYPE == 0 && TF32 == 3
+            // There are no registers for it over the sum.
+            work = Work(p, Portion(p, block_again())), warpgroup = warpgroup_again();
+#endif
+            const int row = row_of(warpgroup), column = column_of(warpgroup);
+            if (!work.whole) {
+                put_sum<PART>(partials + i64(work.part) * (TILE_M * TILE_N), sum, at, p, work, row, column);
+            } else {
+                float* const to = output + i64(work.group) * p.rows * p.columns;
+                p.mode == ADD ? put_sum<ADD>(to, sum, at, p, work, row, column)
+                              : put_sum<SET>(to, sum, at, p, work, row, column);
+            }
+        });
     }
 }

@@ -1,6 +1,6 @@
 // What the weight gradients of Hopper share: clusters, and how sums leave the registers.
-// Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 2), values per access to the
-// output.
+// Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
+// gradient.
 #pragma once
 #include "hopper.cuh"
 
@@ -18,46 +18,93 @@ struct Target {
     int column, left;
 };
 
-// Neighbouring columns of one row, set or added to: a parameter of the template, as is what else is known of all, since
-// branches would cost more than the stores.
-template <bool ADD>
-DEVICE void put_pair(float* to, float first, float second) {
-    if constexpr (VEC_Y == 2) {
-        float2& pair = *reinterpret_cast<float2*>(to);
-        const float2 before = ADD ? pair : make_float2(0.0f, 0.0f);
-        pair = ADD ? make_float2(before.x + first, before.y + second) : make_float2(first, second);
+// Where sums go: over the gradient, added to it, or into a partial sum. A parameter of templates, as is what else is
+// known of all stores, since branches would cost more than the stores.
+enum Mode { SET, ADD, PART };
+
+// This thread's columns of eight, the first of them: two, or where four may be written at a time, four of sixteen.
+DEVICE int thread_column() {
+    const int q = threadIdx.x % 4;
+    return VEC_Y == 4 ? q % 2 * 8 + q / 2 * 4 : q * 2;
+}
+
+template <Mode MODE>
+DEVICE void put_four(float* to, float4 four) {
+    float4& there = *reinterpret_cast<float4*>(to);
+    if constexpr (MODE == ADD) {
+        const float4 before = there;
+        four.x += before.x, four.y += before.y, four.z += before.z, four.w += before.w;
+    }
+    there = four;
+}
+
+template <Mode MODE>
+DEVICE void put_two(float* to, float first, float second) {
+    to[0] = MODE == ADD ? to[0] + first : first;
+    to[1] = MODE == ADD ? to[1] + second : second;
+}
+
+// Of two neighbouring patches, 8 columns each, what this thread holds: two columns of row `row` and of the row DOWN
+// further. Four columns at a time, neighbours trade their halves before: then four threads write 64 bytes of a row.
+template <int DOWN, Mode MODE>
+DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Target& at, int j, const float4& left,
+                        const float4& right) {
+    float* const to = output + row * pitch + at.column + 8 * j;
+    if constexpr (VEC_Y == 4) {
+        const bool odd = threadIdx.x % 2;
+        float4 mine = odd ? right : left, traded = odd ? left : right;
+        traded.x = __shfl_xor_sync(0xffffffffu, traded.x, 1), traded.y = __shfl_xor_sync(0xffffffffu, traded.y, 1);
+        traded.z = __shfl_xor_sync(0xffffffffu, traded.z, 1), traded.w = __shfl_xor_sync(0xffffffffu, traded.w, 1);
+        const float4 before = odd ? traded : mine, after = odd ? mine : traded;
+        const bool inside = 8 * j < at.left;
+        if (inside && row < rows) put_four<MODE>(to, make_float4(before.x, before.y, after.x, after.y));
+        if (inside && row + DOWN < rows) put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
+        asm volatile("" ::: "memory");
     } else {
-        to[0] = ADD ? to[0] + first : first;
-        to[1] = ADD ? to[1] + second : second;
+        const float4* const both[] = {&left, &right};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            if (8 * (j + k) >= at.left) return;
+            if (row < rows) put_two<MODE>(to + 8 * k, both[k]->x, both[k]->y);
+            if (row + DOWN < rows) put_two<MODE>(to + 8 * k + DOWN * pitch, both[k]->z, both[k]->w);
+        }
     }
 }
 
 // Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's
 // accumulators, and writes it. Of product i of a thread accumulators 4 * j to 4 * j + 3 are two columns of row `row` +
 // ACROSS * i, and of the row DOWN further down; columns follow each other from 8 to 8, PER times.
-// find(b): this thread's part of the b-th columns. output: this partial sum. space: shared memory for all sums of the
-// block, which the copy engine has done with; THREADS: of the multiplying warpgroups.
-template <int THREADS, int ACROSS, int DOWN, int PER, bool ADD, int BLOCKS, int N, class Find>
+// find(b): this thread's part of the b-th columns. output: the gradient, of which a row is `pitch` values; or of a
+// partial sum this thread's place in the patch of its first accumulators, where a line of patches is so many values:
+// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time.
+// space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying
+// warpgroups.
+template <int THREADS, int ACROSS, int DOWN, int PER, Mode MODE, int BLOCKS, int N, class Find>
 DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int row, int rows, i64 pitch, Find find) {
-    constexpr int QUADS = N / 4;
-    static_assert(QUADS % PER == 0, "whole spans of columns");
-    const auto write = [&](const Target& at, int i, int j, const float4& quad) {
-        const int here = row + ACROSS * i;
-        float* const to = output + here * pitch + at.column + 8 * j;
-        if (8 * j < at.left && here < rows) put_pair<ADD>(to, quad.x, quad.y);
-        if (8 * j < at.left && here + DOWN < rows) put_pair<ADD>(to + DOWN * pitch, quad.z, quad.w);
+    constexpr int QUADS = N / 4, PATCH = 128;
+    static_assert(QUADS % PER == 0 && PER % 2 == 0, "whole spans of columns");
+    const auto write = [&](const Target& at, int b, int i, int j, const float4& left, const float4& right) {
+        if constexpr (MODE == PART) {
+            float* const to = output + i * (ACROSS / 16) * pitch + (b * PER + j) * PATCH;
+            put_four<SET>(to, left), put_four<SET>(to + PATCH, right);
+        } else {
+            put_patches<DOWN, MODE>(output, pitch, row + ACROSS * i, rows, at, j, left, right);
+        }
     };
     if constexpr (CLUSTER == 1) {
 #pragma unroll
         for (int b = 0; b < QUADS / PER; ++b) {
-            Target at = find(b);
-            asm volatile("" : "+r"(at.column), "+r"(at.left)::"memory");  // one by one: no registers for all addresses
+            Target at = {};
+            if constexpr (MODE != PART) {
+                at = find(b);
+                asm volatile("" : "+r"(at.column), "+r"(at.left)::"memory");  // one by one: no registers for all addresses
+            }
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
-                for (int j = 0; j < PER; ++j) {
-                    const float* const four = sum[i] + 4 * (b * PER + j);
-                    write(at, i, j, make_float4(four[0], four[1], four[2], four[3]));
+                for (int j = 0; j < PER; j += 2) {
+                    const float* const s = sum[i] + 4 * (b * PER + j);
+                    write(at, b, i, j, make_float4(s[0], s[1], s[2], s[3]), make_float4(s[4], s[5], s[6], s[7]));
                 }
         }
     } else {
@@ -73,7 +120,7 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
                              make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
         cluster_sync();
         constexpr int TOGETHER = SHARE % PER ? PER / 2 : PER;
-        static_assert(SHARE % TOGETHER == 0, "whole spans of columns, or halves");
+        static_assert(SHARE % TOGETHER == 0 && TOGETHER % 2 == 0, "whole spans of columns, or halves");
         const int first = cluster_rank() * SHARE;
 #pragma unroll 1
         for (int share = first; share < first + SHARE; share += TOGETHER) {
@@ -83,18 +130,17 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
 #pragma unroll
                 for (int rank = 0; rank < CLUSTER; ++rank)
                     part[j][rank] = load_from_block(space + (share + j) * THREADS * 16, rank);
-            const int quad = share % QUADS;
-            const Target at = find(quad / PER);
+            const int i = share / QUADS, quad = share % QUADS;
+            const Target at = MODE == PART ? Target{} : find(quad / PER);
 #pragma unroll
-            for (int j = 0; j < TOGETHER; ++j) {
-                float4 total = part[j][0];
+            for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
                 for (int rank = 1; rank < CLUSTER; ++rank) {
-                    total.x += part[j][rank].x, total.y += part[j][rank].y;
-                    total.z += part[j][rank].z, total.w += part[j][rank].w;
+                    part[j][0].x += part[j][rank].x, part[j][0].y += part[j][rank].y;
+                    part[j][0].z += part[j][rank].z, part[j][0].w += part[j][rank].w;
                 }
-                write(at, share / QUADS, quad % PER + j, total);
-            }
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j += 2) write(at, quad / PER, i, quad % PER + j, part[j][0], part[j + 1][0]);
         }
         cluster_sync();  // others may still be reading
     }

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from math import gcd, prod
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
@@ -21,7 +20,9 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     HALO,
     ITEMSIZE,
     ROW_BYTES,
+    SPAN,
     TILES,
+    WORKERS,
     Division,
     HaloTile,
     WeightTile,
@@ -30,6 +31,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     halo_views,
     normalizes,
     options,
+    shares,
     span_of,
     taken,
     tiles_of,
@@ -56,6 +58,7 @@ __all__ = [
     "options",
     "pays",
     "plan",
+    "shares",
     "tiles_of",
 ]
 
@@ -64,18 +67,46 @@ ARCH = (9, 0)
 # The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
 _PROBLEM = struct(
     "",
-    "steps chunks groups rows channels columns spans blocks kernel_w pixels height width out_height out_width stride_h "
-    "stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m tiles_n accumulate",
+    "steps lots shared chunks groups rows channels columns spans blocks kernel_w pixels height width out_height "
+    "out_width stride_h stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m "
+    "tiles_n turn_m turn_n mode",
 )
 _HALO_PROBLEM = struct(
     "",
     "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
-    "further_n further_h further_w tiles_m tiles_n accumulate",
+    "further_n further_h further_w tiles_m tiles_n mode",
+)
+# That of conv2d_weight_sum.cu.
+_SUM = struct(
+    "",
+    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows tile_columns cells rows channels spans blocks "
+    "tile_step block_step accumulate",
 )
 
 
+_CELL = 256  # values of two patches, which are a warp's
+# Threads and blocks that adding partial sums up keeps any device busy with, and threads that share a sum, at most.
+ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**16, 512, 32
+
+
+class Summed(NamedTuple):
+    """A launch of conv2d_weight_sum.cu that adds up ``values`` float32 of partial sums."""
+
+    values: int
+    grid: tuple[int, int]
+    block: int
+    problem: np.ndarray
+    defines: dict[str, int]
+
+
 class Planned(NamedTuple):
-    """A launch of ``<stem>_kernel``. ``views``: of dy and x; ``parts``: partial sums that it leaves."""
+    """A launch of ``<stem>_kernel``.
+
+    Attributes:
+        views: of dy and x.
+        parts: into how many sums the pixels are divided.
+        summed: who adds them up, if there are several.
+    """
 
     stem: str
     grid: int
@@ -85,6 +116,7 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     parts: int
+    summed: Summed | None
 
 
 def backward_weight(
@@ -103,18 +135,22 @@ def backward_weight(
     ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
     """
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
-    vec_y = gcd(address(out) // out.itemsize, 2)
+    vec_y = 4 if address(out) % 16 == 0 else 1
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
     forced = taken(choice, conv, normalized, tf32)
     planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
-    partials = out if planned.parts == 1 else empty((planned.parts, out.size), float32)
+    summed = planned.summed
+    partials = empty(summed.values, float32) if summed else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        TensorMaps(planned.views, (dy, x)), partials, *(norm or (None,) * 3), planned.problem,
+        TensorMaps(planned.views, (dy, x)), out, partials, *(norm or (None,) * 3), planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    if planned.parts > 1:
-        sum_partials(partials, planned.parts, out, accumulate)
+    if summed:
+        launch(
+            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, summed.block, partials, out, summed.problem,
+            defines=summed.defines,
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,8 +196,8 @@ def plan(
 
     Args:
         pitches: elements per pixel of x and dy.
-        vec_y: values of the gradient that may be written at a time, as far as its address goes.
-        accumulate: whether a single partial sum is added to the gradient.
+        vec_y: values of the gradient that may be written at a time, as far as its address goes: 4 or 1.
+        accumulate: whether the sum is added to the gradient.
         forced: tile and division, instead of those chosen.
         normalized: whether x is the input of a batch norm with a ReLU over it.
         tf32: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
@@ -173,28 +209,60 @@ def plan(
     span, rows, channels = span_of(tf32), conv.out_channels // conv.groups, conv.channels // conv.groups
     height, width = grid.size if grid else (conv.out_height, conv.out_width)
     steps, spans = ceil_div(conv.images * height * width, span), ceil_div(channels, span)
-    division = division.of(steps)
     lines, further_w = divmod(span, width)
     further_n, further_h = divmod(lines, height)
+    taps = conv.kernel[0] * conv.kernel[1]
+    down, across = tile.size[0], tile.size[1] // (taps if grid else 1)
+    tiles = ceil_div(rows, down), ceil_div(taps * spans, across // span) if not grid else spans
+    count = prod(tiles) * conv.groups
+    division = division.of(steps, count)
     fields = {
         "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
-        "further_h": further_h, "further_w": further_w, "accumulate": accumulate and division.parts == 1,
+        "further_h": further_h, "further_w": further_w, "mode": int(accumulate),
     }  # fmt: skip
+    # Blocks that run together sum up the same pixels: of several tiles each, those of a few rows and columns.
+    turns = {"turn_m": tiles[1], "turn_n": 1} if division.tiles == 1 else {"turn_m": 1, "turn_n": tiles[0]}
+    lots = {"lots": count // division.tiles, "shared": division.tiles} | turns
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
-    defines["VEC_Y"] = vec_y if division.parts == 1 else 2
+    defines["VEC_Y"] = 4 if division.parts > 1 and division.tiles == 1 else vec_y
     if grid:
-        stem, shared, tiles = "conv2d_weight_halo", grid.shared_bytes(tile.stages), (ceil_div(rows, span), spans)
+        stem, shared = "conv2d_weight_halo", grid.shared_bytes(tile.stages)
         fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
         fields |= {"ahead": grid.ahead, "held": grid.ahead + tile.stages}
     else:
-        taps = conv.kernel[0] * conv.kernel[1]
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
-        tiles = ceil_div(rows, tile.rows), ceil_div(taps * spans, tile.columns // span)
-        fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans}
-        defines |= {"FLAT": int(_flat(conv))} | ({"TF32": int(tf32)} if tf32 else {})
+        fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
+        once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
+        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1), "ONCE": int(once)}
+        defines |= {"TF32": int(tf32)} if tf32 else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
-    blocks = prod(tiles) * conv.groups * division.chunks
-    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts)
+    sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
+    sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
+    summed = _sum(tile, code, vec_y, **sizes) if division.parts > 1 else None
+    blocks = lots["lots"] * division.chunks
+    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
+
+
+def _sum(tile: WeightTile | HaloTile, code: int, vec_y: int, **sizes: int) -> Summed:
+    """Who adds up the partial sums. ``sizes``: fields of the problem."""
+    (rows, columns), lots, shared, parts = tile.size, *(sizes[name] for name in ("lots", "shared", "parts"))
+    halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
+    fields = {
+        "tile_rows": rows, "tile_columns": columns, "tile_step": 1 if halo else columns // span,
+        "block_step": sizes["spans"] if halo else 1,
+    }  # fmt: skip
+    cells = lots * shared * rows * columns // _CELL
+    split = lines = 1
+    while 2 * split <= min(parts // shared, MOST_SPLIT) and 32 * split * cells < ENOUGH_THREADS:
+        split *= 2
+    warps = max(1, 4 // split)
+    while lines < 4 and cells >= 2 * lines * warps * ENOUGH_BLOCKS:
+        lines *= 2
+    fields["cells"] = rows * columns // (_CELL * lines * warps)
+    grid = fields["cells"] * lots, shared
+    defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
+    values = lots * (parts + shared - 1) * rows * columns
+    return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
 
 
 def _flat(conv: Convolution) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from math import inf, prod
+from math import gcd, inf, prod
 from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_family import Choice
@@ -33,6 +33,7 @@ __all__ = [
     "halo_views",
     "normalizes",
     "options",
+    "shares",
     "span_of",
     "taken",
     "tiles_of",
@@ -65,6 +66,11 @@ class WeightTile(NamedTuple):
     def name(self) -> str:
         """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
         return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+
+    @property
+    def size(self) -> Pair:
+        """Rows and columns."""
+        return self.rows, self.columns
 
     @property
     def threads(self) -> int:
@@ -138,7 +144,7 @@ class HaloTile(NamedTuple):
     """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
 
     stages: int
-    name, threads, resident = "halo", 512, 1
+    name, threads, resident, size = "halo", 512, 1, (SPAN, 9 * SPAN)
     traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
 
     @property
@@ -203,21 +209,36 @@ def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: 
 
 
 class Division(NamedTuple):
-    """How the pixels are summed: in ``parts`` partial sums, each by a cluster of ``cluster`` blocks."""
+    """How the pixels are summed: of ``tiles`` tiles one after another, in ``parts`` partial sums, each by a cluster of
+    ``cluster`` blocks. With several tiles a partial sum may end one and begin the next; then there are no clusters.
+    """
 
     parts: int
     cluster: int
+    tiles: int = 1
 
     @property
     def chunks(self) -> int:
         return self.parts * self.cluster
 
-    def of(self, steps: int) -> Division:
-        """The same, but at least a step for each block."""
-        cluster = self.cluster
+    @property
+    def split(self) -> tuple[int, ...]:
+        """As a `Choice` has it."""
+        return tuple(self) if self.tiles > 1 else (self.parts, self.cluster)
+
+    def of(self, steps: int, count: int) -> Division:
+        """The same for ``count`` tiles of so many steps: at least a step for each block, and whole lots of tiles."""
+        cluster, tiles = self.cluster, gcd(self.tiles, count)
+        if steps * tiles * self.parts >= 2**31:  # 32 bits count
+            tiles = 1
         while cluster > steps:
             cluster //= 2
-        return Division(min(self.parts, steps // cluster), cluster)
+        return Division(min(self.parts, steps * tiles // cluster), cluster, tiles)
+
+    @property
+    def left(self) -> float:
+        """Partial sums of a tile, on average."""
+        return (self.parts + self.tiles - 1) / self.tiles
 
 
 class _Candidate(NamedTuple):
@@ -284,6 +305,7 @@ _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were 
 # Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
 # kernel; bytes of a pass of its own.
 _STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
+_KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
@@ -312,7 +334,7 @@ def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
     """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
     ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
     found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
-    return [Choice("hopper", one.tile.name, tuple(one.division)) for one in found[:MOST]]
+    return [Choice("hopper", one.tile.name, one.division.split) for one in found[:MOST]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -320,11 +342,20 @@ def taken(
     choice: Choice | None, conv: Convolution, normalized: bool = False, tf32: int = 0
 ) -> tuple[WeightTile | HaloTile, Division] | None:
     """Tile and division of a choice; None where it names none that can do this."""
-    if choice is None or len(choice.split) != 2 or choice.split[1] not in CLUSTERS:
+    if choice is None or len(choice.split) not in (2, 3) or choice.split[1] not in CLUSTERS:
+        return None
+    shared = len(choice.split) == 3
+    if shared and choice.split[1] > 1:
         return None
     every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
-    tiles = {tile.name: tile for tile in every if not normalized or _spare(tile)}
+    able = [tile for tile in every if (not normalized or _spare(tile)) and (not shared or shares(tile, tf32))]
+    tiles = {tile.name: tile for tile in able}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
+
+
+def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
+    """Whether blocks may have several tiles in turn; for three products in TF32 there are not the registers."""
+    return isinstance(tile, WeightTile) and tf32 < 3
 
 
 def _spare(tile: WeightTile | HaloTile) -> bool:
@@ -352,7 +383,8 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared)
         normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
-        for division in _divisions(count, steps, tile.resident, tf32 > 0):
+        shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
+        for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 copied, copy = _copy(tiles, conv.groups, division, tile, span, rates)
@@ -390,11 +422,13 @@ def _copy(
     if division.cluster > 1:
         members = [turn * WORKERS // 2 + index for turn in range(tile.resident) for index in _DEALT]
     fetched, height, width = set(), tile.rows // span, tile.columns // span
-    for part, index in (divmod(index, count) for index in members if index < count * division.parts):
-        m, n = divmod(index, tiles[1])  # m: rows of tiles of all groups
-        fetched |= {(part, "dy", block) for block in range(m * height, (m + 1) * height)}
+    lots = count // division.tiles
+    for part, index in (divmod(index, lots) for index in members if index < lots * division.parts):
+        group, index = divmod(index, prod(tiles))
+        m, n = divmod(index, tiles[1]) if division.tiles == 1 else divmod(index, tiles[0])[::-1]
+        fetched |= {(part, "dy", group, block) for block in range(m * height, (m + 1) * height)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
-        fetched |= {(part, "x", m // tiles[0], block) for block in range(n * width, (n + 1) * width)}
+        fetched |= {(part, "x", group, block) for block in range(n * width, (n + 1) * width)}
     copied = ROW_BYTES * (tile.rows + tile.columns)
     fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
     return copied, max(copied / rates.copied, fetches / rates.fetched)
@@ -413,20 +447,36 @@ def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Divi
     return sorted(one for one in divisions if one.chunks == 1 or 0 < LEAST * one.chunks <= steps)
 
 
+def _shared(tiles: int, steps: int, resident: int) -> list[Division]:
+    """Several tiles for some blocks, so that all multiprocessors have about as much to do: with every one of them, and
+    with the most blocks that sum up the same pixels at a time.
+    """
+    full = resident * WORKERS
+    found = []
+    for blocks in (full, max(range(full - full // 16, full + 1), key=lambda blocks: (gcd(blocks, tiles), blocks))):
+        lots = gcd(blocks, tiles)
+        if lots < tiles and LEAST * blocks <= steps * tiles:
+            found.append(Division(blocks // lots, 1, tiles // lots))
+    return list(dict.fromkeys(found))
+
+
 def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
     """Roughly the time that it takes."""
     tile, division, steps, tiles, itemsize, copied, step = candidate
     rates = _SIXTEEN if itemsize == ITEMSIZE else _FLOAT
-    share = ceil_div(tiles * division.chunks, WORKERS)
+    share = ceil_div(tiles // division.tiles * division.chunks, WORKERS)
     rounds = share + (rates.alone - 1 if share % tile.resident else 0)
     gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
     merged = rates.merged if division.cluster > 1 and isinstance(tile, HaloTile) else 0
-    around = rates.start + gradient / tiles / rates.written + merged
-    busy = rounds * ceil_div(steps, division.chunks) * step + ceil_div(share, tile.resident) * around
+    written = gradient / tiles * division.left * division.tiles / division.parts
+    around = rates.start + written / rates.written + merged
+    busy = rounds * ceil_div(steps * division.tiles, division.chunks) * step + ceil_div(share, tile.resident) * around
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
     memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels)
+    if memory > _KEPT:
+        memory *= division.tiles
     waited = (memory + rates.missed * tiles * steps * copied) / rates.memory + rates.start
     time = max(busy, waited) + rates.exposed * min(busy, waited)
     if division.parts > 1:
-        time += rates.second + division.parts * gradient / rates.summed
+        time += rates.second + division.left * gradient / rates.summed
     return time

@@ -41,14 +41,27 @@ def fits(conv: Convolution, backward: bool) -> bool:
     return _filter_bytes(conv, backward, 1) <= FILTER_BYTES
 
 
-def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
-    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense."""
+def gather(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    statistics: bool = False,
+) -> Any:
+    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense.
+
+    Returns the statistics of a forward pass where they are asked for and the kernel takes them.
+    """
     if depthwise_strip.fits(conv, "backward_data" if backward else "forward", source.itemsize):
-        depthwise_strip.gather(conv, code, backward, source, w, bias, add, output)
-        return
+        return depthwise_strip.gather(conv, code, backward, source, w, bias, add, output, statistics)
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     vectors = vector_width(source), vector_width(output) if add is None else vector_width(output, add)
     plan(conv, code, backward, pitches, vectors, source.itemsize).start(source, w, bias, add, output)
+    return None
 
 
 def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:

@@ -8,10 +8,11 @@
 //   bias      (C,) float32 or null
 //   add       output's shape, pixels OTHER_PITCH apart             T or null
 //   output    (images, out_height, out_width, C) dense               T
+//   parts     (items, 2, C) float32: sums and sums of squares of what a thread wrote, as stored; where STATS is 1
 //   Sums are taken in the order of the filter's rows and columns (going back, both reversed), from the bias on; `add`
 //   comes last.
 //   Grid x block: one thread per vector of channels, strip, run of rows and image, the first fastest.
-//   FLOP: 2 * R * S per value of the coarser image. Bytes: source and output once.
+//   FLOP: 2 * R * S per value of the coarser image. Bytes: source and output once; of parts 8 for each run of a channel.
 //
 // depthwise_strip_weight_kernel (WEIGHT = 1, BACKWARD = 0)
 //     dw[c,r,s] = sum_{n,p,q} dy[n,p,q,c] x[n, p*sh - ph + r, q*sw - pw + s, c]
@@ -24,9 +25,13 @@
 //
 // Macros: DTYPE, VEC, COLUMNS; CHANNELS, SOURCE_PITCH (x in the weight gradient) and OTHER_PITCH (add, or dy in the weight
 // gradient): known pitches make every address a constant away from that of a row, half of all instructions otherwise;
-// those of strip.cuh; WEIGHT, and of the weight gradient LANES and DEEP.
+// those of strip.cuh; STATS, of a forward pass; WEIGHT, and of the weight gradient LANES and DEEP.
 #include "common.cuh"
 #include "strip.cuh"
+
+#ifndef STATS
+#define STATS 0
+#endif
 
 struct Problem {
     i64 items;              // strips of runs of rows of all images
@@ -91,9 +96,10 @@ struct Line {
 
 using Sums = float[SPREAD_H][COLUMNS * SPREAD_W][VEC];
 
-// inside: of the columns of a base row's outputs, the first of which lies in column `first`.
+// inside: of the columns of a base row's outputs, the first of which lies in column `first`. Where STATS is 1 what is
+// written is added to `sum` and `square`.
 DEVICE void write_rows(const Sums& sums, i64 image, int base, int first, u32 inside, int channel, const T* add, T* output,
-                       const Problem& p) {
+                       const Problem& p, float (&sum)[VEC], float (&square)[VEC]) {
     const Strips& at = p.at;
 #pragma unroll
     for (int out = 0; out < SPREAD_H; ++out) {
@@ -115,6 +121,12 @@ DEVICE void write_rows(const Sums& sums, i64 image, int base, int first, u32 ins
                 for (int e = 0; e < VEC; ++e) value[e] += other[e];
             }
             store<T, VEC>(to + j * CHANNELS, value);
+#pragma unroll
+            for (int e = 0; e < VEC && STATS; ++e) {
+                const float stored = to_float(from_float<T>(value[e]));
+                sum[e] += stored;
+                square[e] = fmaf(stored, stored, square[e]);
+            }
         }
     }
 }
@@ -144,7 +156,8 @@ DEVICE void add_row(Sums& sums, const float (&values)[WINDOW][VEC], const float 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
-                       const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
+                       const T* __restrict__ add, T* __restrict__ output, float* __restrict__ parts,
+                       const __grid_constant__ Problem p) {
     const int vectors = CHANNELS / VEC;
     const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x, number = index / vectors;
     if (number >= p.items) return;
@@ -175,6 +188,7 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 #pragma unroll
     for (int in = 0; in < STEP_H; ++in) load_row(in, true);
     const int last = item.row + (p.run < at.base_h - item.row ? p.run : at.base_h - item.row);  // base rows end here
+    float sum[VEC] = {}, square[VEC] = {};
 #pragma unroll 1
     for (int base = item.row - (AGES - 1); base < last; ++base) {
 #pragma unroll
@@ -195,7 +209,13 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 #pragma unroll
             for (int age = AGES - 1; age >= 0; --age) add_row(sums[age], values, weights, age, in);
         }
-        if (base >= item.row) write_rows(sums[AGES - 1], item.image, base, first, written, channel, add, output, p);
+        if (base >= item.row)
+            write_rows(sums[AGES - 1], item.image, base, first, written, channel, add, output, p, sum, square);
+    }
+#pragma unroll
+    for (int e = 0; e < VEC && STATS; ++e) {
+        parts[number * 2 * CHANNELS + channel + e] = sum[e];
+        parts[(number * 2 + 1) * CHANNELS + channel + e] = square[e];
     }
 }
 

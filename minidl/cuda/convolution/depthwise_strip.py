@@ -11,8 +11,9 @@ import numpy as np
 from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.rows import rows, vector_width
-from minidl.precision import float32
+from minidl.cuda.convolution.conv2d_statistics import Sums, added_up
+from minidl.cuda.rows import DTYPE, rows, vector_width
+from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["STRIPS", "ages", "aligned", "backward_weight", "fits", "gather", "place_of", "plan", "plan_weight"]
@@ -24,6 +25,7 @@ REGISTERS = 165  # that a thread may have, of which so many hold addresses and t
 AROUND = 42
 WANTED = 1 << 20  # threads that fill a GPU many times over
 WEIGHT_BLOCKS = 1056  # of a weight gradient
+MOST_SUMMED = 256  # values of bfloat16 whose squares float32 adds up without loss, where they are of one binade
 
 # The structures Strips and Problem of depthwise_strip.cu.
 STRIPS = struct("", "base_h base_w source_h source_w output_h output_w height width out_height out_width")
@@ -44,13 +46,28 @@ def fits(conv: Convolution, which: str, itemsize: int) -> bool:
     return conv.multiplier == 1 and undilated and _strip(conv, which, 1, itemsize) is not None
 
 
-def gather(conv: Convolution, code: int, backward: bool, source: Any, w: Any, bias: Any, add: Any, output: Any) -> None:
-    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense."""
+def gather(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    source: Any,
+    w: Any,
+    bias: Any,
+    add: Any,
+    output: Any,
+    statistics: bool = False,
+) -> Sums | None:
+    """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense.
+
+    Returns the statistics of a forward pass in bfloat16, where they are asked for.
+    """
     pitches = rows(source)[2], conv.channels if add is None else rows(add)[2]
     arrays = (source, output) if add is None else (source, output, add)
-    plan(conv, code, backward, pitches, min(VECTOR, vector_width(*arrays)), source.itemsize).start(
-        source, w, bias, add, output
-    )
+    vector, summed = min(VECTOR, vector_width(*arrays)), statistics and code == DTYPE[bfloat16]
+    planned = plan(conv, code, backward, pitches, vector, source.itemsize, summed)
+    parts = empty((int(planned.problem["items"][0]), 2, conv.channels), float32) if summed else None
+    planned.start(source, w, bias, add, output, parts)
+    return added_up(parts, conv.pixels) if summed else None
 
 
 def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
@@ -132,7 +149,7 @@ def _registers(conv: Convolution, which: str, vector: int, itemsize: int, column
 
 @functools.lru_cache(maxsize=1024)
 def plan(
-    conv: Convolution, code: int, backward: bool, pitches: tuple[int, int], vector: int, itemsize: int
+    conv: Convolution, code: int, backward: bool, pitches: tuple[int, int], vector: int, itemsize: int, stats: bool
 ) -> Launched:
     """The launch of the forward pass or of the data gradient.
 
@@ -141,13 +158,17 @@ def plan(
         pitches: elements per pixel of the source and of the array to be added.
         vector: widest legal vector of the arrays, at most `VECTOR`.
         itemsize: bytes per element.
+        stats: whether each thread sums up what it writes.
     """
     which = "backward_data" if backward else "forward"
     strip = _strip(conv, which, vector, itemsize) or _strip(conv, which, 1, itemsize)
+    if stats:  # the order of sums follows from the sizes alone: misaligned arrays cost narrower vectors, not other bits
+        strip = _strip(conv, which, gcd(conv.channels, VECTOR), itemsize) or strip
+        strip = strip._replace(vector=min(vector, strip.vector), run=min(strip.run, MOST_SUMMED // strip.columns))
     problem, items = _problem(conv, backward, strip, 0, 0)
     grid = ceil_div(items * (conv.channels // strip.vector), THREADS)
-    return Launched("depthwise_strip", "depthwise_strip_kernel", grid, THREADS, problem,
-                    _defines(conv, code, strip, pitches) | {"BACKWARD": int(backward), "WEIGHT": 0}, 0)  # fmt: skip
+    defines = _defines(conv, code, strip, pitches) | {"BACKWARD": int(backward), "WEIGHT": 0, "STATS": int(stats)}
+    return Launched("depthwise_strip", "depthwise_strip_kernel", grid, THREADS, problem, defines, 0)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,7 +1,8 @@
 // Losses that compare every element with a target, and their gradients.
 //
 //   x, t, dx: `count` elements of T, dense; totals double[2]: sum of the terms, their number (over all ranks); partial (blocks, 2)
-//   double, the same of each block. LOSS names one of the structs below, with parameters a and b.
+//   double, the same of each block. LOSS names one of the structs below, with parameters a and b; FOCUS
+//   is b of `focal` where it is a small whole number, as in the paper, else -1.
 //
 // A block takes CHUNK neighbouring elements, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the
 // memory leaves time for some 24 instructions per element forward and 36 backward.
@@ -11,6 +12,10 @@
 #include "common.cuh"
 #include "exponential.cuh"
 #include "row.cuh"
+
+#ifndef FOCUS
+#define FOCUS -1
+#endif
 
 constexpr int CHUNK = 8192;
 
@@ -27,9 +32,17 @@ DEVICE float log_one_plus(float x) {
     return q * z;
 }
 
-DEVICE float power(float x, float exponent) {
-    if (exponent == 0.0f) return 1.0f;
-    return x > 0.0f ? exp2f(exponent * log2f(x)) : 0.0f;
+// x^(exponent - less), x in [0, 1]; a product where FOCUS says that the exponent is a small whole number.
+DEVICE float power(float x, float exponent, int less) {
+#if FOCUS >= 0
+    float product = 1.0f;
+#pragma unroll
+    for (int i = less; i < FOCUS; ++i) product *= x;
+    return product;
+#else
+    if (exponent == float(less)) return 1.0f;
+    return x > 0.0f ? exp2f((exponent - less) * log2f(x)) : 0.0f;
+#endif
 }
 
 // Binary cross entropy on logits; a: weight of the positive terms.
@@ -48,15 +61,20 @@ struct mse {
 // Lin et al., "Focal loss for dense object detection" (ICCV 2017), on logits; a: weight of the positive terms, 1 - a of the
 // others; b: the focusing exponent, 0 or at least 1.
 struct focal {
+    DEVICE float weight(float t, float a) { return fmaf(t, 2.0f * a - 1.0f, 1.0f - a); }
+    DEVICE float entropy(float x, float t) { return fmaf(-t, x, fmaxf(x, 0.0f)) + log_one_plus(x); }
+
     DEVICE float value(float x, float t, float a, float b) {
-        const float miss = t * logistic(-x) + (1.0f - t) * logistic(x);
-        return (a * t + (1.0f - a) * (1.0f - t)) * bce_with_logits::value(x, t, 1.0f, 0.0f) * power(miss, b);
+        const Logistic at(x);
+        const float miss = fmaf(t, at.rest, (1.0f - t) * at.of);
+        return weight(t, a) * entropy(x, t) * power(miss, b, 0);
     }
     DEVICE float gradient(float x, float t, float a, float b) {
-        const float p = logistic(x), q = logistic(-x), miss = t * q + (1.0f - t) * p;
-        const float loss = bce_with_logits::value(x, t, 1.0f, 0.0f);
-        const float bend = b == 0.0f ? 0.0f : loss * b * power(miss, b - 1.0f) * (1.0f - 2.0f * t) * p * q;
-        return (a * t + (1.0f - a) * (1.0f - t)) * (((1.0f - t) * p - t * q) * power(miss, b) + bend);
+        const Logistic at(x);
+        const float right = (1.0f - t) * at.of, wrong = t * at.rest, slope = right - wrong;
+        if (b == 0.0f) return weight(t, a) * slope;
+        const float bend = b * entropy(x, t) * fmaf(-2.0f, t, 1.0f) * (at.of * at.rest);
+        return weight(t, a) * power(right + wrong, b, 1) * fmaf(slope, right + wrong, bend);
     }
 };
 

@@ -18,15 +18,17 @@ __all__ = ["pointwise_loss", "pointwise_loss_backward"]
 
 BLOCK, CHUNK = 256, 8192  # as in pointwise_loss.cu
 LOSSES = ("bce_with_logits", "mse", "focal")
+WHOLE = range(5)  # exponents of focal that are products
 
 
-def _variant(x: Any, t: Any, loss: str, *more: Any) -> dict[str, int | str]:
+def _variant(x: Any, t: Any, loss: str, b: float, *more: Any) -> dict[str, int | str]:
     if loss not in LOSSES:
         raise checks.unknown("loss", loss, LOSSES)
     assert x.shape == t.shape and x.dtype == t.dtype, (checks.describe(x), checks.describe(t))
     # The last chunk may end anywhere: vectors must divide the count.
     vec = math.gcd(ACCESS // x.itemsize, x.size, *(address(a) % ACCESS // x.itemsize for a in (x, t, *more)))
-    return {"DTYPE": dtype_code(x, loss), "VEC": vec, "LOSS": loss}
+    focus = {"FOCUS": int(b) if b in WHOLE else -1} if loss == "focal" else {}
+    return {"DTYPE": dtype_code(x, loss), "VEC": vec, "LOSS": loss} | focus
 
 
 def pointwise_loss(x: Any, target: Any, loss: str, a: float = 1.0, b: float = 0.0) -> Any:
@@ -40,7 +42,7 @@ def pointwise_loss(x: Any, target: Any, loss: str, a: float = 1.0, b: float = 0.
     x, target = contiguous(x), contiguous(target)
     if x.size == 0:
         return zeros((2,), np.float64)
-    defines = _variant(x, target, loss) | {"FORWARD": 1}
+    defines = _variant(x, target, loss, b) | {"FORWARD": 1}
     blocks = ceil_div(x.size, CHUNK)
     partial = empty((blocks, 2), np.float64)
     args = (x, target, partial, np.int64(x.size), np.float32(a), np.float32(b))
@@ -57,6 +59,6 @@ def pointwise_loss_backward(
     if x.size:
         args = (x, target, totals, scale, dx, np.int64(x.size), np.float32(a), np.float32(b))
         blocks = ceil_div(x.size, CHUNK)
-        defines = _variant(x, target, loss, dx)
+        defines = _variant(x, target, loss, b, dx)
         launch("pointwise_loss", "pointwise_loss_backward", blocks, BLOCK, *args, defines=defines)
     return dx

@@ -22,13 +22,30 @@
 // Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
 //   stats            s bytes   4 FLOP    24.5 us        backward_stats   2s bytes   4 FLOP    48.9 us
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
-//   stats and apply behind a ReLU whose mask is recomputed from x: the bytes of backward_stats and backward_apply, 3 FLOP
-//   more; with the mask read from y and the masked gradient left: backward_stats 4s bytes; from signs 3s + 1/8
+//   apply with an activation, and stats and apply behind one whose slope is recomputed from x: the same bytes, 3 FLOP and
+//   those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s bytes; from
+//   signs 3s + 1/8
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
-#include "common.cuh"
+#include "activation.cuh"
 #include "normalize.cuh"
 #include "signs.cuh"
+
+// An activation over the batch norm: a struct of activation.cuh, or this one, max(z, a), with the mask of a ReLU as the
+// forward pass rounded its output.
+struct bounded {
+    static constexpr bool KEEPS_OUTPUT = false;
+    DEVICE float value(float z, float a) { return clamp_below(z, a); }
+    DEVICE float gradient(float dy, float z, float) { return z > RoundsToZero<T>::most ? dy : 0.0f; }
+};
+#ifndef FUNCTION
+#define FUNCTION bounded
+#endif
+
+// dy times the slope of FUNCTION at z, what the batch norm makes of x.
+DEVICE float behind(float dy, float z, float a) {
+    return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? FUNCTION::value(z, a) : z, a);
+}
 
 // A cut of the rows into chunks (planned by batch_norm.py).
 struct Chunks {
@@ -170,13 +187,14 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
 // ---------------------------------------------------------------------------------------------------- forward: apply
 #if defined(APPLY)
 
-// y = (x - mean)*rstd*gamma + beta (+ add), not below `bound` (0 for ReLU, -infinity without). ADD: 0; 1; 2: `add` is
-// batch-normalised as well, with the moments and parameters that follow it. SIGNS: those of y are written too.
+// y = FUNCTION of (x - mean)*rstd*gamma + beta (+ add); a: of FUNCTION, which is `bounded` (0 for ReLU, -infinity without)
+// where none is named. ADD: 0; 1; 2: `add` is batch-normalised as well, with the moments and parameters that follow it.
+// SIGNS: those of y are written too.
 extern "C" __global__ void __launch_bounds__(256, ADD ? 3 : 4)
 batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                         const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
                         const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
-                        u8* __restrict__ signs, float bound, int channels, Walk walk) {
+                        u8* __restrict__ signs, float a, int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
@@ -205,7 +223,7 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
                 v[i] = normalize(v[i], mean[i], scale[i], shift[i]);
                 if (ADD == 1) v[i] += z[i];
                 if (ADD == 2) v[i] = normalize(z[i], add_mean[i], add_scale[i], v[i]);
-                v[i] = clamp_below(v[i], bound);
+                v[i] = FUNCTION::value(v[i], a);
             }
             store(y + row_offset(row, walk.pitch[1]) + at.channel, v);
 #if SIGNS
@@ -219,8 +237,8 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 // ----------------------------------------------------------------------------------------------- backward: statistics
 #if defined(BACKWARD_STATS)
 
-// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; behind a ReLU dy counts where its
-// output was positive: 1, which is recomputed from x; 2, which is read from y, and the masked dy is left in `masked`, a
+// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind FUNCTION,
+// whose slope is recomputed from x; 2: behind a ReLU, whose mask is read from y, and the masked dy is left in `masked`, a
 // dense array; 3: as 2, from the signs of y.
 #if MASK == 3
 typedef u8 Output;
@@ -231,7 +249,8 @@ typedef T Output;
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  const float* __restrict__ gamma, const float* __restrict__ beta,
-                                 const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, Chunks cut) {
+                                 const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
+                                 Chunks cut) {
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;
@@ -259,7 +278,7 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             if (MASK == 2) unpack(raw_y[u], out);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                if (MASK == 1) g[i] = was_positive(v[i], mean[i], scale[i], shift[i]) ? g[i] : 0.0f;
+                if (MASK == 1) g[i] = behind(g[i], normalize(v[i], mean[i], scale[i], shift[i]), a);
                 v[i] -= mean[i];
                 if (MASK == 2) g[i] = out[i] > 0.0f ? g[i] : 0.0f;
                 if (MASK == 3) g[i] = positive[MASK == 3 ? u : 0] & 1u << i ? g[i] : 0.0f;
@@ -303,8 +322,8 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 #if defined(BACKWARD_APPLY)
 
 // dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,
-// and x is read for the mask only. ADD, BATCH: 0 or 1. MASK: 0; 1: behind a ReLU dy counts where its output, recomputed
-// from x, was positive.
+// and x is read for the slope only. ADD, BATCH: 0 or 1. MASK: 0; 1: dy is the gradient behind FUNCTION, whose slope is
+// recomputed from x.
 #if __CUDA_ARCH__ >= 900
 constexpr int RESIDENT = BATCH || MASK ? 3 : 4;
 #else
@@ -316,7 +335,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const float* __restrict__ gamma, const float* __restrict__ beta,
                                  const double* __restrict__ sums, const double* __restrict__ count,
                                  const T* __restrict__ add, T* __restrict__ dx,
-                                 int channels, Walk walk) {
+                                 float a, int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];
@@ -347,7 +366,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             if (ADD) unpack(more[u], z);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                if (MASK) g[i] = was_positive(v[i], mean[i], scale[i], shift[i]) ? g[i] : 0.0f;
+                if (MASK) g[i] = behind(g[i], normalize(v[i], mean[i], scale[i], shift[i]), a);
                 v[i] -= mean[i];
                 if (BATCH) g[i] -= fmaf(v[i], slope[i], level[i]);
                 g[i] = fmaf(g[i], scale[i], z[i]);

@@ -9,14 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl import checks, shapes
+from minidl.cuda.activation import struct_of
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_statistics import Sums
+from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
 from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
-from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, walk_channels
+from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
+from minidl.precision import float32
 
 __all__ = [
+    "batch_norm_activate",
+    "batch_norm_activate_backward_apply",
+    "batch_norm_activate_backward_stats",
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_stats",
@@ -27,8 +33,6 @@ __all__ = [
     "batch_norm_join",
     "batch_norm_join_backward_stats",
     "batch_norm_merge",
-    "batch_norm_relu_backward_apply",
-    "batch_norm_relu_backward_stats",
     "batch_norm_stats",
 ]
 
@@ -96,14 +100,14 @@ def batch_norm_stats(x: Any) -> Any:
     vec = vector_width(x)
     cut = cut_rows(count, channels, x.itemsize, vec, pitch)
     mean = empty((cut.chunks, channels), np.float64)
-    squares = empty((cut.chunks, channels), np.float32)
+    squares = empty((cut.chunks, channels), float32)
     stats = empty(1 + 2 * channels, np.float64)
     defines = {"STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
     launch(
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    sizes = np.int32(count), np.int32(cut.chunk_rows)
+    sizes = ints(count, cut.chunk_rows)
     merge_lanes("batch_norm_merge", "batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, *sizes)
     return stats
 
@@ -125,16 +129,16 @@ def batch_norm_finalize(
     if isinstance(stats, Sums):
         _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
         return stats.finalize(eps, running_mean, running_var, momentum)
-    assert stats.dtype == np.float64 and stats.flags.c_contiguous, checks.describe(stats)
+    assert stats.dtype == np.float64 and dense(stats), checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
     parts = 1 if stats.ndim == 1 else stats.shape[0]
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
-    moments = empty((2, channels), np.float32)
+    moments = empty((2, channels), float32)
     count = empty(1, np.float64)
     launch(
         "batch_norm_merge", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
         stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
-        np.int32(parts), np.int32(channels), defines={"MERGE": FEW_LANES},
+        *ints(parts, channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments, count
 
@@ -153,7 +157,7 @@ def batch_norm_concat(parts: Sequence[Any]) -> Any:
         both = empty(1 + 2 * channels, np.float64)
         launch(
             "batch_norm_merge", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
-            stats, part, both, np.int32(first), np.int32(channels), defines={"MERGE": FEW_LANES},
+            stats, part, both, int32(first), int32(channels), defines={"MERGE": FEW_LANES},
         )  # fmt: skip
         stats = both
     return stats
@@ -163,10 +167,10 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     """Moments (2, C) float32 from running statistics: mean and ``1/sqrt(variance + eps)``."""
     channels = running_mean.shape[0]
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
-    moments = empty((2, channels), np.float32)
+    moments = empty((2, channels), float32)
     launch(
         "batch_norm_merge", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
-        running_mean, running_var, moments, np.float64(eps), np.int32(channels), defines={"MERGE": FEW_LANES},
+        running_mean, running_var, moments, np.float64(eps), int32(channels), defines={"MERGE": FEW_LANES},
     )  # fmt: skip
     return moments
 
@@ -189,8 +193,8 @@ def batch_norm_apply(
     With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection. The
     result lies in ``out``, dense or pitched, if that is given.
     """
-    assert add is not None or add_moments is None, "moments of nothing"
-    return _apply(x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, relu, out)[0]
+    a = np.float32(0.0 if relu else -np.inf)
+    return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)[0]
 
 
 def batch_norm_join(
@@ -210,23 +214,33 @@ def batch_norm_join(
         y; and where it is positive, a bit for each value (..., S) uint8, see signs.cuh: of 16-bit types with channels
         in multiples of eight, else None.
     """
-    return _apply(x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, True, None, signed=True)
+    other = add, add_moments, add_gamma, add_beta
+    return _apply({}, np.float32(0.0), x, moments, gamma, beta, *other, signed=True)
+
+
+def batch_norm_activate(x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0) -> Any:
+    """`activate` of what `batch_norm_apply` makes of ``x``, in one pass, rounded once."""
+    return _apply({"FUNCTION": struct_of(function)}, np.float32(slope), x, moments, gamma, beta)[0]
 
 
 def _apply(
+    defines: dict[str, Any],
+    a: np.float32,
     x: Any,
     moments: Any,
     gamma: Any,
     beta: Any,
-    add: Any,
-    add_moments: Any,
-    add_gamma: Any,
-    add_beta: Any,
-    relu: bool,
-    out: Any,
+    add: Any = None,
+    add_moments: Any = None,
+    add_gamma: Any = None,
+    add_beta: Any = None,
+    out: Any = None,
     signed: bool = False,
 ) -> tuple[Any, Any]:
-    """(result, its signs if they are asked for and vectors have eight values)"""
+    """(the output, its signs if they are asked for and vectors have eight values)
+
+    ``defines`` names the kernel's FUNCTION, where it is one, whose parameter is ``a``.
+    """
     code = dtype_code(x, "batch_norm_apply")
     x, add = as_rows(x), _same(x, add)
     channels = x.shape[-1]
@@ -241,13 +255,12 @@ def _apply(
     plan = walk_channels(*arrays, unroll=2 if two else 4, lasting=two, parameters=parameters)
     kind = 0 if add is None else 1 if add_moments is None else 2
     signs = empty(signs_shape(x.shape), np.uint8) if signed and plan.vec == 8 else None
-    defines = {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
-    defines["SIGNS"] = int(signs is not None)
-    bound = np.float32(0.0 if relu else -np.inf)
+    defines |= {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
+    defines |= {"SIGNS": int(signs is not None)}
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
-        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, signs, bound, np.int32(channels),
-        plan.argument, defines=defines,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, signs, a, int32(channels), plan.argument,
+        defines=defines,
     )  # fmt: skip
     return y, signs
 
@@ -263,23 +276,26 @@ def batch_norm_backward_stats(
     return _backward_stats(0, dy, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
-def batch_norm_relu_backward_stats(
+def batch_norm_activate_backward_stats(
     dy: Any,
     x: Any,
     moments: Any,
     gamma: Any,
     beta: Any,
+    function: str = "relu",
+    slope: float = 0.0,
     *,
     dgamma: Any = None,
     dbeta: Any = None,
     accumulate: bool = False,
 ) -> Any:
-    """`batch_norm_backward_stats` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``: ``dy`` is its gradient.
+    """`batch_norm_backward_stats` behind ``batch_norm_activate(x, moments, gamma, beta, function, slope)``.
 
-    It counts where the output was positive, which is recomputed from ``x`` with the forward pass's rounding.
+    ``dy`` is the gradient of its output. The slope is recomputed from ``x``; the mask of a ReLU with the forward pass's
+    rounding.
     """
-    affine = {"gamma": gamma, "beta": beta}
-    return _backward_stats(1, dy, x, moments, **affine, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+    given = {"gamma": gamma, "beta": beta, "function": function, "slope": slope}
+    return _backward_stats(1, dy, x, moments, **given, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
 def batch_norm_join_backward_stats(
@@ -304,6 +320,8 @@ def _backward_stats(
     *,
     gamma: Any = None,
     beta: Any = None,
+    function: str = "relu",
+    slope: float = 0.0,
     y: Any = None,
     masked: Any = None,
     dgamma: Any,
@@ -319,11 +337,12 @@ def _backward_stats(
     output = y if mask == 2 else None  # of signs a thread takes the byte, or the part of one, that is of its vector
     vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, output, masked) if array is not None))
     cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2])
-    partial = empty((cut.chunks, 2, channels), np.float32)
+    partial = empty((cut.chunks, 2, channels), float32)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
-        dy, x, moments, gamma, beta, y, masked, partial, cut.argument, defines=defines, shared=cut.shared,
+        dy, x, moments, gamma, beta, y, masked, partial, np.float32(slope), cut.argument,
+        defines=defines | _masking(function), shared=cut.shared,
     )  # fmt: skip
     return batch_norm_backward_sums(partial, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
@@ -339,7 +358,7 @@ def batch_norm_backward_sums(
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
-    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate)
+    args = parts, moments, sums, dgamma, dbeta, int32(accumulate)
     merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args)
     return sums
 
@@ -351,18 +370,43 @@ def batch_norm_backward_apply(
 
     With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
     """
-    return _backward_apply(0, dy, x, moments, gamma, None, sums, count, add)
+    return _backward_apply(0, dy, x, moments, gamma, None, "relu", 0.0, sums, count, add)
 
 
-def batch_norm_relu_backward_apply(
-    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, *, add: Any = None
+def batch_norm_activate_backward_apply(
+    dy: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    sums: Any,
+    count: Any,
+    function: str = "relu",
+    slope: float = 0.0,
+    *,
+    add: Any = None,
 ) -> Any:
-    """`batch_norm_backward_apply` behind ``relu(batch_norm_apply(x, moments, gamma, beta))``, of gradient ``dy``."""
-    return _backward_apply(1, dy, x, moments, gamma, beta, sums, count, add)
+    """`batch_norm_backward_apply` behind `batch_norm_activate`, of gradient ``dy``."""
+    return _backward_apply(1, dy, x, moments, gamma, beta, function, slope, sums, count, add)
+
+
+def _masking(function: str) -> dict[str, str]:
+    """The kernel's FUNCTION in a backward pass; a ReLU's mask is that of the kernel itself."""
+    return {} if function == "relu" else {"FUNCTION": struct_of(function)}
 
 
 def _backward_apply(
-    mask: int, dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, add: Any
+    mask: int,
+    dy: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    function: str,
+    slope: float,
+    sums: Any,
+    count: Any,
+    add: Any,
 ) -> Any:
     """The gradient of the input; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(dy, "batch_norm_backward_apply", "dy")
@@ -380,10 +424,11 @@ def _backward_apply(
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
         "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,
-    }  # fmt: skip
+    } | _masking(function)  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
-        dy, x, moments, gamma, beta, sums, count, add, dx, np.int32(channels), plan.argument, defines=defines,
+        dy, x, moments, gamma, beta, sums, count, add, dx, np.float32(slope), int32(channels), plan.argument,
+        defines=defines,
     )  # fmt: skip
     return dx
 
@@ -398,6 +443,6 @@ def _same(x: Any, other: Any) -> Any:
 
 def _check_parameters(size: int, **arrays: Any) -> None:
     """Each array that is given is dense float32 of ``size`` elements: kernels read it through a bare pointer."""
-    for name, x in arrays.items():
-        if x is not None and (x.dtype != np.float32 or x.size != size or not x.flags.c_contiguous):
-            raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))
+    if not vectors(size, tuple(arrays.values())):
+        name, x = next((name, x) for name, x in arrays.items() if not vectors(size, (x,)))
+        raise checks.bad_dtype("batch_norm", name, f"a dense float32 array of {size} elements", checks.describe(x))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
@@ -22,6 +21,5 @@ def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, 
         args: all of the kernel's but the last two, ``chunks`` and ``channels``.
     """
     lanes = FEW_LANES if chunks <= FEW_CHUNKS else LANES
-    sizes = np.int32(chunks), np.int32(channels)
     macros = {"MERGE": lanes, **defines}
-    launch(stem, kernel, ceil_div(channels, GROUP), GROUP * lanes, *args, *sizes, defines=macros)
+    launch(stem, kernel, ceil_div(channels, GROUP), GROUP * lanes, *args, *ints(chunks, channels), defines=macros)

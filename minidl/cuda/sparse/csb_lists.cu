@@ -4,10 +4,11 @@
 // The matrix (transposed: its transpose) is cut into parts of OUT output features x PART summed ones, of a convolution's
 // filter (csb_window.cuh) tap by tap, so that no part has two; a unit is 16 output features, the share of one warp. As
 // warps of a thread block wait for each other, csb_order_kernel first deals the OUT features among its units, RUN at a
-// time, those with most elements first, each to the unit that has least so far.
-// A unit's list is the number of items of each feature in 16 bytes, then the items (x, value): `x` is the summed feature
-// within the part times `scale`. Items of a feature lie in the order of the summed one and begin at a multiple of 16
-// bytes.
+// time, those with most elements first, in rounds, in which the unit that has least so far takes the most.
+// What a broadcast costs is the registers that it fills, so a list holds no more than it must: the number of items of
+// each feature in 16 bytes, the first four items' summed features (within the part, a byte each) of each in 64 bytes,
+// then feature after feature, in the order of the summed one, values by fours, and between fours, in 8 bytes, the summed
+// features of the next. What a feature has begins at a multiple of 8 bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   slots     8 bytes each: the lists, those of a part one after the other
@@ -26,9 +27,8 @@
 
 constexpr int BAND = 64, SHARE = 128, THREADS = OUT / BAND * SHARE;  // threads that share a band of output features
 constexpr int UNIT = 16, UNITS = OUT / UNIT, WORDS = PART / 32;
-constexpr int HEADER = 2;  // slots of a list before its items
+constexpr int HEADER = 10;  // slots of a list before its values
 constexpr int RUNS = OUT / RUN, EACH = UNIT / RUN, COUNTERS = 1024;  // runs, and those of a unit
-constexpr u32 NONE = 0xffffffffu;
 
 struct Problem {
     Matrix a;
@@ -36,7 +36,6 @@ struct Problem {
     int parts;  // of a tap
     int taps;
     int room;  // columns of a tap
-    int scale;
 };
 
 // Elements of a feature, capped: the sum of sixteen and the number of a unit fit a word.
@@ -104,23 +103,31 @@ csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     __syncthreads();
     if (thread >= 32) return;
     u32 load = 0;
-    int taken = 0;
-#pragma unroll 4
-    for (int i = 0; i < RUNS; ++i) {
-        const int run = s.sorted[i], elements = s.elements[run];
-        const u32 key = lane < UNITS && taken < EACH ? load * 32 + lane : NONE;
-        if (lane == static_cast<int>(__reduce_min_sync(0xffffffffu, key) % 32)) {
+#pragma unroll 1
+    for (int taken = 0; taken < EACH; ++taken) {  // in a round each unit takes a run, the largest for who has least
+        const u32 key = load * 32 + lane;
+        int rank = 0;
+#pragma unroll
+        for (int i = 0; i < UNITS; ++i) rank += __shfl_sync(0xffffffffu, key, i) < key;
+        if (lane < UNITS) {
+            const int run = s.sorted[taken * UNITS + rank];
             order[(blockIdx.x * UNITS + lane) * EACH + taken] = first + RUN * run;
-            load += elements;
-            ++taken;
+            load += s.elements[run];
         }
     }
 }
 
+// Slots that `count` values take, with the summed features between them.
+DEVICE int slots_of(int count) {
+    const int fours = count > 0 ? (count - 1) / 4 : 0;
+    return 3 * fours + (count - 4 * fours + 1) / 2;
+}
+
 struct Shared {
     u32 mask[OUT][WORDS];  // by place of the output feature, over the summed ones
-    int begin[OUT];        // slot of the feature's first item, from the part's first
+    int begin[OUT];        // slot of the feature's first value, from the part's first
     int place[RUNS];       // of each run of features, in runs
+    int header[OUT];       // first slot of the feature's unit, likewise
     int unit[UNITS];       // slots of each unit
     u32 first;             // slot of the part
 };
@@ -152,13 +159,13 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     if (thread < OUT) {
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) count += __popc(s.mask[thread][w]);
-        sum = (count + 1) & ~1;
+        sum = slots_of(count);
 #pragma unroll
         for (int further = 1; further < UNIT; further *= 2) {
             const int other = __shfl_up_sync(0xffffffffu, sum, further, UNIT);
             if (thread % UNIT >= further) sum += other;
         }
-        if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? HEADER + sum : 0;
+        if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? (HEADER + sum + 1) & ~1 : 0;
     }
     __syncthreads();
     if (thread == 0) {
@@ -171,7 +178,7 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         const int unit = thread / UNIT, size = s.unit[unit];
         int start = 0;
         for (int u = 0; u < unit; ++u) start += s.unit[u];
-        s.begin[thread] = start + HEADER + sum - ((count + 1) & ~1);
+        s.begin[thread] = start + HEADER + sum - slots_of(count), s.header[thread] = start;
         if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
         if (thread % UNIT == 0)
             units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
@@ -182,6 +189,10 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
 #pragma unroll
         for (int w = 0; w < WORDS - 1; ++w)
             if (w < summed / 32) rank += __popc(s.mask[place][w]);
-        slots[s.first + s.begin[place] + rank] = make_uint2(summed * p.scale, __float_as_uint(values[e]));
+        uint2* const list = slots + s.first + s.begin[place] + rank / 4 * 3;
+        reinterpret_cast<float*>(list)[rank % 4] = values[e];
+        u8* const indices = rank < 4 ? reinterpret_cast<u8*>(slots + s.first + s.header[place] + 2) + place % UNIT * 4
+                                     : reinterpret_cast<u8*>(list - 1);
+        indices[rank % 4] = static_cast<u8>(summed);
     });
 }

@@ -45,10 +45,9 @@ def _rows(
     samples = x.shape[0 if features_last else 1]
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
     tile = csb_rows.choose_tile(features, depth, samples, arrays[1].size / (features * depth), features_last, device)
-    scale = 4 if features_last else 128 * tile.vec
 
     def decode() -> tuple[Any, Any, Any]:
-        return csb_rows.lists(*arrays, shape, side, transposed, scale, tile)
+        return csb_rows.lists(*arrays, shape, side, transposed, tile)
 
     made = decode()
 

@@ -11,7 +11,10 @@
 // fit into a stage come in several, x with each.
 // Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is read for up to 1024
 // output features, were slower by a third and two thirds: a warp takes as long as its longest rows. A third stage, with
-// lists of eight features to make room for it, changed nothing.
+// lists of eight features to make room for it, changed nothing. Another kernel was worse, too: 32 samples and up to 1408
+// summed features in shared memory at a time, all output features in turn, four of them in lockstep, sorted by length,
+// so that lists have ten to fifty items and x is read once. It took 1.1 to 1.5 times as long (256 x 2304: up to 2.2), as
+// an item is then fetched for 32 samples, and 5 to 20 % of its items were pads.
 //
 //   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
@@ -47,10 +50,11 @@ struct Problem {
 };
 
 constexpr int UNIT = 16;
-constexpr int HEADER = 2;  // slots
+constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
+constexpr int SCALE = FEATURES_LAST ? 4 : 4 * SAMPLES;  // bytes from one summed feature to the next
 constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
@@ -163,10 +167,10 @@ struct Fetch {
 // ---- what the multiplying warps do
 
 // Loads in the order in which they are written: the compiler would wait for the first before it starts the others.
-DEVICE void load_pair(uint4& pair, u32 from) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(pair.x), "=r"(pair.y), "=r"(pair.z), "=r"(pair.w)
-                 : "r"(from));
+DEVICE u32 load_word(u32 from) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from));
+    return word;
 }
 
 // VEC values of x of this lane's samples; `from`: the first.
@@ -184,44 +188,54 @@ DEVICE void load_x(float (&v)[VEC], u32 from) {
     }
 }
 
-// The next COUNT items of one output feature.
+// The next COUNT items of one output feature: values from `from` on, summed features in bytes of a word.
 template <int COUNT>
-DEVICE void take(float (&sum)[VEC], u32 items, u32 x) {
-    uint4 pairs[(COUNT + 1) / 2];
-    float values[COUNT][VEC];
+DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
+    float weights[COUNT], values[COUNT][VEC];
 #pragma unroll
-    for (int k = 0; k + 1 < COUNT; k += 2) load_pair(pairs[k / 2], items + 8 * k);
-    if constexpr (COUNT % 2) {
-        uint4& last = pairs[COUNT / 2];
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(last.x), "=r"(last.y) : "r"(items + 8 * (COUNT - 1)));
-    }
+    for (int k = 0; k + 1 < COUNT; k += 2)
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(weights[k]), "=f"(weights[k + 1]) : "r"(from + 4 * k));
+    if constexpr (COUNT % 2)
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(weights[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (k % 2 ? pairs[k / 2].z : pairs[k / 2].x));
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (indices >> 8 * k & 255) * SCALE);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k)
 #pragma unroll
-        for (int v = 0; v < VEC; ++v)
-            sum[v] = fmaf(__uint_as_float(k % 2 ? pairs[k / 2].w : pairs[k / 2].y), values[k][v], sum[v]);
+        for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weights[k], values[k][v], sum[v]);
 }
 
 // Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
 // fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
 DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
-    u32 items = list + 8 * HEADER;
+    u32 values = list + 8 * HEADER;
     u32 counts = 0;  // of four output features
+    u32 first = load_word(list + 16);  // four summed features of an output feature
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (i % 4 == 0) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(counts) : "r"(list + i));
-        u32 count = counts >> 8 * (i % 4) & 255;
+        if (i % 4 == 0) counts = load_word(list + i);
+        u32 count = counts >> 8 * (i % 4) & 255, indices = first;
+        if (i + 1 < UNIT) first = load_word(list + 20 + 4 * i);
 #if FOURS
 #pragma unroll 1
-        for (; count >= 4; count -= 4, items += 32) take<4>(sum[i], items, x);
-        if (count & 2) take<2>(sum[i], items, x), items += 16;
+        while (count >= 4) {
+            u32 next = 0;
+            if (count > 4) next = load_word(values + 16);
+            take<4>(sum[i], values, indices, x);
+            values += count > 4 ? 24 : 16, count -= 4, indices = next;
+        }
+        if (count & 2) take<2>(sum[i], values, indices, x), values += 8, indices >>= 16;
 #else
+        bool second = false;  // of the twos of a four
 #pragma unroll 1
-        for (; count >= 2; count -= 2, items += 16) take<2>(sum[i], items, x);
+        while (count >= 2) {
+            take<2>(sum[i], values, indices, x);
+            values += 8, count -= 2, indices >>= 16;
+            if (second && count > 0) indices = load_word(values), values += 8;
+            second = !second;
+        }
 #endif
-        if (count & 1) take<1>(sum[i], items, x), items += 16;
+        if (count & 1) take<1>(sum[i], values, indices, x), values += 8;
     }
 }
 

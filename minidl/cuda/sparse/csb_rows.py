@@ -25,7 +25,7 @@ __all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 UNIT = 16  # output features of a warp
-HEADER = 2  # slots of a list before its items
+HEADER = 10  # slots of a list before its values
 RUN = {False: 4, True: 8}  # by features last, neighbours that are dealt together: features last, stores of 32 bytes
 SAVED = 0.08  # share of the time that dealing saves
 DEALING = 4.0, 1.6e-4  # microseconds that it takes, in all and for each element of a block's output features
@@ -33,7 +33,7 @@ FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
-DEEP_BELOW = 0.07  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
+DEEP_BELOW = 0.12  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
 
 PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 
@@ -41,7 +41,7 @@ PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
 WINDOW = np.dtype([("down", AXIS), ("across", AXIS), ("channels", np.int32), ("room", np.int32)])
 
-_LISTS = struct("", "rows columns across steps parts taps room scale")
+_LISTS = struct("", "rows columns across steps parts taps room")
 _FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} parts", ("window", WINDOW))
 
@@ -60,7 +60,7 @@ class RowsTile(NamedTuple):
     @property
     def unit_slots(self) -> int:
         """Of the longest list."""
-        return HEADER + UNIT * self.part
+        return HEADER + UNIT * (self.part * 3 // 4 - 1)
 
     def stage_bytes(self, features_last: bool) -> int:
         """Shared memory of a stage: x, lists, notes, barriers."""
@@ -102,7 +102,9 @@ def choose_tile(
     part = 128 if density < DEEP_BELOW else 64
     dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
     tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
-    wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * (tile.part * density + 0.5)))
+    items = part * density  # of a feature: half a slot each, and one between fours
+    slots = 0.5 * items + max(0.25 * (items - 2), 0) + 0.3
+    wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
 
@@ -117,21 +119,20 @@ def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
 
 
 def lists(
-    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, scale: int, tile: RowsTile,
-    taps: int = 1,
+    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, tile: RowsTile, taps: int = 1
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """(slots, units, order) of csb_lists.cu."""
     room, wide = shape[1] // taps, tile.units * UNIT
     features, summed = (room, shape[0]) if transposed else (shape[0], room)
     out, parts = ceil_div(features, wide), ceil_div(summed, tile.part)
     steps = taps * parts
-    # Each output feature of a part may have a pad, each unit a header.
-    slots = empty((indices.size + out * steps * tile.units * (UNIT + HEADER) + 2, 2), np.uint32)
+    # Values and what lies between them take a slot each at most; each unit may have a header and a pad.
+    slots = empty((indices.size + out * steps * tile.units * (HEADER + 1), 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
     units = empty((out * tile.units, steps, 2), np.uint32)
     problem = argument(
         _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
-        room=room, scale=scale,
+        room=room,
     )  # fmt: skip
     defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "RUN": tile.run, "PART": tile.part}
     if tile.run == UNIT:
@@ -153,8 +154,7 @@ def matmul(
     features, depth = shape[::-1] if transposed else shape
     samples, density = count if features_last else length, indices.size / (features * depth)
     tile = tile or choose_tile(features, depth, samples, density, features_last, current_device())
-    scale = 4 if features_last else 128 * tile.vec
-    made = lists(indptr, indices, values, shape, side, transposed, scale, tile)
+    made = lists(indptr, indices, values, shape, side, transposed, tile)
     multiply(tile, *made, x, y, features_last, bias, relu)
 
 
@@ -171,7 +171,7 @@ def convolve(
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
     tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
-    made = lists(indptr, indices, values, shape, side, transposed, 4, tile, taps)
+    made = lists(indptr, indices, values, shape, side, transposed, tile, taps)
     parts = made[1].shape[1] // taps
     multiply(tile, *made, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
@@ -196,8 +196,8 @@ def multiply(
     wide = 4 if features_last else tile.vec
     defines = {
         "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
-        "CAPACITY": tile.capacity,
-        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
+        "CAPACITY": tile.capacity, "STAGES": tile.stages, "FEATURES_LAST": int(features_last),
+        "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
     shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec

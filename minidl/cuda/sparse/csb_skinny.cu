@@ -23,7 +23,9 @@
 // from memory, but with 64 samples 134 MB of x from L2 (24 us) and 14 us of mma.sync, of which little hides. Tried, with
 // differences mostly below 6 %, some up to a quarter slower: x of the next block fetched ahead with all block bounds
 // known from the start; two warps that share a block, half of the samples each; thread blocks of two or four block rows,
-// whose warps find x in L1.
+// whose warps find x in L1. Slower by a sixth to a third with 64 samples, twice as slow with 16: 256 output features in
+// a thread block, tiles expanded by eight warps for one warpgroup's wgmma, x by the copy engine, slices as a cluster; its
+// fences between writes and the engine wait for the elements under way, and 32 us were left without any of the work.
 // After H. Xia et al., "Flash-LLM", VLDB 2024.
 //
 // Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_M, WARPS_K (a power of two).

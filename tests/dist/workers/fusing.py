@@ -23,15 +23,23 @@ def network():
     return graph.output(m.Linear(288, 4, name="fc")(m.Flatten()(x)))
 
 
-def main(out: Path, device: str) -> None:
-    comm = dist.init(device)
-    model = m.Model(network(), device=device, comm=comm)
-    timed = []
+class Even:
+    """A clock by which all ways take as long; it runs no whole network, whose batch norms would wait for others."""
 
-    def clock(cut, which, variants):
-        timed.append(which)
+    def __init__(self):
+        self.timed = 0
+
+    def __call__(self, cut, which, variants):
+        self.timed += 1
         return [Timing((1.0, 1.0)) for _ in variants]
 
+    def whole(self, graph, batch, variants):
+        return None
+
+
+def main(out: Path, device: str) -> None:
+    comm = dist.init(device)
+    model, clock = m.Model(network(), device=device, comm=comm), Even()
     fusion.fuse(model, "adaptive", batch=4, clock=clock)
     own = fusion.choose(fusion.find_sites(model.graph), "elementwise")
     mixed = {name: "elementwise" if i % (comm.rank + 2) else "none" for i, name in enumerate(own.sites)}
@@ -42,7 +50,7 @@ def main(out: Path, device: str) -> None:
     totals = loss.forward(model.forward(model.ops.from_host(images)), model.ops.from_host(rng.integers(0, 4, 4)))
     model.backward(loss.backward())
     deferred = [layer.name for layer in model.layers if getattr(layer, "deferred", False)]
-    answer = {"plan": plan.sites, "timed": len(timed), "deferred": deferred, "loss": totals.loss}
+    answer = {"plan": plan.sites, "timed": clock.timed, "deferred": deferred, "loss": totals.loss}
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.barrier()
 

@@ -22,6 +22,7 @@ IGNORED = 3
 # Optimizer and options of the loss by recipe.
 RECIPES = {
     "sgd": (lambda model: m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3), {}),
+    "waits": (lambda model: m.SGD(model, 0.05, momentum=0.9, weight_decay=1e-3), {}),  # as between GPUs of a host
     "lamb": (
         lambda model: m.LAMB(model, 0.05, weight_decay=1e-3, clip_norm=0.5),
         {"label_smoothing": 0.1, "weight": [1.0, 2.0, 0.5, 1.0]},
@@ -59,8 +60,12 @@ def metrics(model, loader, comm):
 
 def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0, recipe: str = "sgd") -> None:
     comm = dist.init(device)
-    graph = network(not parts, bias=recipe in ("sgd", "mixed"))
+    graph = network(not parts, bias=recipe in ("sgd", "mixed", "waits"))
     model = m.Model(graph, device=device, comm=comm, seed=3, group_bytes=group_bytes)
+    if recipe == "waits":
+        model.arena.neighbours = model.neighbours()
+        model.arena.connect(comm, group_bytes)
+        model.arena.settle()
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
     loaders = [
         data.Loader(
@@ -92,7 +97,7 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     answer = {
         "rank": comm.rank, "size": comm.size, "losses": losses, "weights": weights.tolist(),
         "test": [row["test_loss"], row["test_accuracy"]], "top2": row["test_top2"],
-        "metrics": metrics(model, loaders[1], comm),
+        "metrics": metrics(model, loaders[1], comm), "waiting": sum(bool(each.before) for each in model.arena.messages),
     }  # fmt: skip
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()

@@ -1,0 +1,120 @@
+// Adds up the partial sums that weight gradients on Hopper leave, in a fixed order, into the gradient.
+//
+//   partials   (parts of all tiles, tile_rows / 16, tile_columns / 8) patches                     float32
+//   output     (K, R, S, C / groups) dense, set or added to                                       float32
+// Tiles i, i + lots, i + 2 * lots and so on, `shared` of them, are lot i, whose steps, tile after tile, were divided among
+// `parts` blocks; what a block has summed of a tile is a part, and those of a lot follow one another. A tile of which
+// there is one part has been written already. A patch is 16 rows x 8 columns as a warp holds the sums of a product
+// (conv2d_weight_hopper.cuh). Columns of a tile are blocks of SPAN channels; block b of tile n is the n * tile_step + b *
+// block_step-th of the gradient, where `spans` blocks make a tap. What a tile has beyond the gradient's rows and columns
+// is left out.
+//
+// Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS (1, 2,
+// 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum, as far as it is
+// long: thread j adds parts j, j + SPLIT, ... and then a tree adds theirs.
+// Block: WARPS x SPLIT warps. Grid: (cells of the tiles of all lots, tiles of a lot).
+// Tried without gain: telling the L2 cache that partials need not be written back once they are read (discard.global.L2).
+// FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
+#define CLUSTER 1
+#include "conv2d_weight_hopper.cuh"
+
+constexpr int SPAN = 128 / sizeof(T), DOWN = DTYPE ? 8 : 1;
+constexpr int PATCH = 128, DEEP = SPLIT > 8 ? 4 : 8 / LINES;  // values of a patch; parts that a thread has in flight
+
+struct Problem {
+    int tiles_m, tiles_n, turn_m, turn_n;
+    int steps, lots, shared, parts;
+    int tile_rows, tile_columns, cells;  // values of a tile, and cells
+    int rows, channels;  // of a group
+    int spans, blocks;   // blocks of columns: of a tap, of all taps
+    int tile_step, block_step;
+    int accumulate;
+};
+
+DEVICE void add(float4& sum, const float4& value) {
+    sum.x += value.x, sum.y += value.y, sum.z += value.z, sum.w += value.w;
+}
+
+using Sums = float4[LINES][2];
+
+// The parts of this thread, of two patches in each line.
+DEVICE void sum_up(Sums& sums, const float* from, int count, i64 part_values, int line_values) {
+#pragma unroll
+    for (int i = 0; i < LINES; ++i) sums[i][0] = sums[i][1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = threadIdx.x / (32 * WARPS); first < count; first += DEEP * SPLIT) {
+        Raw<float, 4> raw[DEEP][LINES][2];
+#pragma unroll
+        for (int u = 0; u < DEEP; ++u)
+#pragma unroll
+            for (int i = 0; i < LINES; ++i)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    if (first + u * SPLIT < count)
+                        raw[u][i][j] = load_once<4>(from + (first + u * SPLIT) * part_values + i * line_values + j * PATCH);
+#pragma unroll
+        for (int u = 0; u < DEEP; ++u)
+#pragma unroll
+            for (int i = 0; i < LINES; ++i)
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    if (first + u * SPLIT < count) {
+                        const float* const v = raw[u][i][j].items;
+                        add(sums[i][j], make_float4(v[0], v[1], v[2], v[3]));
+                    }
+    }
+}
+
+// Adds what the SPLIT threads of each sum have, in a tree; the first has the result.
+DEVICE void join(Sums& sums) {
+    __shared__ float4 scratch[SPLIT][2 * LINES][32 * WARPS];
+    const int lane = threadIdx.x % (32 * WARPS), part = threadIdx.x / (32 * WARPS);
+#pragma unroll
+    for (int half = SPLIT / 2; half > 0; half /= 2) {
+        if (part >= half && part < 2 * half)
+#pragma unroll
+            for (int i = 0; i < 2 * LINES; ++i) scratch[part][i][lane] = sums[i / 2][i % 2];
+        __syncthreads();
+        if (part < half)
+#pragma unroll
+            for (int i = 0; i < 2 * LINES; ++i) add(sums[i / 2][i % 2], scratch[part + half][i][lane]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS * SPLIT)
+conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__ output,
+                         const __grid_constant__ Problem p) {
+    const u32 lot = blockIdx.x / p.cells, cell = blockIdx.x - lot * p.cells, turn = blockIdx.y;
+    const u32 tile = turn * p.lots + lot;
+    u32 first = 0, count = p.parts;
+    if (p.shared > 1) {
+        const u32 steps = p.steps * p.shared, begin = turn * p.steps;
+        first = ((begin + 1) * p.parts - 1) / steps;
+        count = ((begin + p.steps) * p.parts - 1) / steps - first + 1;
+        if (count == 1) return;  // written already
+    }
+    const u32 across = p.tile_columns / (16 * WARPS), line = cell / across * LINES;
+    const int column = (cell - line / LINES * across) * (16 * WARPS) + threadIdx.x / 32 % WARPS * 16;  // of the tile
+    const int line_values = p.tile_columns / 8 * PATCH;
+    const i64 part_values = i64(p.tile_rows) * p.tile_columns, part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
+    Sums sums;
+    sum_up(sums, partials + part * part_values + line * line_values + column / 8 * PATCH + threadIdx.x % 32 * 4, count,
+           part_values, line_values);
+    if constexpr (SPLIT > 1) {
+        join(sums);
+        if (threadIdx.x >= 32 * WARPS) return;
+    }
+    const u32 tile_m = tile / p.turn_m % p.tiles_m, tile_n = tile / p.turn_n % p.tiles_n;
+    const u32 group = tile / (p.tiles_m * p.tiles_n);
+    const int block = tile_n * p.tile_step + column / SPAN * p.block_step, tap = block / p.spans;
+    const int channel = (block - tap * p.spans) * SPAN + column % SPAN + thread_column();
+    const Target at{tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
+    const i64 pitch = i64(p.blocks / p.spans) * p.channels;
+    float* const to = output + i64(group) * p.rows * pitch;
+    const int row = tile_m * p.tile_rows + line * 16 + threadIdx.x % 32 / 4 * (DOWN == 1 ? 2 : 1);
+#pragma unroll
+    for (int i = 0; i < LINES; ++i)
+        if (p.accumulate)
+            put_patches<DOWN, ADD>(to, pitch, row + 16 * i, p.rows, at, 0, sums[i][0], sums[i][1]);
+        else
+            put_patches<DOWN, SET>(to, pitch, row + 16 * i, p.rows, at, 0, sums[i][0], sums[i][1]);
+}

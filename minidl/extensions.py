@@ -1,0 +1,34 @@
+"""Stops a copy whose compiled modules are missing in its own words, before Python does in others.
+
+A clone that was not built, that was built for another Python, or to which a newer commit brought one more.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+__all__ = ["require_built"]
+
+
+def require_built(folder: Path) -> None:
+    """Each ``_*.pyx`` one level below ``folder`` has its extension module for this Python beside it.
+
+    Raises:
+        ImportError: naming those that have not, and how to build them.
+    """
+    sources = sorted(folder.glob("*/_*.pyx"))
+    missing = [
+        f"{source.parent.name}/{source.stem}"
+        for source in sources
+        if not any(source.with_name(source.stem + suffix).exists() for suffix in EXTENSION_SUFFIXES)
+    ]
+    if missing:
+        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        which = "its compiled modules" if len(missing) == len(sources) else ", ".join(missing)
+        remedy = f"make -C {folder.parent} build PYTHON={sys.executable}"
+        raise ImportError(f"minidl in {folder} is not built for {python}: {which} missing; build with: {remedy}")
+
+
+require_built(Path(__file__).parent)

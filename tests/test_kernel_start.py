@@ -1,0 +1,181 @@
+"""What a launch hands to the driver, without a GPU: a function of ours stands in for cuLaunchKernel."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from minidl.cuda import launch as launch_module
+from minidl.cuda.hopper import TensorMaps, Views
+from minidl.cuda.launch import launch
+
+LAUNCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+class _Driver:
+    """Stands in for cuLaunchKernel: notes sizes and the bytes behind each argument.
+
+    Attributes:
+        widths: bytes of each argument of the kernel that is launched next.
+        code: what the launch returns.
+    """
+
+    def __init__(self):
+        self.calls, self.widths, self.code = [], (), 0
+        self._entry = LAUNCH(self._launched)
+
+    @property
+    def entry(self):
+        return ctypes.cast(self._entry, ctypes.c_void_p).value
+
+    def _launched(self, function, *rest):
+        *sizes, stream, arguments, extra = rest
+        assert not extra
+        found = [ctypes.string_at(arguments[i], width) for i, width in enumerate(self.widths)]
+        self.calls.append((function, tuple(sizes), stream or 0, found))
+        return self.code
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder, loads, grants = _Driver(), [], []
+    monkeypatch.setattr(launch_module, "_get_device", lambda: 3)
+    monkeypatch.setattr(launch_module, "_get_stream", lambda: SimpleNamespace(ptr=11))
+    monkeypatch.setattr(launch_module, "_kernels", {})
+    monkeypatch.setattr(
+        launch_module, "_load", lambda *a: loads.append(a) or launch_module.Kernel("k", None, 2**40 + 1, recorder.entry)
+    )
+    monkeypatch.setattr(launch_module, "DEBUG", False)
+
+    def grant(kernel, shared):
+        grants.append(shared)
+        kernel.granted = shared
+
+    monkeypatch.setattr(launch_module, "_grant", grant)
+    recorder.loads, recorder.grants = loads, grants
+    return recorder
+
+
+def test_launch_loads_once_and_asks_for_shared_memory_once(recorder):
+    one = np.int32(1)
+    for shared in (0, 60_000, 60_000, 1_000, 70_000):
+        launch("stem", "k", 5, (32, 4), one, None, defines={"A": 1}, shared=shared)
+    launch("stem", "k", (0,), 32, one)
+    assert len(recorder.loads) == 1 and recorder.grants == [60_000, 70_000]
+    assert len(recorder.calls) == 5
+    function, sizes, stream, _ = recorder.calls[1]
+    assert (function, sizes, stream) == (2**40 + 1, (5, 1, 1, 32, 4, 1, 60_000), 11)
+    launch("stem", "k", (2, 3, 4), (8, 2, 2), one, defines={"A": 1})
+    assert recorder.calls[-1][1] == (2, 3, 4, 8, 2, 2, 0)
+    with pytest.raises(TypeError, match="k: argument 7 .* pass a NumPy scalar"):
+        launch("stem", "k", 1, 32, 7)
+
+
+SCALARS = [
+    np.int8(-3), np.uint8(200), np.int16(-5), np.int32(-(2**31)), np.uint32(2**32 - 1), np.int64(-(2**63)),
+    np.uint64(2**64 - 1), np.float16(0.1), np.float32(0.1), np.float64(0.1), np.bool_(True), np.complex128(1 + 2j),
+]  # fmt: skip
+
+
+def test_launch_hands_over_the_bytes_of_every_kind_of_argument(recorder):
+    structure = np.array([(7, (1, 2))], np.dtype([("size", np.int64), ("axis", [("a", np.int32), ("b", np.int32)])]))
+    array = SimpleNamespace(data=SimpleNamespace(ptr=2**47 + 512))
+    arguments = [array, None, structure, *SCALARS, array]
+    recorder.widths = [8, 8, 16, *(scalar.itemsize for scalar in SCALARS), 8]
+    launch("stem", "k", 1, 32, *arguments)
+    pointer = (2**47 + 512).to_bytes(8, "little")
+    expected = [pointer, bytes(8), structure.tobytes(), *(scalar.tobytes() for scalar in SCALARS), pointer]
+    assert recorder.calls[0][3] == expected
+
+
+def test_launch_encodes_tensor_maps_and_holds_them_until_the_kernel_is_started(recorder):
+    made = []
+
+    class Fresh(Views):
+        def at(self, addresses):
+            made.append(addresses)
+            return np.full(128, len(made), np.uint8)
+
+    maps = TensorMaps(Fresh(), (SimpleNamespace(data=SimpleNamespace(ptr=512)), None))
+    recorder.widths = [128, 128]
+    launch("stem", "k", 1, 32, maps, maps)
+    assert made == [(512, 0), (512, 0)]
+    first, second = recorder.calls[0][3]
+    assert first != second and len(set(first)) == 1
+
+
+def test_a_launch_that_fails_names_the_kernel_and_the_error(recorder, monkeypatch):
+    recorder.code = 701
+    monkeypatch.setattr(launch_module, "_words", lambda code: f"the driver's word for {code}")
+    with pytest.raises(RuntimeError, match="kernel k of stem.cu {'A': 1}, grid .*could not be started: .* for 701"):
+        launch("stem", "k", 5, 32, defines={"A": 1})
+
+
+def test_a_kernel_takes_so_many_arguments_and_no_more(recorder):
+    recorder.widths = [4] * 64
+    launch("stem", "k", 1, 32, *map(np.int32, range(64)))
+    assert recorder.calls[0][3] == [i.to_bytes(4, "little") for i in range(64)]
+    with pytest.raises(ValueError, match="k: a kernel takes at most 64 arguments, got 65"):
+        launch("stem", "k", 1, 32, *map(np.int32, range(65)))
+    with pytest.raises(OverflowError):
+        launch("stem", "k", -1, 32)
+
+
+def test_threads_may_launch_at_the_same_time(recorder):
+    recorder.widths = [4, 8]
+
+    def work(number):
+        for i in range(200):
+            launch("stem", "k", 1, 32, np.int32(number), np.int64(i))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = sorted([n.to_bytes(4, "little"), i.to_bytes(8, "little")] for n in range(4) for i in range(200))
+    assert sorted(found for *_, found in recorder.calls) == expected
+
+
+def test_a_launch_beyond_the_limits_of_the_device_names_the_kernel(cuda_ops):
+    x = cuda_ops.zeros((64,), np.float32)
+    words = np.zeros(4, np.uint32)
+    with pytest.raises(RuntimeError, match="assign_kernel of array.cu .*block .2048.*CUDA_ERROR_INVALID_VALUE"):
+        launch("array", "assign_kernel", 1, 2048, x, np.int32(1), *words, defines={"ASSIGN": 1})
+    with pytest.raises(RuntimeError, match="assign_kernel cannot have 1000000 bytes of shared memory"):
+        launch("array", "assign_kernel", 1, 1, x, np.int32(1), *words, defines={"ASSIGN": 1}, shared=1_000_000)
+    assert not cuda_ops.to_host(x).any()
+
+
+def test_threads_launch_on_their_own_streams(cuda_ops):
+    import cupy
+
+    ops, results = cuda_ops, {}
+
+    def work(number):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = ops.zeros((1000,), np.float32)
+            one = cupy.full((1000,), number, np.float32)
+            for _ in range(300):
+                x = ops.add(x, one)
+            stream.synchronize()
+            results[number] = ops.to_host(x)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(1, 5):
+        np.testing.assert_array_equal(results[number], np.full(1000, 300 * number, np.float32))
