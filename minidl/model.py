@@ -149,12 +149,11 @@ class Model(checks.Told):
             sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
         found = []
         for node in reversed([node for node in nodes if node.layer is not None]):
-            cost = Cost()  # where a plan lets others do the work, or the layer's author left it out
-            if type(node.layer).__name__ not in ABSORBED:
-                with suppress(NotImplementedError):
-                    cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
+            cost, alone = Cost(), type(node.layer).__name__ not in ABSORBED
+            with suppress(NotImplementedError):  # a layer whose author left it out: as if it took no time
+                cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             work = cost.backward_weight + cost.backward_data
-            found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes))
+            found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes, alone))
         return found
 
     def _agree(self) -> None:

@@ -352,17 +352,20 @@ def test_every_tile_gives_the_same_bits_with_strides(cuda_ops, case, rng, monkey
     every_tile(cuda_ops, case, rng, monkeypatch, 2)
 
 
-def poison(monkeypatch):
-    """Outputs hold NaN before they are written."""
-    launcher = sys.modules["minidl.cuda.convolution.conv2d"]
-    own = launcher.empty
+LAUNCHER = "minidl.cuda.convolution.conv2d"  # also the name of a function there
+
+
+def poison(monkeypatch, module=None):
+    """What a module allocates, the outputs of convolutions unless given, holds NaN before it is written."""
+    module = module or sys.modules[LAUNCHER]
+    own = module.empty
 
     def poisoned(shape, dtype):
         array = own(shape, dtype)
         array.fill(np.nan)
         return array
 
-    monkeypatch.setattr(launcher, "empty", poisoned)
+    monkeypatch.setattr(module, "empty", poisoned)
 
 
 def every_tile(ops, case, rng, monkeypatch, share):

@@ -14,7 +14,7 @@ from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
 from tests.test_batch_norm_ops import signs_of
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
@@ -137,14 +137,7 @@ def test_with_every_tile(cuda_ops, case, joined, added, share, rng, monkeypatch)
     hosts = operands(rng, case, bfloat16, joined, added)
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    empty = conv2d_hopper.empty
-
-    def poisoned(shape, dtype):
-        array = empty(shape, dtype)
-        array.fill(np.nan)
-        return array
-
-    monkeypatch.setattr(conv2d_hopper, "empty", poisoned)
+    poison(monkeypatch, conv2d_hopper)
     try:
         for tile in conv2d_hopper_tiles.candidates(conv, True, current_device()):
             found = []

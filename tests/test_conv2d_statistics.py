@@ -16,7 +16,7 @@ from minidl.cuda.launch import dry_run, observed
 from minidl.precision import bfloat16, float32
 from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import assert_stats
-from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw
@@ -107,14 +107,7 @@ def test_of_every_tile(cuda_ops, case, share, rng, monkeypatch):
     hosts = operands(rng, case, bfloat16, 3.0)
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
     few = dataclasses.replace(current_device(), multiprocessors=2)
-    empty = conv2d_hopper.empty
-
-    def poisoned(shape, dtype):
-        array = empty(shape, dtype)
-        array.fill(np.nan)
-        return array
-
-    monkeypatch.setattr(conv2d_hopper, "empty", poisoned)
+    poison(monkeypatch, conv2d_hopper)
     outputs = []
     try:
         for tile in conv2d_hopper_tiles.candidates(conv, False, current_device()):

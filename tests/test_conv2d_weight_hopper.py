@@ -206,6 +206,8 @@ def test_large_products_keep_the_multiprocessors_busy():
         conv = convolution("test", (128, size, size, channels), w, (1, 1), pad, (1, 1), 1)
         planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
+        if planned.stem == "conv2d_weight_hopper":
+            steps *= int(planned.problem["shared"][0])  # of all tiles that blocks share
         assert steps // chunks >= 4 or chunks == 1
         assert planned.grid >= WORKERS // 2 or steps // chunks < 16
 

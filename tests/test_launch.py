@@ -208,7 +208,8 @@ class Slow:
 
 @needs_nvrtc
 def test_processes_compile_what_this_one_would_each_variant_once(cache, monkeypatch):
-    variants = [("trivial", (("N", i % 40),)) for i in range(80)]
+    count = 3 * nvrtc.LEAST_JOBS
+    variants = [("trivial", (("N", i % count),)) for i in range(2 * count)]
     source = nvrtc.source_of("trivial")
     expected = [nvrtc.compile(source, "trivial.cu", "sm_80", dict(defines)) for _, defines in variants]
     started, genuine = [], nvrtc.Process
@@ -216,7 +217,7 @@ def test_processes_compile_what_this_one_would_each_variant_once(cache, monkeypa
     monkeypatch.setattr(nvrtc, "_library", Slow(nvrtc._library()))
     built = nvrtc.compile_all(variants, "sm_80", 3)
     assert [(each.image, each.kernels) for each in built] == [(each.image, each.kernels) for each in expected]
-    assert len(started) == 2 and len(list(nvrtc.cache_directory().iterdir())) == 40
+    assert len(started) == 2 and len(list(nvrtc.cache_directory().iterdir())) == count
     assert any(process.ready for process in started), "this one was slow enough for others to come"
     assert all(process._process.returncode is not None for process in started), "none is left behind"
     assert nvrtc.compile_all(variants, "sm_80", 3) == built and len(started) == 2, "the cache had them all"
@@ -226,7 +227,7 @@ def test_processes_compile_what_this_one_would_each_variant_once(cache, monkeypa
 def test_an_error_in_a_process_that_compiles_is_raised_here(cache):
     (cache / "trivial.cu").write_text("int x = nonsense;")
     with pytest.raises(RuntimeError, match=r"trivial.cu does not compile .*sm_80(.|\n)*trivial.cu\(1\)(.|\n)*nonsense"):
-        nvrtc.compile_all([("trivial", (("N", i),)) for i in range(16)], "sm_80", 2)
+        nvrtc.compile_all([("trivial", (("N", i),)) for i in range(2 * nvrtc.LEAST_JOBS)], "sm_80", 2)
     with nvrtc.Process(nvrtc._library().path) as process:
         assert process.wait()
         with pytest.raises(RuntimeError, match="trivial.cu does not compile"):

@@ -18,7 +18,7 @@ ctypedef int (*LaunchKernel)(
 
 cdef enum:
     MOST = 64  # arguments of a kernel
-    WIDEST = 16  # bytes of a scalar
+    WORDS = 2  # of 8 bytes, of the widest scalar
 
 
 cdef class Kernel:
@@ -52,7 +52,7 @@ cdef class Kernel:
             TypeError: for a plain Python number, whose width in C would be a guess.
         """
         cdef unsigned int sizes[6]
-        cdef char values[MOST][WIDEST]
+        cdef uintptr_t values[MOST][WORDS]
         cdef void *arguments[MOST]
         cdef Py_ssize_t i, count = len(args)
         cdef object argument, data
@@ -82,8 +82,8 @@ cdef class Kernel:
                 arguments[i] = cnp.PyArray_DATA(<cnp.ndarray?>data)
         with nogil:
             code = self._launch(
-                <void *>self.function, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], shared, <void *>stream,
-                arguments, NULL
+                <void *>self.function, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], shared,
+                <void *>stream, arguments, NULL
             )
         return code
 

@@ -96,8 +96,8 @@ cdef Py_ssize_t _widest(
     width = ACCESS // itemsize
     for i in range(n):
         while width > 1:
-            access = width * sizes[i]
-            if not channels & <uintptr_t>(width - 1) and aligned[i] >= <uintptr_t>(access if access < ACCESS else ACCESS):
+            access = min(width * sizes[i], <Py_ssize_t>ACCESS)
+            if not channels & <uintptr_t>(width - 1) and aligned[i] >= <uintptr_t>access:
                 break
             width //= 2
     return width

@@ -19,7 +19,7 @@ __all__ = [
 
 BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
 TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
-ABSORBED = ("ReLU",)  # types of layers whose work plans of fusion leave to their neighbours: as if they took no time
+ABSORBED = ("ReLU",)  # types of layers whose work plans of fusion leave to their neighbours
 FEW = 32  # samples by which work is told: enough of them that weights are not the most that a layer moves
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
 _TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
@@ -29,12 +29,16 @@ _SUM_BYTES = 32  # bytes at the memory's rate in which one byte is added up: 12 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work on `FEW`."""
+    """A layer in the backward pass: bytes of gradients that it sends, FLOP and bytes of its least work on `FEW`.
+
+    ``alone``: it runs by itself, in plans of fusion too.
+    """
 
     name: str
     nbytes: int
     flop: int
     bytes: int
+    alone: bool = True
 
     def work(self, itemsize: int) -> tuple[float, bool]:
         """(how long it takes, in bytes at the memory's rate; whether products bound it)."""
@@ -42,8 +46,8 @@ class Neighbour:
         return max(products, self.bytes), products > self.bytes
 
     def moves(self, itemsize: int) -> int:
-        """Its bytes, if it hardly computes; else 0."""
-        return self.bytes if _BARELY * self.flop * itemsize < _RIDGE * self.bytes else 0
+        """Its bytes, if it runs by itself and hardly computes; else 0."""
+        return self.bytes if self.alone and _BARELY * self.flop * itemsize < _RIDGE * self.bytes else 0
 
 
 def by_neighbourhood(

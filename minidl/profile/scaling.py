@@ -81,7 +81,7 @@ INTERFERENCE = Interference(0.4, 0.1, 0.015)  # fitted to recorded steps of 2 an
 @dataclass(frozen=True)
 class LayerTimes:
     """One layer's backward pass in milliseconds, the bytes of gradients it then sends (float32), and its least work;
-    ``features`` of a fully connected one: in and out.
+    ``features`` of a fully connected one: in and out; ``alone`` as of a `Neighbour`.
     """
 
     name: str
@@ -91,6 +91,7 @@ class LayerTimes:
     flop: int = 0
     bytes: int = 0
     features: tuple[int, int] = (0, 0)
+    alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,10 @@ class StepTimes:
     def neighbours(self) -> list[Neighbour]:
         """As `Model.neighbours` gives them, but for the weights that more samples share."""
         few = FEW / self.images
-        return [Neighbour(one.name, one.nbytes, round(one.flop * few), round(one.bytes * few)) for one in self.layers]
+        return [
+            Neighbour(one.name, one.nbytes, round(one.flop * few), round(one.bytes * few), one.alone)
+            for one in self.layers
+        ]
 
     def scaled(self, ms: float) -> StepTimes:
         """The same in so many milliseconds."""
@@ -193,6 +197,7 @@ def measured(run: Run) -> StepTimes:
         raise NotInFile(f"{run.file}: {run.case} was measured on {run.ranks} ranks; layers alone are needed: 1 rank")
     times: dict[tuple[int, str], Counter[str]] = {}
     features: dict[str, tuple[int, int]] = {}
+    absorbed: dict[str, bool] = {}
     whole = update = others = 0.0
     for row in run.rows:
         if row["pass"] == "step":
@@ -205,9 +210,10 @@ def measured(run: Run) -> StepTimes:
             else:
                 layer = times.setdefault((row["index"], row["layer"]), Counter(parameters=row.get("parameters") or 0))
                 layer[row["pass"]] = row["ms"]
+                absorbed[row["layer"]] = row.get("type") in ABSORBED
                 if row.get("type") == "Linear":
                     features[row["layer"]] = row["input_shapes"][0][-1], row["output_shape"][-1]
-                if row["pass"] != "forward" and row.get("type") not in ABSORBED:
+                if row["pass"] != "forward":
                     layer.update(flop=row.get("flop") or 0, bytes=row.get("bytes") or 0)
     if not whole or not times:
         raise NotInFile(f"{run.file}: {run.case} has no step or no layers; make it with: minidl bench model")
@@ -221,6 +227,7 @@ def measured(run: Run) -> StepTimes:
             t["flop"],
             t["bytes"],
             features.get(name, (0, 0)),
+            not absorbed[name],
         )  # fmt: skip
         for (_, name), t in sorted(times.items(), reverse=True)
     ]

@@ -9,9 +9,9 @@
 // block_step-th of the gradient, where `spans` blocks make a tap. What a tile has beyond the gradient's rows and columns
 // is left out.
 //
-// Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS (1, 2,
-// 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum, as far as it is
-// long: thread j adds parts j, j + SPLIT, ... and then a tree adds theirs.
+// Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS
+// (1, 2, 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum: thread j
+// adds parts j, j + SPLIT, ... and then a tree adds theirs.
 // Block: WARPS x SPLIT warps. Grid: (cells of the tiles of all lots, tiles of a lot).
 // Tried without gain: telling the L2 cache that partials need not be written back once they are read (discard.global.L2).
 // FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
