@@ -54,12 +54,14 @@ class Arrays(bench_conv.Arrays):
         self.moments = ops.from_host(np.stack([np.zeros(layer.channels), np.ones(layer.channels)]).astype(np.float32))
         self.affine = ops.from_host(np.ones(layer.channels, np.float32)), None
         self.norm = self.moments, self.affine[0], ops.from_host(np.zeros(layer.channels, np.float32))
+        zeros = self.array(torch.zeros_like(self.x[0]))
+        self.signs = [ops.batch_norm_join(self.array(x), *self.norm, zeros)[1] for x in self.x]
         options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
         self.options = options
 
     def added_bytes(self, kind: str) -> int:
         """Of the arrays that a convolution reads for what it does besides."""
-        return self.x[0].nbytes * (1 + self.joined) if kind == "gradients" else 0
+        return self.x[0].nbytes + (self.signs[0].nbytes if self.joined else 0) if kind == "gradients" else 0
 
     def forward(self, arm: str) -> list[Callable[[], Any]]:
         conv, w = ops.conv2d_stats if arm in ("whole", "kernel") else ops.conv2d, self.array(self.w)
@@ -84,23 +86,24 @@ class Arrays(bench_conv.Arrays):
     def backward_data(self, arm: str) -> list[Callable[[], Any]]:
         w = self.array(self.w)
 
-        def call(dy: Any, raw: Any, y: Any, add: Any) -> Any:
+        def call(dy: Any, raw: Any, y: Any, add: Any, signs: Any) -> Any:
             add = add if self.joined else None
             if arm in ("whole", "kernel"):
-                out = y if self.joined else None
+                output = {"y": y, "signs": signs} if self.joined else {}
                 found = ops.conv2d_backward_data_masked(
-                    dy, w, raw, self.moments, *self.affine, y=out, add=add, **self.options
+                    dy, w, raw, self.moments, *self.affine, **output, add=add, **self.options
                 )
                 return found if arm == "kernel" else (found, ops.batch_norm_backward_sums(found[1], self.moments))
             g = ops.conv2d_backward_data(dy, w, raw.shape, add=add, **self.options)
             if arm == "plain":
                 return g
             if self.joined:
-                return g, ops.batch_norm_join_backward_stats(g, y, raw, self.moments)
+                return g, ops.batch_norm_join_backward_stats(g, signs, raw, self.moments)
             return g, ops.batch_norm_activate_backward_stats(g, raw, self.moments, *self.affine)
 
         groups = zip(self.dy, self.inputs, self.outputs, self.x, strict=True)
-        return [partial(call, *map(self.array, group)) for group in groups]
+        arrays = [tuple(map(self.array, group)) for group in groups]
+        return [partial(call, *group, signs) for group, signs in zip(arrays, self.signs, strict=True)]
 
     def backward_data_peer(self) -> list[Callable[[], Any]]:
         import torch

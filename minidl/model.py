@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -108,7 +109,7 @@ class Model(checks.Told):
         services = {"comm": comm, "store": self.store, "profiler": profiler, "random": self.random}
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
-        share_buffers(graph)
+        self._places = share_buffers(graph)
         defer_gates(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
@@ -205,6 +206,8 @@ class Model(checks.Told):
     def _run(self, node: Node, values: list[Value | None], grad: bool) -> Value:
         """One layer on its inputs, which are filled in first unless the layer takes them unfinished."""
         layer = node.layer
+        if node.index in self._places:
+            values = self._with_place(node, values)
         if layer.accepts_unfinished:
             y = layer.forward(*(values[i] for i in node.inputs), grad=grad)
         else:
@@ -212,6 +215,15 @@ class Model(checks.Told):
                 values[i] = materialize(self.ops, values[i])
             y = layer.forward(*(values[i].array for i in node.inputs), grad=grad)
         return y if isinstance(y, Value) else Value(y)
+
+    def _with_place(self, node: Node, values: list[Value | None]) -> list[Value | None]:
+        """``values`` with a note for a convolution where its output is to lie, if there is a buffer."""
+        owner, first = self._places[node.index]
+        buffer, (source,) = values[owner].buffer, node.inputs
+        if buffer is None:
+            return values
+        noted = replace(values[source], place=buffer[..., first : first + node.shape[-1]])
+        return [*values[:source], noted, *values[source + 1 :]]
 
     def backward(self, dy: Any, *, accumulate: bool = False, send: bool = True) -> Any:
         """Back through the last forward pass; gradients land in the arena and their messages start.

@@ -75,17 +75,29 @@ class Value:
     """An array with notes, which are never owed.
 
     ``stats``: what ``batch_norm_finalize`` takes, from the producer; ``buffer``: an array whose first channels
-    ``array`` is, and whose others are free for the one `Concat` that continues it.
+    ``array`` is, and whose others are free for the one `Concat` that continues it; ``signs``: of ``array``, a
+    rectified sum, from ``batch_norm_join``; ``place``: for the convolution that reads this, where its output is to lie
+    (`minidl.layers.join.share_buffers`).
     """
 
     array: Any = None
     origin: Origin | None = None
     stats: Any = None
     buffer: Any = None
+    signs: Any = None
+    place: Any = None
 
-    def __init__(self, array: Any = None, origin: Origin | None = None, stats: Any = None, buffer: Any = None):
+    def __init__(
+        self,
+        array: Any = None,
+        origin: Origin | None = None,
+        stats: Any = None,
+        buffer: Any = None,
+        signs: Any = None,
+        place: Any = None,
+    ):
         # A frozen class's own would set them one by one, four times as long; every layer's output is one.
-        self.__dict__.update(array=array, origin=origin, stats=stats, buffer=buffer)
+        self.__dict__.update(array=array, origin=origin, stats=stats, buffer=buffer, signs=signs, place=place)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,24 +131,24 @@ def materialize(ops: ModuleType, value: Value) -> Value:
         return value
     assert value.origin is not None, "a value needs an array or an origin"
     owed = [term for term in value.origin.terms if isinstance(term, Normalized)]
-    array = None
+    array, signs = None, None
     for term in value.origin.terms:
         if not isinstance(term, Normalized):
             array = term if array is None else ops.add(array, term)
     relu = value.origin.relu
-    if array is None and len(owed) > 1:
-        array = _normalize_two(ops, owed.pop(0), owed.pop(0), relu and not owed)
-    for i, term in enumerate(owed):
-        last = relu and i == len(owed) - 1
-        array = ops.batch_norm_apply(term.raw, term.moments, term.gamma, term.beta, add=array, relu=last)
-    if relu and not any(isinstance(term, Normalized) for term in value.origin.terms):
+    if relu and not owed:
         array = ops.relu(array)
-    return Value(array, value.origin, value.stats)
-
-
-def _normalize_two(ops: ModuleType, a: Normalized, b: Normalized, relu: bool) -> Any:
-    other = {"add": b.raw, "add_moments": b.moments, "add_gamma": b.gamma, "add_beta": b.beta}
-    return ops.batch_norm_apply(a.raw, a.moments, a.gamma, a.beta, **other, relu=relu)
+    while owed:
+        term = owed.pop(0)
+        norm, other = (term.raw, term.moments, term.gamma, term.beta), {"add": array}
+        if array is None and owed:  # two at once
+            term = owed.pop(0)
+            other = {"add": term.raw, "add_moments": term.moments, "add_gamma": term.gamma, "add_beta": term.beta}
+        if relu and not owed and other["add"] is not None:
+            array, signs = ops.batch_norm_join(*norm, **other)
+        else:
+            array = ops.batch_norm_apply(*norm, **other, relu=relu and not owed)
+    return Value(array, value.origin, value.stats, signs=signs)
 
 
 class MaskedGradient:
@@ -147,7 +159,7 @@ class MaskedGradient:
 
     Attributes:
         dy: gradient of the activation's output.
-        y: that output; None where it is the one batch norm ``term``, and follows from it.
+        y: that output, of a ReLU its signs perhaps; None where it is the one batch norm ``term``, and follows from it.
         term: the batch norm under the activation, if there is nothing else.
         function: the activation; a ReLU unless there is a ``term``.
         array: the masked gradient, once somebody has it.
@@ -180,8 +192,10 @@ class MaskedGradient:
         """The masked gradient as an array."""
         if self.array is None:
             name, slope, _ = self.function
-            kept = self.y if self.term is None else self._kept(ops, self.term)
-            self.array = ops.activate_backward(self.dy, kept, name, slope)
+            if self.term is None:
+                self.array = ops.relu_backward(self.dy, self.y)
+            else:
+                self.array = ops.activate_backward(self.dy, self._kept(ops, self.term), name, slope)
         return self.array
 
     def _kept(self, ops: ModuleType, term: Normalized) -> Any:

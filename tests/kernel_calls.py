@@ -83,6 +83,13 @@ def call_batch_norm() -> None:
             ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
             ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
             ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
+            for other in ({}, {"add_moments": moments, "add_gamma": gamma, "add_beta": beta}):
+                y, signs = ops.batch_norm_join(x, moments, gamma, beta, x, **other)
+                assert y.shape == x.shape
+            if signs is not None:
+                ops.batch_norm_join_backward_stats(x, signs, x, moments, dgamma=dgamma)
+                for add in (None, x):
+                    assert ops.relu_backward(x, signs, add=add).shape == x.shape
         # Every function with the widest vectors; the other widths with a ReLU above: they do not meet in the kernels.
         x = next(activations(dtype))
         moments, gamma, beta = ops.empty((2, x.shape[-1]), np.float32), *parameters(*[x.shape[-1]] * 2)

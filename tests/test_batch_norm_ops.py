@@ -367,6 +367,43 @@ def test_sums_behind_a_join_leave_the_masked_gradient(ops, rng, dtype, shape, la
         assert_same(ops.to_host(one), ops.to_host(other))
 
 
+def signs_of(y):
+    """Where an array is positive, a bit for each value, rows in multiples of 16 bytes."""
+    bits = np.packbits(np.asarray(y, np.float32) > 0, axis=-1, bitorder="little")
+    return np.pad(bits, [(0, 0)] * (y.ndim - 1) + [(0, -bits.shape[-1] % 16)])
+
+
+@pytest.mark.parametrize("partner", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 2, 128), (2, 3, 3, 136), (7, 264)])
+def test_a_join_leaves_the_signs_of_its_output(ops, rng, dtype, shape, layout, partner):
+    """Which serve its gradient as the output itself does, to the bit."""
+    moments, (gamma, beta) = random_moments(rng, shape[-1]), vectors(rng, shape[-1])
+    x, add, dy, more = near_zero(rng, shape, dtype, moments, gamma, beta), *(draw(rng, shape, dtype) for _ in range(3))
+    add[rng.random(shape) < 0.5] = 0
+    x_, add_, dy_, more_ = (place(ops, array, layout) for array in (x, add, dy, more))
+    affine = [ops.from_host(v) for v in (moments, gamma, beta)]
+    names = ("add_moments", "add_gamma", "add_beta")
+    other = dict(zip(names, affine, strict=True)) if partner else {}
+    y, signs = ops.batch_norm_join(*(x_, *affine, add_), **other)
+    assert_same(ops.to_host(y), ops.to_host(ops.batch_norm_apply(x_, *affine, add=add_, **other, relu=True)))
+    if signs is None:
+        aligned = layout == LAYOUTS[0] and shape[-1] % 8 == 0
+        assert ops.name == "cpu" or dtype == float32 or not aligned, "kept the output where its signs would do"
+        return
+    used = -(-shape[-1] // 8)
+    assert ops.to_host(signs)[..., :used].tobytes() == signs_of(ops.to_host(y))[..., :used].tobytes()
+    assert signs.shape == signs_of(ops.to_host(y)).shape
+    for rest in (None, more_):
+        masked = (ops.relu_backward(dy_, kept, add=rest) for kept in (y, signs))
+        assert_same(*map(ops.to_host, masked))
+    gradients = [ops.empty(shape[-1:], float32) for _ in range(4)]
+    sums, left = ops.batch_norm_join_backward_stats(dy_, y, x_, affine[0], dgamma=gradients[0], dbeta=gradients[1])
+    again = ops.batch_norm_join_backward_stats(dy_, signs, x_, affine[0], dgamma=gradients[2], dbeta=gradients[3])
+    for one, two in zip((sums, left, *gradients[:2]), (*again, *gradients[2:]), strict=True):
+        assert_same(ops.to_host(one), ops.to_host(two))
+
+
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,6 +13,7 @@ from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
+from tests.test_batch_norm_ops import signs_of
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
@@ -34,10 +35,21 @@ def operands(rng, case, storage, joined, added):
 
 
 def check(ops, case, *hosts):
-    """The masked gradient and its sums, against those of separate passes; None where no kernel does it on the way."""
+    """The masked gradient and its sums, against those of separate passes; None where no kernel does it on the way.
+
+    The signs of the ReLU's output serve as well as the output, to the bit.
+    """
     dy, w, add, x, moments, gamma, beta, y = (None if h is None else ops.from_host(h) for h in hosts)
     plain = ops.conv2d_backward_data(dy, w, x.shape, add=add, **case.options)
     found, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, gamma, beta, y=y, add=add, **case.options)
+    if ops.name == "cuda" and hosts[-1] is not None:
+        signs = ops.from_host(signs_of(hosts[-1]))
+        again = ops.conv2d_backward_data_masked(
+            dy, w, x, moments, gamma, beta, y=y, signs=signs, add=add, **case.options
+        )
+        assert (parts is None) == (again[1] is None)
+        for one, other in zip((found, parts), again, strict=True):
+            assert one is None or ops.to_host(one).tobytes() == ops.to_host(other).tobytes()
     if parts is None:
         assert ops.to_host(found).tobytes() == ops.to_host(plain).tobytes()
         return None
@@ -59,6 +71,37 @@ def check(ops, case, *hosts):
 @cases(ALL)
 def test_masking_on_the_way_is_masking_afterwards(ops, case, dtype, joined, added, rng):
     check(ops, case, *operands(rng, case, dtype, joined, added))
+
+
+def check_transposed(ops, case, storage, rng):
+    """Of a transposed convolution, whose gradient is a forward pass: ``y`` of the case is its input."""
+    dy, w, x = (draw(rng, shape, storage, offset=o) for shape, o in ((case.x, 0), (case.w, 0), (case.y, 0.3)))
+    moments = np.stack([rng.standard_normal(case.y[3]), rng.uniform(0.5, 2, case.y[3])]).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, case.y[3])).astype(np.float32)
+    dy_, w_, x_, *norm = put(ops, dy, w, x, moments, gamma, beta)
+    plain = ops.conv2d(dy_, w_, **case.options)
+    found, parts = ops.conv2d_backward_data_masked(dy_, w_, x_, *norm, **case.options, transposed=True)
+    if parts is None:
+        assert ops.to_host(found).tobytes() == ops.to_host(plain).tobytes()
+        return
+    expected = ops.relu_backward(plain, ops.batch_norm_apply(x_, *norm, relu=True))
+    assert ops.to_host(found).tobytes() == ops.to_host(expected).tobytes()
+    sums = ops.to_host(ops.batch_norm_backward_sums(parts, norm[0]))
+    g = ops.to_host(expected).astype(np.float64).reshape(-1, case.y[3])
+    centred = (x.astype(np.float64).reshape(g.shape) - moments[0]) * moments[1]
+    for row, terms in zip(sums, (g, g * centred), strict=True):
+        assert_close(row, terms.sum(0), float32, terms=len(g), scale=np.abs(terms).max(initial=0.0))
+
+
+@cases(ALL)
+def test_of_a_transposed_convolution(ops, case, dtype, rng):
+    check_transposed(ops, case, dtype, rng)
+
+
+@SIXTEEN
+@cases(CASES)
+def test_of_a_transposed_convolution_in_each_family(forced_ops, case, storage, rng):  # noqa: F811
+    check_transposed(forced_ops, case, storage, rng)
 
 
 @SIXTEEN
@@ -116,10 +159,11 @@ def test_a_nan_in_the_gradient_is_seen(forced_ops, case, rng):  # noqa: F811
     y[...], add[..., 1] = 1, np.nan
     y[..., 2], add[..., 2] = 0, np.nan
     args = [None if h is None else forced_ops.from_host(h) for h in (dy, w, x, moments, gamma, beta)]
-    y, add = put(forced_ops, y, add)
-    found, parts = forced_ops.conv2d_backward_data_masked(*args, y=y, add=add, **case.options)
-    if parts is not None:
-        sums = forced_ops.to_host(forced_ops.batch_norm_backward_sums(parts, args[3]))
-        found = forced_ops.to_host(found).astype(np.float32)
-        assert np.isnan(sums[:, 1]).all() and np.isnan(sums).sum() == 2
-        assert np.isnan(found[..., 1]).all() and not found[..., 2].any()
+    y, signs, add = put(forced_ops, y, signs_of(y), add)
+    for given in ({"y": y}, {"y": y, "signs": signs}):
+        found, parts = forced_ops.conv2d_backward_data_masked(*args, **given, add=add, **case.options)
+        if parts is not None:
+            sums = forced_ops.to_host(forced_ops.batch_norm_backward_sums(parts, args[3]))
+            found = forced_ops.to_host(found).astype(np.float32)
+            assert np.isnan(sums[:, 1]).all() and np.isnan(sums).sum() == 2
+            assert np.isnan(found[..., 1]).all() and not found[..., 2].any()

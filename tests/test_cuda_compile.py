@@ -22,6 +22,7 @@ from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
+from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
@@ -79,11 +80,14 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     ops.conv2d(x, w, bias, relu=True, **where)
     ops.conv2d_backward_data(dy, w, x.shape, add=x, mask=x, **where)
     moments = ops.empty((2, x.shape[-1]), np.float32)
-    for y_below, add in ((None, None), (x, x)):
-        masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, y=y_below, add=add, **where)
+    signs = ops.empty((*x.shape[:3], signs_pitch(x.shape[3])), np.uint8)
+    for below, add in (({}, None), ({"y": x}, x), ({"y": x, "signs": signs}, x)):
+        masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, **below, add=add, **where)
         assert masked.shape == x.shape
         if parts is not None:
             assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape
+    facts = ops.empty((2, filters), np.float32), bias, bias
+    assert ops.conv2d_backward_data_masked(x, w, y, *facts, transposed=True, **where)[0].shape == y.shape
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
     norm = moments, input_bias, input_bias
@@ -300,6 +304,9 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
             if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
                 for parts in (1, 2, 4, 8):
                     launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=parts)
+        if backward and kernel == 1 and tile.columns == conv2d_hopper.SIGNED_COLUMNS:
+            signed = {"masked": conv2d_hopper.SIGNED}
+            launches += conv2d_hopper.plan(conv, code, True, (64, 64, 64, 16), True, device, (tile, 1), **signed)
         if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)

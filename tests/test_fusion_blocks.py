@@ -7,6 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import fusion
+from minidl.store import slot_key
 from tests.test_fusion import BOUND, close, fused, run
 
 
@@ -39,8 +40,22 @@ def pooling():
     return graph.output(m.Linear(384, 5, name="fc")(m.Flatten()(x)))
 
 
+def skipping():
+    """A U-Net of one level: a pooling reads the ReLU that is passed by, too."""
+    graph = m.Graph()
+
+    def block(x, name, width):
+        x = m.Conv2d(x.shape[-1], width, 3, padding=1, bias=False, name=f"{name}.conv")(x)
+        return m.ReLU(name=f"{name}.relu")(m.BatchNorm2d(width, name=f"{name}.bn")(x))
+
+    skip = block(graph.input((6, 6, 3)), "down", 8)
+    x = block(m.MaxPool2d(2, name="pool")(skip), "bottom", 16)
+    x = m.Concat(name="join")(skip, m.ConvTranspose2d(16, 8, 2, stride=2, name="up")(x))
+    return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(block(x, "top", 8))))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("build", [dense, pooling])
+@pytest.mark.parametrize("build", [dense, pooling, skipping])
 def test_every_plan_computes_the_same(ops, build, precision):
     plain, *others = (run(fused(build, how, ops, precision=precision)) for how in fusion.PLANS)
     for taken in others:
@@ -64,20 +79,6 @@ def test_what_is_pooled_is_not_written(cpu_ops, monkeypatch):
     assert calls.count("batch_norm_activate_backward_stats") == 1  # of the one without parameters
 
 
-def skipping():
-    """A U-Net of one level: a pooling reads the ReLU that is passed by, too."""
-    graph = m.Graph()
-
-    def block(x, name, width):
-        x = m.Conv2d(x.shape[-1], width, 3, padding=1, bias=False, name=f"{name}.conv")(x)
-        return m.ReLU(name=f"{name}.relu")(m.BatchNorm2d(width, name=f"{name}.bn")(x))
-
-    skip = block(graph.input((6, 6, 3)), "down", 8)
-    x = block(m.MaxPool2d(2, name="pool")(skip), "bottom", 16)
-    x = m.Concat(name="join")(skip, m.ConvTranspose2d(16, 8, 2, stride=2, name="up")(x))
-    return graph.output(m.Linear(288, 5, name="fc")(m.Flatten()(block(x, "top", 8))))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("how", ["none", "statistics", "bnff"])
 @pytest.mark.parametrize("build", [dense, skipping])
@@ -90,24 +91,33 @@ def test_buffers_that_concatenations_share_change_no_bit(ops, build, how, precis
 
 
 def test_what_a_concatenation_continues_is_written_into_its_buffer(cpu_ops, monkeypatch):
-    copied = []
-    own = cpu_ops.copy_into
-    monkeypatch.setattr(cpu_ops, "copy_into", lambda out, x: copied.append(x.shape) or own(out, x))
+    copied = _copies(cpu_ops, monkeypatch)
     model = fused(skipping, "elementwise", cpu_ops)
     copied.clear()
     x = np.ones((2, 6, 6, 3), np.float32)
     model.forward(x)
-    assert copied == [(2, 6, 6, 8)], "the other part alone"
+    assert not copied, "the convolution writes the other part there"
     model.forward(x, grad=False)
-    assert len(copied) == 1, "nobody waits for a buffer that nothing keeps"
+    assert copied == [], "nobody waits for a buffer that nothing keeps"
+
+
+def _copies(ops, monkeypatch):
+    """Where ``copy_into`` copies anything: the channels, of each call to come."""
+    copied, own = [], ops.copy_into
+
+    def copy_into(out, x):
+        if slot_key(out) != slot_key(x):
+            copied.append(x.shape[-1])
+        own(out, x)
+
+    monkeypatch.setattr(ops, "copy_into", copy_into)
+    return copied
 
 
 def test_concatenations_of_a_block_lie_in_one_buffer(cpu_ops, monkeypatch):
-    model, copied = fused(dense, "statistics", cpu_ops), []
-    own = cpu_ops.copy_into
-    monkeypatch.setattr(cpu_ops, "copy_into", lambda out, x: copied.append(x.shape[-1]) or own(out, x))
+    model, copied = fused(dense, "statistics", cpu_ops), _copies(cpu_ops, monkeypatch)
     model.forward(np.ones((2, 6, 6, 3), np.float32))
-    assert copied == 2 * [16, 8, 8, 8]
+    assert copied == 2 * [16, 8], "what lies in no buffer yet; convolutions write the rest there"
     rooms = [(layer.room, layer.continues) for layer in model.layers if isinstance(layer, m.Concat)]
     assert rooms == 2 * [(16, False), (8, True), (0, True)]
 
@@ -120,6 +130,17 @@ def test_two_that_continue_one_concatenation_do_not_share_its_buffer(ops):
     right = m.Concat(name="right")(x, m.Conv2d(16, 8, 1, name="c")(x))
     model = m.Model(graph.output(m.Add(name="add")(left, right)), device=ops.name)
     assert not any(layer.room or layer.continues for layer in model.layers if isinstance(layer, m.Concat))
+
+
+def test_a_transposed_convolution_masks_the_gradient_that_it_alone_gives(cpu_ops, monkeypatch):
+    (site,) = (s for s in fusion.find_sites(skipping()) if s.name == "bottom.bn")
+    assert site.taker == "up" and not site.sole and site.passed_on is None
+    taken, own = [], cpu_ops.conv2d_backward_data_masked
+    monkeypatch.setattr(
+        cpu_ops, "conv2d_backward_data_masked", lambda *a, **o: taken.append(o.get("transposed", False)) or own(*a, **o)
+    )
+    run(fused(skipping, "gradients", cpu_ops), steps=1)
+    assert taken == [True]
 
 
 def test_statistics_of_a_concatenation_are_taken_once(cpu_ops, monkeypatch):

@@ -73,7 +73,15 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
 
     count = ops.from_host(np.array([size / channels]))
     zero_sums = ops.from_host(np.zeros((2, channels)))
-    passes: list[tuple[str, str, int, Make, dict[str, Make]]] = [
+    signed = 1 / 16 if DTYPES[dtype].itemsize == 2 else 0  # in arrays
+
+    def by_signs() -> Call:
+        dy, x, z = (noise(shape, DTYPES[dtype]) for _ in range(3))
+        m, g = moments()
+        signs = ops.batch_norm_join(x, m, g, g, z)[1]
+        return lambda: ops.batch_norm_join_backward_stats(dy, signs, x, m)
+
+    passes: list[tuple[str, str, float, Make, dict[str, Make]]] = [
         ("batch_norm_stats", "forward", 1, ours(lambda x, m, g: ops.batch_norm_stats(x), 1),
          torch_peer(lambda x, g: torch_function("batch_norm_stats")(x, 1e-5), 1)),
         ("batch_norm_apply", "forward", 2, ours(lambda x, m, g: ops.batch_norm_apply(x, m, g, g), 1),
@@ -84,11 +92,10 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
         ("batch_norm_backward_apply", "backward_data", 3,
          ours(lambda dy, x, m, g: ops.batch_norm_backward_apply(dy, x, m, g, zero_sums, count), 2),
          torch_peer(lambda dy, x, g: torch_function("batch_norm_backward_elemt")(dy, x, g, g, g, g, g, g.int()), 2)),
-        ("batch_norm_apply + add, relu", "forward", 3,
-         ours(lambda x, z, m, g: ops.batch_norm_apply(x, m, g, g, add=z, relu=True), 2), {}),
-        ("batch_norm_apply + batch norm, relu", "forward", 3,
-         ours(lambda x, z, m, g: ops.batch_norm_apply(x, m, g, g, add=z, add_moments=m, add_gamma=g, add_beta=g,
-                                                      relu=True), 2), {}),
+        ("batch_norm_join", "forward", 3 + signed,
+         ours(lambda x, z, m, g: ops.batch_norm_join(x, m, g, g, z), 2), {}),
+        ("batch_norm_join of two", "forward", 3 + signed,
+         ours(lambda x, z, m, g: ops.batch_norm_join(x, m, g, g, z, add_moments=m, add_gamma=g, add_beta=g), 2), {}),
         ("batch_norm_relu_backward_stats", "backward_weight", 2,
          ours(lambda dy, x, m, g: ops.batch_norm_activate_backward_stats(dy, x, m, g, g), 2), {}),
         ("batch_norm_relu_backward_apply", "backward_data", 3,
@@ -103,8 +110,10 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
         ("batch_norm_join_backward_stats", "backward_weight", 4,
          ours(lambda dy, y, x, m, g: ops.batch_norm_join_backward_stats(dy, y, x, m), 3), {}),
     ]  # fmt: skip
+    if signed:
+        passes.append(("batch_norm_join_backward_stats, signs", "backward_weight", 3 + signed, by_signs, {}))
     for name, direction, arrays, make, peers in passes:
-        yield Case(f"{name}/{label}", direction, dtype, arrays * width * size, make, peers)
+        yield Case(f"{name}/{label}", direction, dtype, round(arrays * width * size), make, peers)
 
 
 def images(dtype: str) -> Iterator[Case]:

@@ -78,10 +78,14 @@ def cast(x: Array, dtype) -> Array:
 
 
 def copy_into(out: Array, x: Array) -> None:
-    """``out[...] = x``, rounded to nearest even when the dtypes differ; both dense or pitched, of one shape."""
+    """``out[...] = x``, rounded to nearest even when the dtypes differ; both dense or pitched, of one shape.
+
+    Nothing is done where ``x`` is what lies there already.
+    """
     assert out.shape == x.shape, (out.shape, x.shape)
     if out.dtype == x.dtype:
-        np.copyto(out, x)
+        if out.__array_interface__["data"] != x.__array_interface__["data"] or out.strides != x.strides:
+            np.copyto(out, x)
         return
     # An overflow to infinity is an ordinary event in float16 training (the loss scale reacts to it), not news.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -27,6 +27,7 @@ __all__ = [
     "batch_norm_concat",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
+    "batch_norm_join",
     "batch_norm_join_backward_stats",
     "batch_norm_merge",
     "batch_norm_stats",
@@ -133,6 +134,22 @@ def batch_norm_apply(
     assert out.shape == x.shape and out.dtype == x.dtype, (out.shape, out.dtype)
     out[...] = y
     return out
+
+
+def batch_norm_join(
+    x: Array,
+    moments: Array,
+    gamma: Array | None,
+    beta: Array | None,
+    add: Array,
+    *,
+    add_moments: Array | None = None,
+    add_gamma: Array | None = None,
+    add_beta: Array | None = None,
+) -> tuple[Array, None]:
+    """`batch_norm_apply` with ``add`` and ReLU; a GPU's kernels leave the signs of the result beside it."""
+    affine = {"add_moments": add_moments, "add_gamma": add_gamma, "add_beta": add_beta}
+    return batch_norm_apply(x, moments, gamma, beta, add=add, **affine, relu=True), None
 
 
 def batch_norm_activate(

@@ -10,7 +10,7 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
 from minidl.cpu.activation import activate, relu_backward
-from minidl.cpu.array import Array, cast, contiguous, empty, rows, write_gradient, zeros
+from minidl.cpu.array import Array, cast, contiguous, copy_into, empty, rows, write_gradient, zeros
 from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_stats, batch_norm_stats
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
@@ -75,7 +75,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
 @_QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, relu: bool = False, tf32: bool = False, packed: bool = False,
+    norm: Norm | None = None, relu: bool = False, tf32: bool = False, packed: bool = False, out: Array | None = None,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
@@ -89,18 +89,22 @@ def conv2d(
             ``batch_norm_apply(x, *norm, relu=True)``.
         relu: the result is ``relu`` of that.
         packed: lets a GPU do that in packed 16-bit arithmetic; nothing here.
+        out: where the result is to lie, dense or pitched; default: a new array.
 
     Returns:
-        y: (N, P, Q, K), dense, dtype of ``x``.
+        y: (N, P, Q, K), dense but for ``out``, dtype of ``x``.
 
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
     refuse_tf32("conv2d", tf32)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if out is not None:
+        copy_into(out, conv2d(x, w, bias, **geometry, norm=norm, relu=relu))
+        return out
     if norm is not None:
         x = batch_norm_apply(x, *norm, relu=True)
     if relu:
-        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         return activate(conv2d(x, w, bias, **geometry), "relu")
     if _is_linear(x.shape, w.shape, padding, groups):
         return _linear(x, w, bias)
@@ -111,10 +115,11 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False, packed: bool = False, finish: bool = True,
+    norm: Norm | None = None, tf32: bool = False, packed: bool = False, finish: bool = True, out: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d`, and ``batch_norm_stats`` of its result, always finished."""
-    y = conv2d(x, w, bias, stride=stride, padding=padding, dilation=dilation, groups=groups, norm=norm, tf32=tf32)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    y = conv2d(x, w, bias, **geometry, norm=norm, tf32=tf32, out=out)
     return y, batch_norm_stats(y)
 
 
@@ -122,6 +127,7 @@ def conv2d_stats(
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     bias: Array | None = None, add: Array | None = None, mask: Array | None = None, tf32: bool = False,
+    out: Array | None = None,
 ) -> Array:  # fmt: skip
     """The adjoint of `conv2d` in ``x``: the data gradient, or the forward pass of a transposed convolution.
 
@@ -133,19 +139,23 @@ def conv2d_backward_data(
         bias: (C,) float32, added before the one rounding.
         add: (N, H, W, C), dtype of ``dy``, added before the one rounding.
         mask: (N, H, W, C), the output of a ReLU whose gradient this is: the result counts where it is positive.
+        out: as in `conv2d`.
 
     Returns:
-        dx: (N, H, W, C), dense, dtype of ``dy``.
+        dx: (N, H, W, C), dense but for ``out``, dtype of ``dy``.
 
     Raises:
         ValueError: ``tf32=True``, which only a GPU has.
     """
     refuse_tf32("conv2d_backward_data", tf32)
     x_shape = tuple(x_shape)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if out is not None:
+        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, mask=mask))
+        return out
     if add is not None:
         add = _unit_channels(add)
     if mask is not None:
-        geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         return relu_backward(conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add), mask)
     if _is_linear(x_shape, w.shape, padding, groups):
         return _linear_backward_data(dy, w, bias, add)
@@ -155,17 +165,23 @@ def conv2d_backward_data(
 
 def conv2d_backward_data_masked(
     dy: Array, w: Array, x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *,
-    y: Array | None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int, add: Array | None = None,
-    tf32: bool = False,
+    y: Array | None = None, signs: None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    add: Array | None = None, transposed: bool = False, tf32: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d_backward_data` masked by the ReLU below, and for ``batch_norm_backward_sums`` the sums of its batch norm.
 
     Args:
         x, moments, gamma, beta: of the batch norm.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        signs: None; GPUs have them of ``y``.
+        transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
+    assert add is None or not transposed, "a convolution adds nothing"
+    if transposed:
+        dx = conv2d(dy, w, **geometry, tf32=tf32)
+    else:
+        dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
     dx = relu_backward(dx, batch_norm_apply(x, moments, gamma, beta, relu=True) if y is None else y)
     return dx, batch_norm_backward_stats(dx, x, moments)
 

@@ -9,6 +9,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.signs import are_signs, mask_by_signs
 from minidl.cuda.rows import dtype_code, walk
 
 __all__ = ["activate", "activate_backward", "relu", "relu_backward", "struct_of"]
@@ -74,5 +75,10 @@ def relu(x: Any) -> Any:
 
 
 def relu_backward(dy: Any, y: Any, *, add: Any = None) -> Any:
-    """``dy`` where the output ``y`` was positive, else 0, plus ``add`` (all of one shape and dtype)."""
+    """``dy`` where the output ``y`` was positive, else 0, plus ``add`` (all of one shape and dtype).
+
+    In place of ``y`` its signs may come, as ``batch_norm_join`` leaves them.
+    """
+    if are_signs(y):
+        return mask_by_signs(dy, y, add)
     return activate_backward(dy, y, "relu", add=add)

@@ -10,7 +10,7 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.device import active_dry_run, import_cupy
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import DTYPE, dense, in_rows, walk
+from minidl.cuda.rows import DTYPE, address, dense, in_rows, walk
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
@@ -97,6 +97,8 @@ def cast(x: Any, dtype: Any) -> Any:
 def copy_into(out: Any, x: Any) -> None:
     """``out[...] = x``: both dense or pitched, of one shape; rounds to nearest even where the types differ.
 
+    Nothing is done where ``x`` is what lies there already.
+
     Raises:
         ValueError: when the shapes differ, or ``out`` is neither dense nor pitched.
         TypeError: for a conversion other than from float32, bfloat16, float16 or uint8 to one of the first three.
@@ -105,7 +107,8 @@ def copy_into(out: Any, x: Any) -> None:
         raise checks.bad_shape("copy_into", "x", str(out.shape), x.shape)
     x = as_rows(x)
     if out.dtype == x.dtype:
-        _copy(out, x)
+        if address(out) != address(x) or out.strides != x.strides:
+            _copy(out, x)
         return
     if x.dtype not in _TYPE_NAMES:
         raise checks.bad_dtype("copy_into", "x", "float32, bfloat16, float16 or uint8", x.dtype)

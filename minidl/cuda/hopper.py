@@ -15,21 +15,23 @@ from minidl.cuda.device import driver
 from minidl.cuda.rows import addresses
 from minidl.shapes import Pair
 
-__all__ = ["TF32", "TensorMaps", "View", "Views"]
+__all__ = ["BYTES", "TF32", "TensorMaps", "View", "Views"]
 
 MAP_BYTES = 128
 _ALIGNMENT = 64  # of what the driver writes
 TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way to shared memory
-_DATA_TYPE = {0: 7, 1: 9, 2: 6, TF32: 11}  # CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32
-_SWIZZLE_128B, _PROMOTION_128B, _PROMOTION_256B = 3, 2, 3
+BYTES = 4  # of bytes, whose rows lie side by side in shared memory
+# CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32, _UINT8
+_DATA_TYPE = {0: 7, 1: 9, 2: 6, TF32: 11, BYTES: 0}
+_SWIZZLE_128B, _SWIZZLE_NONE, _PROMOTION_128B, _PROMOTION_256B = 3, 0, 2, 3
 _CORNERS = range(-128, 128)
 
 
 class View(NamedTuple):
-    """One map but for the array's address; rows of 128 bytes swizzled.
+    """One map but for the array's address; rows of 128 bytes swizzled, but not those of `BYTES`.
 
     Attributes:
-        code: the macro DTYPE, or `TF32`.
+        code: the macro DTYPE, `TF32` or `BYTES`.
         sizes: elements along each dimension.
         pitches: bytes from one element to the next along each dimension but the first.
         box: elements along each dimension, at most 256; of a column of pixels (channels, pixels).
@@ -110,8 +112,9 @@ def _encode(view: View, base: int) -> bytes:
         ctypes.c_void_p(start), signed(_DATA_TYPE[view.code]), word(dimensions), ctypes.c_void_p(base + view.offset),
         numbers(wide, view.sizes), numbers(wide, view.pitches),
     )  # fmt: skip
+    swizzle = _SWIZZLE_NONE if view.code == BYTES else _SWIZZLE_128B
     promotion = _PROMOTION_256B if view.neighbours else _PROMOTION_128B
-    tail = (signed(0), signed(_SWIZZLE_128B), signed(promotion), signed(0))
+    tail = (signed(0), signed(swizzle), signed(promotion), signed(0))
     if view.corners is None:
         name, shape, steps = "cuTensorMapEncodeTiled", (numbers(word, view.box),), (1,) * dimensions
     else:

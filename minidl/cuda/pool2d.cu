@@ -22,7 +22,8 @@
 //
 // max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums.
 //                       Bound by instructions (3x3, stride 2: 550 per output of 8 channels): a row of taps that the next
-//                       window has too is normalised once, and its maximum carried down the strip
+//                       window has too is normalised once, and its maximum carried down the strip; its others are
+//                       loaded while the window before is worked on
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
 //                       bytes: dy + index + x once + dx
@@ -46,23 +47,28 @@ constexpr int COVER_W = (KERNEL_W - 1) * DILATION_W / STRIDE_W + 1;
 constexpr int TAP_ROWS = KERNEL_H * KERNEL_W <= 9 ? KERNEL_H : 1;
 constexpr int TAPS = KERNEL_W <= 5 ? KERNEL_W : 4;
 
-// Loads taps s0 .. s0 + TAPS of some rows of a window whose first tap is at (h0, w0); `blank` is what a tap off the image
+// Loads taps s0 .. s0 + TAPS of row h of a window whose first tap is at column w0; `blank` is what a tap off the image
 // holds.
+template <int DILATE_W>
+DEVICE void load_row(const T* __restrict__ image, int h, int w0, int s0, int height, int width, i64 pitch,
+                     const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[TAPS]) {
+    const T* line = image + i64(h) * width * pitch;
+#pragma unroll
+    for (int s = 0; s < TAPS; ++s) {
+        const int w = w0 + (s0 + s) * DILATE_W;
+        const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w) < u32(width);
+        taps[s] = blank;
+        if (inside) taps[s] = load_raw<VEC>(line + w * pitch);
+    }
+}
+
+// The same of some rows from h0 on.
 template <int DILATE_H, int DILATE_W, int ROWS>
 DEVICE void load_taps(const T* __restrict__ image, int h0, int w0, int s0, int height, int width, i64 pitch,
                       const Raw<T, VEC>& blank, Raw<T, VEC> (&taps)[ROWS][TAPS]) {
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int h = h0 + r * DILATE_H;
-        const T* line = image + i64(h) * width * pitch;
-#pragma unroll
-        for (int s = 0; s < TAPS; ++s) {
-            const int w = w0 + (s0 + s) * DILATE_W;
-            const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w) < u32(width);
-            taps[r][s] = blank;
-            if (inside) taps[r][s] = load_raw<VEC>(line + w * pitch);
-        }
-    }
+    for (int r = 0; r < ROWS; ++r)
+        load_row<DILATE_W>(image, h0 + r * DILATE_H, w0, s0, height, width, pitch, blank, taps[r]);
 }
 
 #ifdef TILE_H
@@ -188,12 +194,14 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         return row;
     };
     Maximum carried[OVERLAP > 0 ? OVERLAP : 1];  // of the rows that the window before has, too
+    Lanes taps[ROWS][TAPS];                      // with such, of a window's other rows
     if (OVERLAP > 0) {
-        Lanes taps[OVERLAP > 0 ? OVERLAP : 1][TAPS];
+        Lanes above[OVERLAP > 0 ? OVERLAP : 1][TAPS];
         const int h0 = p_begin * STRIDE_H - pad_h;
-        load_taps<1, DILATION_W>(image, h0, w0, 0, height, width, pitch, lowest, taps);
+        load_taps<1, DILATION_W>(image, h0, w0, 0, height, width, pitch, lowest, above);
+        load_taps<1, DILATION_W>(image, h0 + OVERLAP, w0, 0, height, width, pitch, lowest, taps);
 #pragma unroll
-        for (int r = 0; r < OVERLAP; ++r) carried[r] = row_maximum(taps[r], h0 + r, 0);
+        for (int r = 0; r < OVERLAP; ++r) carried[r] = row_maximum(above[r], h0 + r, 0);
     }
 #endif
     for (int p = p_begin; p < p_end; ++p) {
@@ -211,13 +219,18 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         for (int r0 = OVERLAP; r0 < KERNEL_H; r0 += ROWS)
 #pragma unroll 1
             for (int s0 = 0; s0 < KERNEL_W; s0 += TAPS) {
+#if !NORMALIZED
                 Lanes taps[ROWS][TAPS];
+#endif
                 const int h = h0 + r0 * DILATION_H;
-                load_taps<DILATION_H, DILATION_W>(image, h, w0, s0, height, width, pitch, lowest, taps);
+                if (OVERLAP == 0)
+                    load_taps<DILATION_H, DILATION_W>(image, h, w0, s0, height, width, pitch, lowest, taps);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
 #if NORMALIZED
                     const Maximum row = row_maximum(taps[r], h + r * DILATION_H, s0);
+                    if (OVERLAP > 0 && p + 1 < p_end)  // the next window's (without this branch 48 bytes would spill)
+                        load_row<DILATION_W>(image, h + r + STRIDE_H, w0, 0, height, width, pitch, lowest, taps[r]);
                     found.take(row, (r0 + r) * KERNEL_W);
                     if (OVERLAP > 0 && OVERLAP + r >= STRIDE_H) carried[OVERLAP + r - STRIDE_H] = row;
 #else

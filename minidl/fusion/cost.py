@@ -17,7 +17,7 @@ from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, 
 from minidl.fusion.sites import Site
 from minidl.graph import Graph
 from minidl.layer import Layer
-from minidl.layers import Conv2d
+from minidl.layers import Conv2d, ConvTranspose2d
 from minidl.precision import Precision, bfloat16
 
 __all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
@@ -51,7 +51,7 @@ _PASSES = {
     ("activation", False): (5, 8),
     ("activation", True): (3, 5),  # likewise the slope
     ("join", False): (8, 8),
-    ("join", True): (4, 7),  # the first backward pass reads the output too, and writes the masked gradient
+    ("join", True): (4, 6),  # the first backward pass writes the masked gradient; signs of the output are no pass
     ("sum", False): (6, 5),
     ("sum", True): (4, 5),
     ("partner", False): (3, 5),
@@ -65,10 +65,11 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     kind = site.kind if site.first_back or site.kind == "alone" else "partner"
     modes = modes_of(way)
     forward, backward = _PASSES[kind, "elementwise" in modes]
+    backward += kind == "join" and "elementwise" in modes and itemsize > 2  # without signs it reads the output, too
     forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
     forward -= 2 * bool({"prologue", "pooled", "rectified"} & {*modes})  # done where it is read, or written
     backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
-    # The gradient is masked where it is written, and its sums are taken, for a read of the input (and the output); over
+    # The gradient is masked where it is written, and its sums are taken, for a read of the input; over
     # a bare ReLU for a read of that, by a pooling before it makes it large.
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     size = batch * prod(site.shape) * itemsize
@@ -90,7 +91,7 @@ class Machine(NamedTuple):
 
     def does(self, layer: Layer, mode: str, precision: Precision) -> bool:
         """Whether a convolution, or a pooling, has kernels for a mode; else the work is done in passes of its own."""
-        if not isinstance(layer, Conv2d):
+        if not isinstance(layer, (Conv2d, ConvTranspose2d)):
             return True
         if mode == "rectified" and layer.in_channels <= STEM and precision.storage.itemsize == 2:
             return self.arch is not None

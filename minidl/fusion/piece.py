@@ -24,6 +24,7 @@ from minidl.layers import (
     Add,
     BatchNorm2d,
     Conv2d,
+    ConvTranspose2d,
     Hardswish,
     LeakyReLU,
     MaxPool2d,
@@ -42,7 +43,9 @@ from minidl.value import Value, finished, materialize
 __all__ = ["Cut", "Member", "Piece", "cut", "twin"]
 
 # And no kinds of these, which may talk to other ranks.
-_MEASURED = (Conv2d, BatchNorm2d, ReLU, ReLU6, LeakyReLU, Sigmoid, Tanh, SiLU, GELU, Hardswish, Add, MaxPool2d)
+_MEASURED = (
+    Conv2d, ConvTranspose2d, BatchNorm2d, ReLU, ReLU6, LeakyReLU, Sigmoid, Tanh, SiLU, GELU, Hardswish, Add, MaxPool2d,
+)  # fmt: skip
 _MOST_SETS = 8
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, MaxPool2d, ReLU
+from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
 from minidl.layers.activation import Activation
 
 __all__ = ["Site", "find_sites"]
@@ -27,10 +27,10 @@ class Site:
         producer: name of the convolution below it, if it alone reads that.
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
-            sum of all; at a join of two batch norms, of the first summand only. Over a bare ReLU also that of a max
-            pooling, if it alone reads that.
+            sum of all; at a join of two batch norms, of the first summand only. A transposed one if it alone reads the
+            ReLU; over a bare ReLU also that of a max pooling, if it does.
         pooling: whether that is a max pooling.
-        sole: whether nobody else reads that ReLU.
+        sole: whether nobody else reads that ReLU, and the taker is no transposed convolution.
         pooled: name of the ReLU above it if a max pooling alone reads that.
         why: of one that stands alone, the reason.
     """
@@ -115,16 +115,17 @@ def _joined(graph: Graph, node: Node, readers: list[list[int]]) -> tuple[str, ..
 
 
 def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | None, bool]:
-    """(taker, whether it is alone)"""
+    """(taker, whether a convolution alone reads the ReLU, and so can do its work too)"""
     if site.kind not in ("relu", "join"):
         return None, False
     under, relu = graph[site.readers[0]], graph[site.readers[-1]]
     if site.partner is not None and graph.nodes[under.inputs[0]].name != site.name:
         return None, False
     first = graph.nodes[min(readers[relu.index], default=relu.index)]
-    if not isinstance(first.layer, Conv2d):
-        return None, False
-    return first.name, len(readers[relu.index]) == 1 and relu is not graph.output_node
+    alone = len(readers[relu.index]) == 1 and relu is not graph.output_node
+    if alone and type(first.layer) is ConvTranspose2d:
+        return first.name, False
+    return (first.name, alone) if isinstance(first.layer, Conv2d) else (None, False)
 
 
 def _pooled(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:

@@ -61,7 +61,7 @@ class ReLU(Layer):
             done = self._in_buffer(first, done) if self.room and self._grad_enabled else materialize(self.ops, done)
         else:
             done = materialize(self.ops, done)
-            self.save(y=done.array, finished=True)
+            self.save(y=done.array if done.signs is None else done.signs, finished=True)
         return done if self._grad_enabled else done.array
 
     def _in_buffer(self, term: Normalized, done: Value) -> Value:

@@ -20,6 +20,10 @@ class _Convolution(Layer):
     """What the two convolutions share: geometry, parameters, weight and bias gradients."""
 
     accepts_add = True
+    accepts_unfinished = True  # a ReLU over a batch norm; what a finished one was made of; where the output is to lie
+    # A fusion plan's mode: the input's gradient is masked for the ReLU below, and summed for a batch norm under that.
+    masks = False
+    modes = ("training", "masks")
 
     def __init__(
         self,
@@ -58,6 +62,31 @@ class _Convolution(Layer):
         axes = (self.kernel_size, self.stride, self.padding, self.dilation)
         return image[0] * image[3] * covered(image[1:3], out[1:3], *axes)
 
+    def _below(self, x: Value) -> dict[str, Any]:
+        """What the gradient of an input needs to be masked: of a ReLU over a convolution, a batch norm, or a sum."""
+        origin = x.origin
+        if not self.masks or origin is None or not origin.relu:
+            return {}
+        if not origin.terms:
+            return {"relu": origin.owner}
+        norms = [term for term in origin.terms if isinstance(term, Normalized)]
+        if not norms:
+            return {}
+        norm, sole = norms[0], len(origin.terms) == 1
+        # The parameters are no activations: as a tuple they stay where they are.
+        facts = origin.owner, norm.owner, sole, (norm.gamma, norm.beta)
+        return {"raw": norm.raw, "moments": norm.moments, "below": facts, "signs": x.signs}
+
+    def _masked(self, dy: Any, kept: Any, **options: Any) -> Any:
+        """The input's gradient, masked and summed for what `_below` kept where a kernel does this on the way."""
+        relu, norm, sole, affine = kept.below
+        output = {} if sole else {"y": kept.x, "signs": kept.signs}
+        dx, parts = self.ops.conv2d_backward_data_masked(
+            dy, self.params["weight"], kept.raw, kept.moments, *affine, **output, **self.geometry, tf32=self.tf32,
+            **options,
+        )  # fmt: skip
+        return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts)
+
     def describe(self) -> str:
         parts = [str(self.in_channels), str(self.out_channels), f"kernel_size={self.kernel_size}"]
         defaults = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
@@ -85,11 +114,9 @@ class Conv2d(_Convolution):
         ValueError: bad sizes; an input that is not NHWC with C channels, or smaller than the kernel.
     """
 
-    accepts_unfinished = True  # a ReLU over a batch norm; and for what a finished one was made of
-    # Modes of a fusion plan: in training, take the batch norm's statistics of the output on the way; mask the input's
-    # gradient for the ReLU below, and sum it for a batch norm under that; do the work of the ReLU above.
+    # Modes of a fusion plan: in training, take the batch norm's statistics of the output on the way; do the work of the
+    # ReLU above.
     statistics = False
-    masks = False
     rectifies = False
     packed = False  # set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`)
     modes = ("training", "statistics", "masks", "rectifies", "packed")
@@ -135,7 +162,8 @@ class Conv2d(_Convolution):
         )
 
     def compute(self, x: Any) -> Any:
-        options = {**self.geometry, "tf32": self.tf32}
+        place = x.place if isinstance(x, Value) else None
+        options = {**self.geometry, "tf32": self.tf32, "out": place}
         if not isinstance(x, Value):
             self.save(x=x)
         elif (term := owed(x)) is not None:
@@ -146,29 +174,16 @@ class Conv2d(_Convolution):
             x = term.raw
         else:
             x = materialize(self.ops, x)
-            self.save(x=x.array, **self._below(x.origin))
+            self.save(x=x.array, **self._below(x))
             x = x.array
         weight, bias, relu = self.folded or (self.params["weight"], self.params.get("bias"), self.rectifies)
         if self.statistics and self.training:
             y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
-            return Value(y, stats=stats)
+            return Value(y, stats=stats, buffer=place)
         if relu:
             return Value(self.ops.conv2d(x, weight, bias, **options, relu=True), origin=Origin((), relu=True))
-        return self.ops.conv2d(x, weight, bias, **options)
-
-    def _below(self, origin: Origin | None) -> dict[str, Any]:
-        """What the gradient of an input needs to be masked: of a ReLU over a convolution, a batch norm, or a sum."""
-        if not self.masks or origin is None or not origin.relu:
-            return {}
-        if not origin.terms:
-            return {"relu": origin.owner}
-        norms = [term for term in origin.terms if isinstance(term, Normalized)]
-        if not norms:
-            return {}
-        norm, sole = norms[0], len(origin.terms) == 1
-        # The parameters are no activations: as a tuple they stay where they are.
-        facts = origin.owner, norm.owner, sole, (norm.gamma, norm.beta)
-        return {"raw": norm.raw, "moments": norm.moments, "below": facts}
+        y = self.ops.conv2d(x, weight, bias, **options)
+        return y if place is None else Value(y, buffer=place)
 
     def backward_weight(self, dy: Any) -> None:
         kept = self.saved()
@@ -189,10 +204,7 @@ class Conv2d(_Convolution):
         if not self.masks or not hasattr(kept, "below"):
             shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
             return self.ops.conv2d_backward_data(dy, weight, shape, **options)
-        relu, norm, sole, affine = kept.below
-        y = None if sole else kept.x
-        dx, parts = self.ops.conv2d_backward_data_masked(dy, weight, kept.raw, kept.moments, *affine, y=y, **options)
-        return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts)
+        return self._masked(dy, kept, add=add)
 
 
 class ConvTranspose2d(_Convolution):
@@ -256,11 +268,16 @@ class ConvTranspose2d(_Convolution):
         )
 
     def compute(self, x: Any) -> Any:
-        self.save(x=x)
-        return self.ops.conv2d_backward_data(
+        place, below = None, {}
+        if isinstance(x, Value):
+            place, x = x.place, materialize(self.ops, x)
+            below, x = self._below(x), x.array
+        self.save(x=x, **below)
+        y = self.ops.conv2d_backward_data(
             x, self.params["weight"], self.output_shape(x.shape), **self.geometry,
-            bias=self.params.get("bias"), tf32=self.tf32,
+            bias=self.params.get("bias"), tf32=self.tf32, out=place,
         )  # fmt: skip
+        return y if place is None else Value(y, buffer=place)
 
     def backward_weight(self, dy: Any) -> None:
         x = self.saved().x
@@ -274,4 +291,7 @@ class ConvTranspose2d(_Convolution):
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         assert add is None, "not declared in accepts_add"
+        kept = self.saved()
+        if self.masks and hasattr(kept, "below"):
+            return self._masked(dy, kept, transposed=True)
         return self.ops.conv2d(dy, self.params["weight"], **self.geometry, tf32=self.tf32)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.layers.activation import ReLU
+from minidl.layers.conv2d import Conv2d, ConvTranspose2d
 from minidl.layers.pool2d import AdaptiveAvgPool2d
 from minidl.profile import Cost, PassCost
 from minidl.value import GatedGradient, Normalized, Origin, Value, materialize
 
-__all__ = ["Add", "Concat", "Mul", "defer_gates", "share_buffers"]
+__all__ = ["Add", "Concat", "Mul", "Place", "defer_gates", "share_buffers"]
 
 
 class Add(Layer):
@@ -96,7 +97,8 @@ class Concat(Layer):
 
     In a model, concatenations of concatenations, as in a dense block, write into one buffer (`share_buffers`): each
     copies only what is new, and all of them together take the memory of the last. So does the first of what they join
-    where it is a ReLU that finishes a batch norm, as in a U-Net. (Pleiss et al., "Memory-efficient
+    where it is a ReLU that finishes a batch norm, as in a U-Net. What is new and written by a convolution for the
+    concatenation alone is written there at once. (Pleiss et al., "Memory-efficient
     implementation of DenseNets", 2017, do so with buffers that are filled again in the backward pass.)
 
     Shapes:
@@ -109,6 +111,7 @@ class Concat(Layer):
     statistics = False  # a fusion plan's mode: in training, those of the parts are those of the whole
     room = 0  # channels that others will continue the output with, in its buffer
     continues = False  # the buffer of the first input
+    placed: tuple[int, ...] = ()  # which of its inputs are written there
 
     def output_shape(self, *shapes: tuple[int, ...]) -> tuple[int, ...]:
         if len(shapes) < 2:
@@ -119,7 +122,8 @@ class Concat(Layer):
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
     def cost(self, *shapes: tuple[int, ...], itemsize: int = 4) -> Cost:
-        copied = shapes[1:] if self.continues else shapes
+        lies = {*self.placed, *([0] if self.continues else [])}
+        copied = [shape for i, shape in enumerate(shapes) if i not in lies]
         return Cost(forward=PassCost(0, 2 * sum(map(prod, copied)) * itemsize))
 
     def compute(self, *inputs: Any) -> Any:
@@ -174,8 +178,20 @@ def defer_gates(graph: Graph) -> None:
         node.layer.deferred = means and others == [node] and image.layer is not None and image is not graph.output_node
 
 
-def share_buffers(graph: Graph) -> None:
-    """Let each concatenation or ReLU whose output a concatenation continues leave room for that in its buffer."""
+class Place(NamedTuple):
+    """Where a convolution's output lies: in the buffer of the node ``owner``, from channel ``first`` on."""
+
+    owner: int
+    first: int
+
+
+def share_buffers(graph: Graph) -> dict[int, Place]:
+    """Let each concatenation or ReLU whose output a concatenation continues leave room for that in its buffer.
+
+    Returns:
+        Convolutions that only such a concatenation reads, by index of the node: they may write there.
+    """
+    places = {}
     readers = graph.consumers()
     for node in reversed(graph.nodes):
         below = graph.nodes[node.inputs[0]] if isinstance(node.layer, Concat) else None
@@ -185,3 +201,12 @@ def share_buffers(graph: Graph) -> None:
         if [i for i in first if isinstance(graph.nodes[i].layer, Concat)] == [node.index]:
             node.layer.continues = True
             below.layer.room = node.layer.room + node.shape[-1] - below.shape[-1]
+            written, first = [], below.shape[-1]
+            for place, part in enumerate(graph.nodes[i] for i in node.inputs[1:]):
+                convolution = type(part.layer) in (Conv2d, ConvTranspose2d)
+                if convolution and readers[part.index] == [node.index] and part.index > below.index:
+                    places[part.index] = Place(below.index, first)
+                    written.append(place + 1)
+                first += part.shape[-1]
+            node.layer.placed = tuple(written)
+    return places

@@ -18,7 +18,7 @@ from typing import Any
 
 from minidl import checks
 from minidl.cuda import activation
-from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.array import as_rows, contiguous, copy_into, empty
 from minidl.cuda.convolution import (
     conv2d_divided,
     conv2d_generic,
@@ -34,12 +34,14 @@ from minidl.cuda.convolution import (
     depthwise,
 )
 from minidl.cuda.convolution.channel_sum import channel_sum, check_sum, sum_partials
+from minidl.cuda.convolution.conv2d_checks import check_alike, check_operands, check_types
 from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, forced_family, textbook
 from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.convolution.conv2d_tuned import chosen
 from minidl.cuda.convolution.widen import narrow, wide_channels, widen
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_stats
+from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
 from minidl.precision import float32
 from minidl.shapes import Pair
@@ -72,6 +74,7 @@ def conv2d(
     relu: bool = False,
     tf32: int = False,
     packed: bool = False,
+    out: Any = None,
 ) -> Any:
     """Cross-correlation of x (N, H, W, C) with w (K, R, S, C / groups): y (N, P, Q, K) in the dtype of x.
 
@@ -87,9 +90,10 @@ def conv2d(
         packed: a kernel that makes the input as it reads ``x`` may do so in packed 16-bit arithmetic, relu(x*s + t)
             with s = rstd*gamma and t = beta - mean*s rounded to the dtype of x: before its one rounding off by at most
             u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16. Only for means that are small beside deviations.
+        out: where the result is to lie, dense or pitched, or None: a new array.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    return _forward("conv2d", x, w, bias, geometry, norm, tf32, packed, relu=relu)[0]
+    return _forward("conv2d", x, w, bias, geometry, norm, tf32, packed, relu=relu, out=out)[0]
 
 
 def conv2d_stats(
@@ -105,6 +109,7 @@ def conv2d_stats(
     tf32: int = False,
     packed: bool = False,
     finish: bool = True,
+    out: Any = None,
 ) -> tuple[Any, Any]:
     """`conv2d`, and ``batch_norm_stats`` of its result, taken on the way where the kernel can.
 
@@ -112,7 +117,7 @@ def conv2d_stats(
     they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True)
+    y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True, out=out)
     if stats is None:
         return y, batch_norm_stats(y)
     return y, stats.statistics() if finish else stats
@@ -129,11 +134,16 @@ def _forward(
     packed: bool,
     statistics: bool = False,
     relu: bool = False,
+    out: Any = None,
 ) -> tuple[Any, Any]:
     """(y, its statistics where they are asked for and the kernel takes them)"""
     conv = convolution(who, x.shape, w.shape, **geometry)
-    y = empty(conv.y_shape, x.dtype)
-    code = _check_operands(who, x, w, bias, None, y, tf32)
+    if out is not None and not _writes_at_a_pitch(who, Question("forward", conv, dtype_code(x, who), tf32), x, out):
+        y, stats = _forward(who, x, w, bias, geometry, norm, tf32, packed, statistics, relu)
+        copy_into(out, y)
+        return out, stats
+    y = empty(conv.y_shape, x.dtype) if out is None else out
+    code = check_operands(who, x, w, bias, None, y, tf32)
     if y.size == 0:
         return y, None
     question = Question("forward", conv, code, tf32)
@@ -158,6 +168,18 @@ def _forward(
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
     below = conv2d_hopper.Below(x, *norm)
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
+
+
+def _writes_at_a_pitch(who: str, question: Question, source: Any, out: Any) -> bool:
+    """Whether the kernel that is chosen writes its result where ``out`` lies: the copy engine's, as far as that can."""
+    conv, backward = question.conv, question.which == "backward_data"
+    shape = conv.x_shape if backward else conv.y_shape
+    if out.shape != shape or out.dtype != source.dtype:
+        raise checks.bad_shape(who, "out", f"{source.dtype} {shape}", checks.describe(out))
+    if not out.size or textbook() is not None or conv.depthwise or _widened(conv, question.code) is not conv:
+        return False
+    choice = _choose(who, question)
+    return choice.family == "hopper" and conv2d_hopper.writes(conv, question.code, backward, out, choice)
 
 
 def _rectified(y: Any, relu: bool) -> Any:
@@ -186,6 +208,7 @@ def conv2d_backward_data(
     add: Any | None = None,
     mask: Any | None = None,
     tf32: int = False,
+    out: Any = None,
 ) -> Any:
     """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
 
@@ -194,18 +217,23 @@ def conv2d_backward_data(
         add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding.
         mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
             where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
-        stride, padding, dilation, groups, tf32: as in `conv2d`.
+        stride, padding, dilation, groups, tf32, out: as in `conv2d`.
     """
     who = "conv2d_backward_data"
-    conv = convolution(who, x_shape, w.shape, stride, padding, dilation, groups)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x_shape, w.shape, **geometry)
     if dy.shape != conv.y_shape:
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
-    dx = empty(x_shape, dy.dtype)
-    code = _check_operands(who, dy, w, bias, add, dx, tf32)
-    _check_alike(who, dx, mask=mask)
+    question = Question("backward_data", conv, dtype_code(dy, who), tf32)
+    if out is not None and not _writes_at_a_pitch(who, question, dy, out):
+        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, mask=mask, tf32=tf32))
+        return out
+    assert out is None or mask is None, "a mask may need another pass, which writes a new array"
+    dx = empty(x_shape, dy.dtype) if out is None else out
+    code = check_operands(who, dy, w, bias, add, dx, tf32)
+    check_alike(who, dx, mask=mask)
     if not dx.size:
         return dx
-    question = Question("backward_data", conv, code, tf32)
     choice = _choose(who, question)
     if mask is not None and bias is None and _masks(question, choice):
         below = conv2d_hopper.NOTHING._replace(y=mask)
@@ -216,18 +244,11 @@ def conv2d_backward_data(
 
 
 def _masks(question: Question, choice: Choice) -> bool:
-    """Whether the kernel that is chosen for a data gradient can mask it."""
-    conv, code = question.conv, question.code
-    return choice.family == "hopper" and code > 0 and not conv.depthwise and conv2d_hopper.masks(conv, code, choice)
-
-
-def _check_alike(who: str, dx: Any, **arrays: Any) -> None:
-    """That what a gradient is masked by is of its shape and dtype."""
-    for name, array in arrays.items():
-        if array is not None and array.shape != dx.shape:
-            raise checks.bad_shape(who, name, str(dx.shape), array.shape)
-        if array is not None and array.dtype != dx.dtype:
-            raise checks.bad_dtype(who, name, dx.dtype, array.dtype)
+    """Whether the kernel that is chosen for a data gradient, or for that of a transposed convolution, can mask it."""
+    conv, code, backward = question.conv, question.code, question.which == "backward_data"
+    if choice.family != "hopper" or not code or conv.depthwise or not (backward or _widened(conv, code) is conv):
+        return False
+    return conv2d_hopper.masks(conv, code, choice, backward)
 
 
 def conv2d_backward_data_masked(
@@ -239,11 +260,13 @@ def conv2d_backward_data_masked(
     beta: Any = None,
     *,
     y: Any = None,
+    signs: Any = None,
     stride: Pair,
     padding: Pair,
     dilation: Pair,
     groups: int,
     add: Any | None = None,
+    transposed: bool = False,
     tf32: int = False,
 ) -> tuple[Any, Any]:
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
@@ -251,6 +274,8 @@ def conv2d_backward_data_masked(
     Args:
         x, moments, gamma, beta: of the batch norm, as of ``batch_norm_activate_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
+        signs: of ``y`` if ``batch_norm_join`` left them: read instead of it where the kernel can.
+        transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
         add, and the others: as in `conv2d_backward_data`.
 
     Returns:
@@ -259,17 +284,22 @@ def conv2d_backward_data_masked(
     """
     who = "conv2d_backward_data_masked"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = convolution(who, x.shape, w.shape, **geometry)
-    code = _check_operands(who, dy, w, None, add, x, tf32)
-    _check_alike(who, x, y=y)
-    question = Question("backward_data", conv, code, tf32)
+    conv = convolution(who, dy.shape if transposed else x.shape, w.shape, **geometry)
+    if (x if transposed else dy).shape != conv.y_shape:
+        raise checks.bad_shape(who, "x" if transposed else "dy", str(conv.y_shape), (x if transposed else dy).shape)
+    code = check_operands(who, dy, w, None, add, x, tf32)
+    check_alike(who, x, y=y)
+    if signs is not None:
+        check_signs(signs, x)
+    question = Question("forward" if transposed else "backward_data", conv, code, tf32)
     choice = _choose(who, question)
     if x.size and _masks(question, choice):
-        if dy.shape != conv.y_shape:
-            raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
-        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y)
+        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
-        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
+        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice, not transposed)
+    if transposed:
+        assert add is None, "a convolution adds nothing"
+        return conv2d(dy, w, **geometry, tf32=tf32), None
     return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
 
 
@@ -293,7 +323,7 @@ def conv2d_backward_weight(
     """
     who = "conv2d_backward_weight"
     conv = convolution(who, x.shape, out.shape, stride, padding, dilation, groups)
-    code = _check_types(who, dy, x, "x", tf32)
+    code = check_types(who, dy, x, "x", tf32)
     check_sum(who, out)
     if dy.shape != conv.y_shape:
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
@@ -314,33 +344,6 @@ def conv2d_backward_weight(
         narrow(gradient, out, accumulate)
     else:
         _weight(question, choice, dy, x, out, accumulate, norm)
-
-
-def _check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int:
-    code = dtype_code(first, who)
-    if second.dtype != first.dtype:
-        raise checks.bad_dtype(who, name, first.dtype, second.dtype)
-    check_tf32(who, tf32, code)
-    return code
-
-
-def check_tf32(who: str, tf32: int, code: int) -> None:
-    """Raise unless products of this storage type may be rounded so."""
-    if tf32 not in (0, 1, 3):
-        raise checks.bad_value(who, "tf32", "0 (exact products), 1 (TF32) or 3 (three TF32 products)", tf32)
-    if tf32 and code:
-        raise checks.bad_value(who, "tf32", "False unless the arrays are float32", tf32)
-
-
-def _check_operands(who: str, source: Any, w: Any, bias: Any, add: Any, output: Any, tf32: int) -> int:
-    """What the kernels rely on; the macro DTYPE."""
-    code = _check_types(who, source, w, "w", tf32)
-    channels = output.shape[-1]
-    if bias is not None and (bias.dtype != float32 or bias.shape != (channels,)):
-        raise checks.bad_shape(who, "bias", f"({channels},) in float32", bias.shape)
-    if add is not None and (add.dtype != output.dtype or add.shape != output.shape):
-        raise checks.bad_shape(who, "add", f"{output.shape} in {output.dtype}", add.shape)
-    return code
 
 
 def _widened(conv: Convolution, code: int) -> Convolution:

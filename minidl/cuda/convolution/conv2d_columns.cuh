@@ -17,6 +17,13 @@ DEVICE void unpack_word(u32 word, float (&v)[2]) {
     unpack(raw, v);
 }
 
+// Two bytes of shared memory.
+DEVICE u32 load_pair(u32 address) {
+    u16 pair;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(pair) : "r"(address) : "memory");
+    return pair;
+}
+
 // Zeros in place of rows that are not `inside`.
 template <class Inside>
 DEVICE void keep_inside(u32 (&words)[4], Inside inside) {
@@ -109,8 +116,9 @@ struct Tally {
 struct Below {
     const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
 };
-constexpr bool SUMS = MASKED == 1 || MASKED == 2;  // 3: no batch norm
-constexpr int READ = MASKED == 2 ? 2 : 1;          // arrays that are read for it
+constexpr bool SUMS = MASKED && MASKED != 3;  // 3: no batch norm
+constexpr bool SIGNED = MASKED == 4;          // of the ReLU's output its signs are read (signs.cuh)
+constexpr int READ = MASKED == 2 ? 2 : 1;     // arrays of T that are read for it
 
 #if DTYPE
 struct Masking {
@@ -145,7 +153,8 @@ struct Masking {
     }
 
     // Masks 16 rows of the warp's columns, in words across. MASKED 1: the mask follows from the inputs x; 2: from the ReLU's
-    // outputs; 3: from those, which come in the place of inputs.
+    // outputs; 3: from those, which come in the place of inputs; 4: from outputs[i % 2], bits 0, 8, 16, 24 of which are the
+    // signs of this lane's two columns in its first row, then in its second.
     __device__ __forceinline__ void mask(u32 (&gradients)[4], const u32 (&inputs)[4], const u32 (&outputs)[4]) {
         if constexpr (!SUMS) {
             cut_off(gradients, inputs);
@@ -160,7 +169,9 @@ struct Masking {
             if constexpr (MASKED == 2) unpack_word(outputs[i], out);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const bool positive = MASKED == 1 ? was_positive(v[e], mean[j], scale[j], shift[j]) : out[e] > 0.0f;
+                const bool positive = MASKED == 1 ? was_positive(v[e], mean[j], scale[j], shift[j])
+                                      : SIGNED    ? outputs[i % 2] & 1u << (16 * e + 8 * j)
+                                                  : out[e] > 0.0f;
                 v[e] -= mean[j];
                 g[e] = positive ? g[e] : 0.0f;
                 sum[j] += g[e];
@@ -170,12 +181,20 @@ struct Masking {
         }
     }
 
-    // The same of a slab, where x, and y if it is read, lie as it does. Addresses are those of the lane's row.
+    // The same of a slab, where x, and y if it is read, lie as it does. Addresses are those of the lane's row; of signs,
+    // whose rows are PITCH bytes apart, those of the lane's first row and the warp's 16 columns.
+    template <int PITCH>
     __device__ __forceinline__ void take(u32 slab, u32 x, u32 y) {
         u32 gradients[4], inputs[4], outputs[4];
         load_matrices<true>(gradients, slab);
         load_matrices<true>(inputs, x);
         if constexpr (MASKED == 2) load_matrices<true>(outputs, y);
+        if constexpr (SIGNED)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const u32 first = load_pair(y + i * 8 * PITCH), second = load_pair(y + (i * 8 + 1) * PITCH);
+                outputs[i] = (first | second << 16) >> thread_again() % 32 / 4;
+            }
         mask(gradients, inputs, outputs);
         store_matrices<true>(slab, gradients);
     }

@@ -114,6 +114,7 @@ def plan_halo(
     masked: int = 0,
     normalized: int = 0,
     relu: bool = False,
+    written: int = 0,
 ) -> Planned:
     """The launch; arguments as of conv2d_hopper.py's ``plan``."""
     ((h, w),) = walks_of(conv, backward)
@@ -163,7 +164,7 @@ def plan_halo(
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         (image(code or TF32, depth_of(conv, backward), h.source, w.source, pitches[0], (line, lines)), 1),
-        (output(columns), 2),
+        (output(written or columns), 2),
         (output(pitches[1] if added else columns), 3),
         *((output(pitch), 4 + i) for i, pitch in enumerate(pitches[2:])),
     )

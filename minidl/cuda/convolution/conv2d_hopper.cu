@@ -22,10 +22,12 @@
 // With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
 // (patches, 2, columns), from which conv2d_statistics.cu goes on.
 //
-// MASKED, of a data gradient: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
+// MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
-// (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums.
+// (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums. 4: as 2, but of y its signs
+// are read (signs.cuh), once for a tile: (S, pixels) bytes, tiled. With FLAT and 128 columns only: rows of 64 are 8 bytes, less
+// than the engine moves, and kernels whose boxes began between multiples of 16 ended with an error.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
@@ -78,7 +80,7 @@ struct Maps {
     TensorMap filter;
     TensorMap source[CLASSES], output[CLASSES], add[CLASSES];
 #if MASKED
-    TensorMap below[READ][CLASSES];  // x, and y if it is read; or y alone
+    TensorMap below[READ + SIGNED][CLASSES];  // x, and y if it is read, or its signs; or y alone
 #endif
 };
 
@@ -220,22 +222,7 @@ struct Place {
 constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 
 #if MASKED
-// One thread: fills stages with what the slabs of a tile need of x and y.
-DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
-    for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
-#pragma unroll
-        for (int array = 0; array < READ; ++array) {
-            const u32 barrier = at.filled(ring.index);
-            barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-            barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
-#pragma unroll
-            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i)
-                Place{at, maps, p, i / SLABS_AT_ONCE}.load(maps.below[array][tile.index],
-                                                           at.stage(ring.index) + i * SLAB_BYTES, barrier, tile,
-                                                           s + i % SLABS_AT_ONCE);
-            ring.advance();
-        }
-}
+#include "conv2d_hopper_below.cuh"
 #endif
 
 // One thread: fills stage after stage.
@@ -328,20 +315,29 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
 // Steps of 16 rows that are worked on side by side, as registers allow.
 constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
 
-// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x.
-DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, int s, int warpgroup) {
+// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x, `signs` at theirs.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs, int s,
+                      int warpgroup) {
     Ring<STAGES> other = ring;
     if (MASKED == 2) other.advance();
+    if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);
     if (s % SLABS_AT_ONCE == 0) {
         barrier_wait(at.filled(ring.index), ring.parity);
         if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
     }
     const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
-    const u32 x = at.stage(ring.index) + from, y = at.stage(other.index) + from;
+    const u32 x = at.stage(ring.index) + from;
+    u32 y = at.stage(other.index) + from;
+    constexpr int STEP = SIGNED ? SIGN_ROW : 128;
+    if constexpr (SIGNED) {
+        const u32 thread = thread_again();
+        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + thread % 4 * 2 * SIGN_ROW +
+            s / BLOCKS * (SLAB_COLUMNS / 8) + thread / 32 * 2;
+    }
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
-        masking.take(slab + k, x + k, y + k);
+        masking.take<SIGN_ROW>(slab + k, x + k, y + k / (128 / STEP));
     if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
@@ -349,6 +345,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
         }
         ring.advance(READ);
     }
+    if (SIGNED && s == Place::COUNT - 1 && thread_again() % 32 == 0) barrier_arrive(at.emptied(signs.index));
 }
 #endif
 
@@ -370,6 +367,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
     Tally tally;
 #if MASKED
     Masking masking;
+    const Ring<STAGES> signs = ring;
+    if (SIGNED) ring.advance();
 #endif
 #pragma unroll
     for (int group = 0; group < output.GROUPS; ++group) {
@@ -393,7 +392,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-            mask_slab(masking, output.buffer(s - begin), place.at, ring, s, output.warpgroup);
+            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup);
             if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
 #endif

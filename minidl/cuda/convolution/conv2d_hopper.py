@@ -17,7 +17,8 @@ from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, SIGNED_COLUMNS, spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
@@ -28,14 +29,13 @@ from minidl.cuda.convolution.conv2d_walk import (
     columns_of,
     depth_of,
     filter_rows,
-    filter_view,
     is_flat,
     itemsize_of,
     steps_of,
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.hopper import TF32, TensorMaps, View, Views
+from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, DTYPE, alignment, rows
 from minidl.precision import bfloat16, float32
@@ -59,10 +59,9 @@ __all__ = [
 ]
 
 ARCH = (9, 0)
-CLASSES = 4  # parity classes of one launch, at most
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 WARPGROUPS = 2  # that share the rows of a tile
-ALONE = 3  # the macro MASKED for a ReLU without a batch norm
+ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
@@ -85,6 +84,7 @@ class Below(NamedTuple):
         x: the batch norm's input, (N, H, W, C), or None.
         moments, gamma, beta: its (2, C) and (C,) float32, or None.
         y: the ReLU's output where it does not follow from ``x``, or None.
+        signs: of ``y``, or None; conv2d_hopper.cu reads them instead of it.
     """
 
     x: Any
@@ -92,6 +92,7 @@ class Below(NamedTuple):
     gamma: Any
     beta: Any
     y: Any = None
+    signs: Any = None
 
 
 NOTHING = Below(None, None, None, None)
@@ -116,7 +117,7 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     pitches = depth_of(conv, backward), columns_of(conv, backward)
     tile = TILES[0]
     parts = (walks[i : i + CLASSES] for i in _firsts(walks))
-    return all(_views(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
+    return all(views_of(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
 
 
 def pays(conv: Convolution, code: int, backward: bool) -> bool:
@@ -130,13 +131,17 @@ def pays(conv: Convolution, code: int, backward: bool) -> bool:
 
 def aligned(x: Any) -> Any:
     """``x`` itself where the engine can walk it, else a dense copy: rows start at multiples of 16 bytes."""
-    count, _, pitch = rows(x)
-    step = pitch * x.itemsize
-    if alignment(x, step) == ACCESS and count * step < REACH:
+    if _can_walk(x):
         return x
     out = empty(x.shape, x.dtype)
     copy_into(out, x)
     return out
+
+
+def _can_walk(x: Any) -> bool:
+    count, _, pitch = rows(x)
+    step = pitch * x.itemsize
+    return alignment(x, step) == ACCESS and count * step < REACH
 
 
 def images_at_once(conv: Convolution) -> int:
@@ -158,6 +163,7 @@ def plan(
     normalized: int = 0,
     relu: bool = False,
     parts: int = 0,
+    written: int = 0,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -168,14 +174,16 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
+            `SIGNED` is for products that `is_flat` says, by tiles of `SIGNED_COLUMNS`.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
         parts: blocks that share the depth of a tile of conv2d_divided_kernel (of `is_flat` ones); 0: the other kernel.
+        written: elements per pixel of the output; 0: it is dense.
     """
     tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
-        rest = statistics, masked, normalized, relu
+        rest = statistics, masked, normalized, relu, written
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
     walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
@@ -186,10 +194,11 @@ def plan(
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        views = _views(conv, code, backward, part, pitches, tile, fetched)
+        views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
-        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": int(_spread(part))}
+        spread = int(spread_out(part))
+        defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
         defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
@@ -219,7 +228,8 @@ def gather(
         w = turned(w)
     source, w, bias, add = [None if x is None else aligned(x) for x in (source, w, bias, add)]
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), choice, relu)
+    how = choice, relu, rows(output)[2]
+    division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), *how)
     if division is not None:
         _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
     for images, one in launches:
@@ -239,6 +249,7 @@ def _launches(
     device: DeviceRecord,
     choice: Choice | None,
     relu: bool,
+    written: int,
 ) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:
     """How `gather` goes about it: divided, or in launches with the images of each, None for all."""
     division = divided(choice, conv, backward, code)
@@ -248,7 +259,8 @@ def _launches(
     for i in range(0, conv.images, step):
         part = conv._replace(images=min(step, conv.images - i))
         images = None if part.images == conv.images else slice(i, i + part.images)
-        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, relu=relu)]
+        how = {"relu": relu, "written": written}
+        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, **how)]
     return None, found
 
 
@@ -288,6 +300,11 @@ def turned(w: Any) -> Any:
 def _whole(conv: Convolution, code: int, backward: bool, choice: Choice | None) -> bool:
     """Whether one launch does it all: what is fused into it is then done in the order of sums that it has alone."""
     return conv.images <= images_at_once(conv) and divided(choice, conv, backward, code) is None
+
+
+def writes(conv: Convolution, code: int, backward: bool, output: Any, choice: Choice | None = None) -> bool:
+    """Whether the family's kernels can write their result where ``output`` lies, at a pitch perhaps."""
+    return divided(choice, conv, backward, code) is None and _can_walk(output)
 
 
 def takes_statistics(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
@@ -330,30 +347,37 @@ def forward_fused(
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     device, normalized = current_device(), 0 if below is None else 2 if packed else 1
     chosen = taken(choice, conv, False, device, code, normalized > 0)
-    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, statistics, 0, normalized, relu)
+    rest = statistics, 0, normalized, relu, 0, rows(output)[2]
+    (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, *rest)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)
     return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
-def masks(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
+def masks(conv: Convolution, code: int, choice: Choice | None = None, backward: bool = True) -> bool:
     """Whether `masked_gradient` takes the data gradient of a convolution that the family takes: in one launch."""
-    return _whole(conv, code, True, choice) and len(walks_of(conv, True)) <= CLASSES
+    return _whole(conv, code, backward, choice) and len(walks_of(conv, backward)) <= CLASSES
 
 
 def masked_gradient(
-    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None
-) -> Any:
+    conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None,
+    backward: bool = True,
+) -> Any:  # fmt: skip
     """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, if there is one.
 
-    Where `masks`.
+    Where `masks`. With ``backward`` false that of a transposed convolution, hence a forward pass of ``dy``.
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
-    arrays = [aligned(as_rows(array)) for array in (below.x, below.y) if array is not None]
+    device = current_device()
+    chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, False, True)
+    signed = below.signs is not None and is_flat(conv) and chosen[0].columns == SIGNED_COLUMNS
+    arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
+    masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
+    if signed:
+        arrays.append(below.signs)
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
-    chosen, masked = taken(choice, conv, True, current_device(), code), len(arrays) if below.x is not None else ALONE
-    (one,) = plan(conv, code, True, pitches, add is not None, current_device(), chosen, masked=masked)
-    partial = empty((one.patches, 2, conv.channels), float32) if masked != ALONE else None
+    (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, masked=masked)
+    partial = empty((one.patches, 2, columns_of(conv, backward)), float32) if masked != ALONE else None
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return None if partial is None else sums_of(partial)
 
@@ -381,11 +405,6 @@ def start(
         maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-
-
-def _spread(walks: list[tuple[Walk, Walk]]) -> bool:
-    """Whether the output pixels of a class lie apart."""
-    return max(walks[0][0].spread, walks[0][1].spread) > 1
 
 
 def _firsts(walks: list[tuple[Walk, Walk]]) -> range:
@@ -432,51 +451,4 @@ def _problem(
         count=count,
         cycles=int(table["tiles"][:count].min()) * tiles_n // group,
         classes=table,
-    )
-
-
-def _views(
-    conv: Convolution,
-    code: int,
-    backward: bool,
-    walks: list[tuple[Walk, Walk]],
-    pitches: tuple[int, ...],
-    tile: HopperTile,
-    fetched: int,
-) -> Views:
-    """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
-    places repeat the first. ``fetched``: rows of the source in a box."""
-    spread = _spread(walks)
-    walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
-    columns, itemsize = columns_of(conv, backward), itemsize_of(code)
-    channels = STAGE_ROW // itemsize
-
-    def source(h: Walk, w: Walk) -> View:
-        depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
-        if is_flat(conv):
-            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, fetched))
-        corners = tuple(zip(w.corners, h.corners, strict=True))
-        apart = pixel, w.source * pixel, h.source * w.source * pixel
-        sizes = depth, w.source, h.source, conv.images
-        # A pixel's next chunk is read after all taps of this one; of strided walks over large images it has left the
-        # cache by then, if it was fetched with this one.
-        soon = h.taps * w.taps == 1 or max(h.step, w.step) == 1
-        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step), neighbours=soon)
-
-    def output(h: Walk, w: Walk, pitch: int) -> View:
-        height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
-        pixel = pitch * itemsize
-        if not spread:
-            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
-        apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
-        offset = (h.start * width + w.start) * pixel
-        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
-        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
-
-    return Views(
-        (filter_view(conv, code, backward, tile.columns), 0),
-        *((source(*pair), 1) for pair in walks),
-        *((output(*pair, columns), 2) for pair in walks),
-        *((output(*pair, pitches[1]), 3) for pair in walks),
-        *((output(*pair, pitch), 4 + i) for i, pitch in enumerate(pitches[2:]) for pair in walks),
     )

@@ -2,7 +2,8 @@
 //
 // Layout: x, y, dy, dx, add, masked: (rows, C) of T at a pitch; moments (2, C) float: mean and 1/sqrt(biased variance +
 // eps); gamma, beta (C,) float or null; stats (R, 1 + 2C) double: count, means, M2 (sums of squared deviations);
-// sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double.
+// sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double; signs (rows, S) bytes, see
+// signs.cuh.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
 // result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double. So the
@@ -22,11 +23,13 @@
 //   stats            s bytes   4 FLOP    24.5 us        backward_stats   2s bytes   4 FLOP    48.9 us
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
 //   apply with an activation, and stats and apply behind one whose slope is recomputed from x: the same bytes, 3 FLOP and
-//   those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s bytes
+//   those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s bytes; from
+//   signs 3s + 1/8
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
 #include "activation.cuh"
 #include "normalize.cuh"
+#include "signs.cuh"
 
 // An activation over the batch norm: a struct of activation.cuh, or this one, max(z, a), with the mask of a ReLU as the
 // forward pass rounded its output.
@@ -186,11 +189,12 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
 
 // y = FUNCTION of (x - mean)*rstd*gamma + beta (+ add); a: of FUNCTION, which is `bounded` (0 for ReLU, -infinity without)
 // where none is named. ADD: 0; 1; 2: `add` is batch-normalised as well, with the moments and parameters that follow it.
+// SIGNS: those of y are written too.
 extern "C" __global__ void __launch_bounds__(256, ADD ? 3 : 4)
 batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                         const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
                         const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
-                        float a, int channels, Walk walk) {
+                        u8* __restrict__ signs, float a, int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
@@ -222,6 +226,9 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
                 v[i] = FUNCTION::value(v[i], a);
             }
             store(y + row_offset(row, walk.pitch[1]) + at.channel, v);
+#if SIGNS
+            store_signs(signs, row, channels, at.channel, v);
+#endif
         });
 }
 
@@ -232,11 +239,18 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 
 // partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind FUNCTION,
 // whose slope is recomputed from x; 2: behind a ReLU, whose mask is read from y, and the masked dy is left in `masked`, a
-// dense array.
+// dense array; 3: as 2, from the signs of y.
+#if MASK == 3
+typedef u8 Output;
+#else
+typedef T Output;
+#endif
+
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
-                                 const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ y,
-                                 T* __restrict__ masked, float* __restrict__ partial, float a, Chunks cut) {
+                                 const float* __restrict__ gamma, const float* __restrict__ beta,
+                                 const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
+                                 Chunks cut) {
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;
@@ -245,12 +259,17 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
     if (at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, mean, scale, shift);
     Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_y[MASK == 2 ? UNROLL : 1];
+    u32 positive[MASK == 3 ? UNROLL : 1];
     for_rows<UNROLL>(
         at,
         [&](int u, int row) {
             raw_x[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel);
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, cut.pitch[1]) + at.channel);
-            if (MASK == 2) raw_y[u] = load_raw<VEC>(y + row_offset(row, cut.pitch[2]) + at.channel);
+#if MASK == 2
+            raw_y[u] = load_raw<VEC>(y + row_offset(row, cut.pitch[2]) + at.channel);
+#elif MASK == 3
+            positive[u] = load_signs(y, row, cut.channels, at.channel);
+#endif
         },
         [&](int u, int row) {
             float g[VEC], v[VEC], out[VEC] = {};
@@ -262,10 +281,11 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
                 if (MASK == 1) g[i] = behind(g[i], normalize(v[i], mean[i], scale[i], shift[i]), a);
                 v[i] -= mean[i];
                 if (MASK == 2) g[i] = out[i] > 0.0f ? g[i] : 0.0f;
+                if (MASK == 3) g[i] = positive[MASK == 3 ? u : 0] & 1u << i ? g[i] : 0.0f;
                 sum[i] += g[i];
                 product[i] = fmaf(g[i], v[i], product[i]);
             }
-            if (MASK == 2) store(masked + row_offset(row, cut.channels) + at.channel, g);
+            if (MASK >= 2) store(masked + row_offset(row, cut.channels) + at.channel, g);
         });
 
     store(lane_sum + slot, sum);

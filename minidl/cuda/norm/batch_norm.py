@@ -15,6 +15,7 @@ from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
+from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
 from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
@@ -29,6 +30,7 @@ __all__ = [
     "batch_norm_concat",
     "batch_norm_eval_moments",
     "batch_norm_finalize",
+    "batch_norm_join",
     "batch_norm_join_backward_stats",
     "batch_norm_merge",
     "batch_norm_stats",
@@ -192,12 +194,33 @@ def batch_norm_apply(
     result lies in ``out``, dense or pitched, if that is given.
     """
     a = np.float32(0.0 if relu else -np.inf)
-    return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)
+    return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)[0]
+
+
+def batch_norm_join(
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    add: Any,
+    *,
+    add_moments: Any = None,
+    add_gamma: Any = None,
+    add_beta: Any = None,
+) -> tuple[Any, Any]:
+    """`batch_norm_apply` with ``add`` and ReLU, and the signs of its result, which the backward pass reads instead.
+
+    Returns:
+        y; and where it is positive, a bit for each value (..., S) uint8, see signs.cuh: of 16-bit types with channels
+        in multiples of eight, else None.
+    """
+    other = add, add_moments, add_gamma, add_beta
+    return _apply({}, np.float32(0.0), x, moments, gamma, beta, *other, signed=True)
 
 
 def batch_norm_activate(x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0) -> Any:
     """`activate` of what `batch_norm_apply` makes of ``x``, in one pass, rounded once."""
-    return _apply({"FUNCTION": struct_of(function)}, np.float32(slope), x, moments, gamma, beta)
+    return _apply({"FUNCTION": struct_of(function)}, np.float32(slope), x, moments, gamma, beta)[0]
 
 
 def _apply(
@@ -212,13 +235,16 @@ def _apply(
     add_gamma: Any = None,
     add_beta: Any = None,
     out: Any = None,
-) -> Any:
-    """The output; ``defines`` names the kernel's FUNCTION, where it is one, whose parameter is ``a``."""
+    signed: bool = False,
+) -> tuple[Any, Any]:
+    """(the output, its signs if they are asked for and vectors have eight values)
+
+    ``defines`` names the kernel's FUNCTION, where it is one, whose parameter is ``a``.
+    """
     code = dtype_code(x, "batch_norm_apply")
     x, add = as_rows(x), _same(x, add)
     channels = x.shape[-1]
     _check_parameters(2 * channels, moments=moments)
-    assert add is not None or add_moments is None, "moments of nothing"
     _check_parameters(2 * channels, add_moments=add_moments)
     _check_parameters(channels, gamma=gamma, beta=beta, add_gamma=add_gamma, add_beta=add_beta)
     assert out is None or (out.shape == x.shape and out.dtype == x.dtype), checks.describe(out)
@@ -228,13 +254,15 @@ def _apply(
     two = add_moments is not None
     plan = walk_channels(*arrays, unroll=2 if two else 4, lasting=two, parameters=parameters)
     kind = 0 if add is None else 1 if add_moments is None else 2
+    signs = empty(signs_shape(x.shape), np.uint8) if signed and plan.vec == 8 else None
     defines |= {"APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "ADD": kind}
+    defines |= {"SIGNS": int(signs is not None)}
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
-        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, a, int32(channels), plan.argument,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, signs, a, int32(channels), plan.argument,
         defines=defines,
     )  # fmt: skip
-    return y
+    return y, signs
 
 
 def batch_norm_backward_stats(
@@ -275,12 +303,13 @@ def batch_norm_join_backward_stats(
 ) -> tuple[Any, Any]:
     """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``, in one pass.
 
-    ``y`` is the output of a ReLU over a sum with this batch norm in it; the other summands get ``g`` too.
+    ``y`` is the output of a ReLU over a sum with this batch norm in it, or its signs; the other summands get ``g`` too.
     """
     masked = empty(dy.shape, dy.dtype)
-    y = _same(x, y)
-    out = {"y": y, "masked": masked}
-    return _backward_stats(2, dy, x, moments, **out, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate), masked
+    if signed := are_signs(y):
+        check_signs(y, x)
+    mask, out = 3 if signed else 2, {"y": y if signed else _same(x, y), "masked": masked}
+    return _backward_stats(mask, dy, x, moments, **out, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate), masked
 
 
 def _backward_stats(
@@ -305,8 +334,9 @@ def _backward_stats(
     count, channels, x_pitch = rows(x)
     _check_parameters(2 * channels, moments=moments)
     _check_parameters(channels, gamma=gamma, beta=beta, dgamma=dgamma, dbeta=dbeta)
-    vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, y, masked) if array is not None))
-    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if y is None else rows(y)[2])
+    output = y if mask == 2 else None  # of signs a thread takes the byte, or the part of one, that is of its vector
+    vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, output, masked) if array is not None))
+    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2])
     partial = empty((cut.chunks, 2, channels), float32)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(

@@ -14,7 +14,8 @@ from typing import Any
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
-from minidl.cuda.convolution.conv2d import check_tf32, conv2d, conv2d_backward_data, conv2d_backward_weight
+from minidl.cuda.convolution.conv2d import conv2d, conv2d_backward_data, conv2d_backward_weight
+from minidl.cuda.convolution.conv2d_checks import check_tf32
 from minidl.cuda.convolution.conv2d_plan import argument, struct
 from minidl.cuda.convolution.widen import widen
 from minidl.cuda.device import current_device

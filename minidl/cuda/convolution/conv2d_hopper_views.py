@@ -1,0 +1,81 @@
+"""How the copy engine sees the arrays of conv2d_hopper.cu: its structure Maps."""
+
+from __future__ import annotations
+
+from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, HopperTile
+from minidl.cuda.convolution.conv2d_plan import Convolution
+from minidl.cuda.convolution.conv2d_walk import (
+    STAGE_ROW,
+    Walk,
+    columns_of,
+    depth_of,
+    filter_view,
+    is_flat,
+    itemsize_of,
+)
+from minidl.cuda.hopper import BYTES, TF32, View, Views
+from minidl.cuda.norm.signs import signs_pitch
+
+__all__ = ["CLASSES", "SIGNED_COLUMNS", "spread_out", "views_of"]
+
+CLASSES = 4  # parity classes of one launch, at most
+SIGNED_COLUMNS = 128  # of a tile's rows signs are 16 bytes, what the copy engine moves at least
+
+
+def spread_out(walks: list[tuple[Walk, Walk]]) -> bool:
+    """Whether the output pixels of a class lie apart."""
+    return max(walks[0][0].spread, walks[0][1].spread) > 1
+
+
+def views_of(
+    conv: Convolution,
+    code: int,
+    backward: bool,
+    walks: list[tuple[Walk, Walk]],
+    pitches: tuple[int, ...],
+    tile: HopperTile,
+    fetched: int,
+    signed: bool = False,
+    written: int = 0,
+) -> Views:
+    """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
+    places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs;
+    ``written``: as of `plan`."""
+    spread = spread_out(walks)
+    walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
+    columns, itemsize = columns_of(conv, backward), itemsize_of(code)
+    channels = STAGE_ROW // itemsize
+
+    def source(h: Walk, w: Walk) -> View:
+        depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
+        if is_flat(conv):
+            return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, fetched))
+        corners = tuple(zip(w.corners, h.corners, strict=True))
+        apart = pixel, w.source * pixel, h.source * w.source * pixel
+        sizes = depth, w.source, h.source, conv.images
+        # A pixel's next chunk is read after all taps of this one; of strided walks over large images it has left the
+        # cache by then, if it was fetched with this one.
+        soon = h.taps * w.taps == 1 or max(h.step, w.step) == 1
+        return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step), neighbours=soon)
+
+    def output(h: Walk, w: Walk, pitch: int) -> View:
+        height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
+        pixel = pitch * itemsize
+        if not spread:
+            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
+        apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
+        offset = (h.start * width + w.start) * pixel
+        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
+        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
+
+    below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
+    if signed:
+        row, pixels = signs_pitch(columns), conv.images * conv.height * conv.width
+        below[-1] = [View(BYTES, (row, pixels), (row,), (SIGNED_COLUMNS // 8, SLAB))]
+    return Views(
+        (filter_view(conv, code, backward, tile.columns), 0),
+        *((source(*pair), 1) for pair in walks),
+        *((output(*pair, written or columns), 2) for pair in walks),
+        *((output(*pair, pitches[1]), 3) for pair in walks),
+        *((view, 4 + i) for i, views in enumerate(below) for view in views),
+    )
