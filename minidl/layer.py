@@ -18,7 +18,8 @@ import numpy as np
 from minidl import backend, checkpoint, checks, interop
 from minidl.dist.communicator import SOLO, Communicator, Work
 from minidl.initializers import Initializer
-from minidl.params import Arena, Gradient, LayerParams, ParameterSpec
+from minidl.layer_params import Gradient, LayerParams
+from minidl.params import Arena, ParameterSpec
 from minidl.precision import Precision, bfloat16, float16, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler

@@ -17,7 +17,7 @@ LEVELS = [
     {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
     {"profile"},
     {"segments"},
-    {"ring"},
+    {"ring", "layer_params"},
     {"params"},
     {"layer"},
     {"graph", "laws"},

@@ -30,6 +30,14 @@ class Library:
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
 
+    def knows(self, option: str) -> bool:
+        """Whether this version has it."""
+        try:
+            self.compile("", "empty.cu", [option], False)
+        except RuntimeError:
+            return False
+        return True
+
     def compile(self, source: str, name: str, options: Sequence[str], exact: bool) -> tuple[bytes, str]:
         """The cubin, or PTX unless ``exact``, and the log of the compiler and the assembler.
 

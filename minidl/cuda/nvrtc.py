@@ -43,6 +43,7 @@ Defines = Mapping[str, int | str]
 FOLDER = Path(__file__).parent
 # NVRTC before 13.1 takes a generic lambda inside a kernel for host code unless told otherwise.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
+NO_CACHE = "--no-cache"
 NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
 LEAST_JOBS = 16  # of a process: 98 kernels took one 3.3 s, four to eight 1.2 s and sixteen 1.5 s
 
@@ -145,8 +146,15 @@ def version() -> tuple[int, int]:
     return _library().version()
 
 
+@functools.cache
+def _common_options() -> tuple[str, ...]:
+    """Beside a driver, newer versions keep a cache of their own, and what comes from it lacks the assembler's words."""
+    return (*OPTIONS, NO_CACHE) if _library().knows(NO_CACHE) else OPTIONS
+
+
 def _options(arch: str, defines: Defines) -> list[str]:
-    return [f"--gpu-architecture={arch}", *OPTIONS, *(f"-D{key}={value}" for key, value in sorted(defines.items()))]
+    defined = (f"-D{key}={value}" for key, value in sorted(defines.items()))
+    return [f"--gpu-architecture={arch}", *_common_options(), *defined]
 
 
 def compile(source: str, name: str, arch: str, defines: Defines | None = None) -> Compiled:

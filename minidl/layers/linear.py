@@ -11,7 +11,7 @@ from minidl import checks
 from minidl.dist.communicator import Work
 from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
-from minidl.params import LayerParams
+from minidl.layer_params import LayerParams
 from minidl.profile import Cost, PassCost, factors
 
 __all__ = ["Linear"]
