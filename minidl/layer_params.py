@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.segments import Segment
-
-if TYPE_CHECKING:
-    from minidl.params import Arena
 
 __all__ = ["Gradient", "LayerParams"]
 
@@ -22,9 +19,13 @@ class Gradient(NamedTuple):
 
 
 class LayerParams(Mapping[str, Any]):
-    """One layer's views: ``params["weight"]`` is what its forward pass reads."""
+    """One layer's views: ``params["weight"]`` is what its forward pass reads.
 
-    def __init__(self, arena: Arena, layer: str, segments: Sequence[Segment]):
+    Args:
+        arena: the `minidl.params.Arena` that makes them.
+    """
+
+    def __init__(self, arena: Any, layer: str, segments: Sequence[Segment]):
         self._arena = arena
         self._layer = layer
         self._segments = {s.name: s for s in segments}
