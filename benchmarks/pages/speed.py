@@ -67,12 +67,13 @@ def headline() -> str:
 
 
 def _usual_steps() -> Iterator[tuple]:
-    """Of a step on several GPUs that on most of them."""
+    """Of a step on several GPUs that on most; none with synchronised batch norms, where PyTorch waits for the host."""
     scaled = _steps("bench_scaling")
     most = {row["case"]: row.get("ranks", 1) for *_, row in sorted(scaled, key=lambda found: found[2].get("ranks", 1))}
     scaled = [found for found in scaled if found[2].get("ranks", 1) == most[found[2]["case"]]]
     for speed, machine, row in [*_steps("bench_train"), *scaled]:
-        if row["arm"] in _USUAL["CPU" if machine.startswith("CPU") else "GPU"]:
+        usual = row["arm"] in _USUAL["CPU" if machine.startswith("CPU") else "GPU"]
+        if usual and "synchronised" not in row["case"]:
             (network, _, batch), (peer, ms), ranks = row["case"].split("/"), _peer(row), row.get("ranks", 1)
             what = f"training step: {network}, batch {batch[1:]}, {row['dtype']}"
             on = f"{ranks} {machine}" if ranks > 1 else machine
