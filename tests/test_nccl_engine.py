@@ -216,7 +216,10 @@ def engine(monkeypatch):
         Device=lambda index: SimpleNamespace(synchronize=lambda: None, __enter__=None, __exit__=None),
         runtime=SimpleNamespace(streamIsCapturing=lambda stream: False),
     )  # fmt: skip
-    cupy = SimpleNamespace(cuda=cuda, float32=np.float32, zeros=lambda n, dtype: np.zeros(n, dtype).view(Array))
+    cupy = SimpleNamespace(
+        cuda=cuda, float32=np.float32, ndarray=type("ndarray", (), {}),  # of which no array is one
+        zeros=lambda n, dtype: np.zeros(n, dtype).view(Array),
+    )  # fmt: skip
     module = stand_in({})
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(nccl, "load_nccl", lambda: module)

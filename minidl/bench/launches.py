@@ -9,7 +9,8 @@ from typing import Any
 from minidl.bench.step import TrainingStep
 from minidl.fusion import Plan, find_sites
 from minidl.fusion.plans import modes_of
-from minidl.graph import Graph
+from minidl.graph import Graph, Node
+from minidl.layers import Concat
 from minidl.profile.spans import GraphProfiler
 
 __all__ = ["Launches", "absorbed", "launches"]
@@ -79,7 +80,7 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
 
     Forward that is the next reader with kernels, which normalises and sums; backward the convolution above that masks
     and sums, where the plan has one, else the batch norm, which masks. Of a ReLU without a batch norm it is the
-    convolution below, and backward the layer above.
+    convolution below, and backward the layer above. Of a concatenation that copies nothing it is the last that writes.
     """
     found: dict[Key, str] = {}
     readers = graph.consumers()
@@ -99,7 +100,17 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
             for pass_name in ("backward_data", "backward_weight"):
                 if kernels.get((name, pass_name)) == [] and name != above:
                     found.setdefault((name, pass_name), above)
+    for node in graph.nodes:
+        if isinstance(node.layer, Concat) and kernels.get((node.name, "forward")) == []:
+            found[node.name, "forward"] = _last_writer(graph, node, kernels)
     return found
+
+
+def _last_writer(graph: Graph, node: Node, kernels: Mapping[Key, list[str]]) -> str:
+    """The nearest layer below with kernels in its forward pass."""
+    while not kernels.get((node.name, "forward")):
+        node = graph.nodes[max(node.inputs)]
+    return node.name
 
 
 def _next_reader(graph: Graph, readers: list[list[int]], name: str, kernels: Mapping[Key, list[str]]) -> str:
