@@ -40,6 +40,9 @@ struct bounded {
 };
 #ifndef FUNCTION
 #define FUNCTION bounded
+#define NAMED 0
+#else
+#define NAMED 1  // and may need the registers of a block less: GELU and the slope of SiLU spilled without
 #endif
 
 // dy times the slope of FUNCTION at z, what the batch norm makes of x.
@@ -190,7 +193,7 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
 // y = FUNCTION of (x - mean)*rstd*gamma + beta (+ add); a: of FUNCTION, which is `bounded` (0 for ReLU, -infinity without)
 // where none is named. ADD: 0; 1; 2: `add` is batch-normalised as well, with the moments and parameters that follow it.
 // SIGNS: those of y are written too.
-extern "C" __global__ void __launch_bounds__(256, ADD ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(256, ADD || NAMED ? 3 : 4)
 batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                         const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
                         const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
@@ -246,7 +249,7 @@ typedef u8 Output;
 typedef T Output;
 #endif
 
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, NAMED ? 2 : 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                                  const float* __restrict__ gamma, const float* __restrict__ beta,
                                  const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
