@@ -17,6 +17,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda import capture as engine
+from minidl.dist.communicator import capturable
 from minidl.fusion import fuse_by_default
 from minidl.loss import Loss, Totals
 from minidl.memory.arena import Lender, most_live, place
@@ -40,7 +41,7 @@ def obstacle(model: Model, optimizer: SGD) -> str | None:
         return f"CUDA graphs need a GPU, and the model is on the {model.ops.name}"
     if not model.store.capturable:
         return f"{type(model.store).__name__} moves saved tensors from the host, not from within a graph"
-    if model.comm.name not in ("solo", "nccl"):
+    if not capturable(model.comm):
         return f"with the {model.comm.name} engine the host waits for each sum; NCCL would not need it"
     if not _graphs_suit(model.observer):
         return f"a {type(model.observer).__name__} watches each pass of each layer"

@@ -21,6 +21,7 @@ __all__ = [
     "Span",
     "Work",
     "by_kernels",
+    "capturable",
     "check_array",
     "check_cuts",
     "check_exchange",
@@ -146,6 +147,11 @@ def place(comm: Communicator, array: Any) -> Any:
 def by_kernels(comm: Communicator) -> bool:
     """Whether kernels of our own add up gradients, beside those of the backward pass: between the GPUs of a host."""
     return getattr(comm, "links", None) is not None
+
+
+def capturable(comm: Communicator) -> bool:
+    """Whether sums of GPU arrays can be part of a CUDA graph: the host waits for those of the other engines."""
+    return comm.name in ("solo", "nccl")
 
 
 def check_array(who: str, array: Any, *, written: bool) -> None:

@@ -4,9 +4,10 @@ Small messages start earlier and cost more: a latency each, on a CPU a thread th
 GPU multiprocessors that kernels lack. So 64 layers of equal gradients pass through a backward pass, once for each size
 of group, in turn; the least time wins. On a CPU that pass is matrix products, about twice as long as the exchange by
 itself; on a GPU convolutions and memory-bound passes in turn, as between them they bear messages differently (large
-ones are best beside products, a few megabytes beside the others). `minidl tune comm` measures, `Model` reads what was
-kept for this machine, engine and number of ranks. Records are files in the folder ``grouping`` beside that of the
-ceilings (`minidl.profile.ceilings`).
+ones are best beside products, a few megabytes beside the others), replayed as a CUDA graph like a compiled step: a
+host that launches such short kernels one by one would set the pace, and messages would seem to cost nothing.
+`minidl tune comm` measures, `Model` reads what was kept for this machine, engine and number of ranks. Records are files
+in the folder ``grouping`` beside that of the ceilings (`minidl.profile.ceilings`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 from types import ModuleType
@@ -24,14 +25,16 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
+from minidl.cuda.capture import Room
 from minidl.dist import Communicator
-from minidl.dist.communicator import by_kernels, place
+from minidl.dist.communicator import by_kernels, capturable, place
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
 from minidl.profile.neighbourhood import Neighbour, by_neighbourhood
 from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
+from minidl.profile.timing import DeviceTimer
 
 __all__ = [
     "DEFAULT_BYTES",
@@ -53,10 +56,12 @@ SAMPLES = 15
 COMPUTE_SHARE = 2.0  # of the exchange's own time, on a CPU
 WITHIN = 1.02  # of the best step: among those the smallest group, whose tail is shortest
 _MATRIX = 192
-_IMAGES, _FILTERS = (128, 56, 56, 64), (64, 3, 3, 64)  # on an H200 some 100 us, so that the host stays ahead
-_VERSION = 2
+_IMAGES, _FILTERS = (128, 56, 56, 64), (64, 3, 3, 64)  # some 100 us on an H200, as in a step of such a batch
+_VERSION = 3
 
 Record = dict[str, Any]
+Arm = tuple[str, int]  # the kind of compute beside messages of so many bytes
+Start = Callable[[], None]
 
 
 def group_bytes(
@@ -112,17 +117,21 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
     layer_bytes = LAYER_BYTES[ops.name]
     arena = place(comm, ops.zeros((LAYERS * layer_bytes // 4,), np.dtype(np.float32)))
     sizes = [layer_bytes << i for i in range(LAYERS.bit_length())]
-    step = partial(_step, ops, comm, arena)
-    exchange = _slowest(comm, [step(sizes[-1], None) for _ in range(3)])
+    step, once = partial(_backward, comm, arena), partial(_timed, ops, comm)
+    exchange = _slowest(comm, [once(partial(step, sizes[-1], None)) for _ in range(3)])
     computes = _products(comm, COMPUTE_SHARE * exchange / LAYERS) if ops.name == "cpu" else _kernels(ops)
-    arms: dict[tuple[str, int], list[float]] = {(kind, size): [] for kind in ("", *computes) for size in (0, *sizes)}
-    del arms["", 0]
-    for sample in range(SAMPLES):
-        if progress is not None and comm.rank == 0:
-            progress(f"group sizes, sample {sample + 1} of {SAMPLES}")
-        for kind, size in arms:
-            arms[kind, size].append(step(size, computes.get(kind)))
-    best = {arm: _slowest(comm, times) for arm, times in arms.items()}
+    arms = {(kind, size): partial(step, size, computes[kind]) for kind in computes for size in (0, *sizes)}
+    arms |= {("", size): partial(step, size, None) for size in sizes}
+    times: dict[Arm, list[float]] = {arm: [] for arm in arms}
+    with ExitStack() as graphs:
+        if ops.name == "cuda" and capturable(comm):
+            arms = _replays(arms, graphs)
+        for sample in range(SAMPLES):
+            if progress is not None and comm.rank == 0:
+                progress(f"group sizes, sample {sample + 1} of {SAMPLES}")
+            for arm, start in arms.items():
+                times[arm].append(once(start))
+    best = {arm: _slowest(comm, taken) for arm, taken in times.items()}
     whole, *apart = ({"group_bytes": choose(groups), "groups": groups} for groups in _groups(best, computes, sizes))
     messages = [(wire_bytes(size, comm.size), best["", size] * size / arena.nbytes) for size in sizes]
     latency_us, bus_gb_per_s = fit(messages)
@@ -155,11 +164,19 @@ def disturbed(record: Record) -> bool:
     return any(group["exposed_ms"] < -0.05 * record["compute_ms"] for group in record["groups"])
 
 
-def _step(ops: ModuleType, comm: Communicator, arena: Any, size: int, compute: Callable[[], None] | None) -> float:
-    """Milliseconds of a backward pass whose layers share messages of ``size`` bytes; 0: no messages."""
+def _timed(ops: ModuleType, comm: Communicator, start: Start) -> float:
+    """Milliseconds from when all ranks begin until what ``start`` starts has ended."""
     ops.synchronize()
     comm.barrier()
-    started, works, sent = time.perf_counter(), [], 0
+    started = time.perf_counter()
+    start()
+    ops.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def _backward(comm: Communicator, arena: Any, size: int, compute: Start | None) -> None:
+    """A backward pass whose layers share messages of ``size`` bytes; 0: no messages."""
+    works, sent = [], 0
     for layer in range(LAYERS):
         if compute is not None:
             compute()
@@ -169,11 +186,15 @@ def _step(ops: ModuleType, comm: Communicator, arena: Any, size: int, compute: C
             sent = end
     for work in works:
         work.wait()
-    ops.synchronize()
-    return (time.perf_counter() - started) * 1e3
 
 
-def _kernels(ops: ModuleType) -> dict[str, Callable[[], None]]:
+def _replays(arms: Mapping[Arm, Start], graphs: ExitStack) -> dict[Arm, Start]:
+    """What launches each pass as a CUDA graph, on the current stream as long as ``graphs`` is open; a collective."""
+    timer, room = DeviceTimer(), Room()
+    return {arm: graphs.enter_context(timer.captured([work], room))[0] for arm, work in arms.items()}
+
+
+def _kernels(ops: ModuleType) -> dict[str, Start]:
     """A convolution, which the products bound, and a pass that the memory bounds: both in turn, and each alone."""
     x, w = (
         ops.from_host(np.random.default_rng(0).random(shape, np.float32), bfloat16) for shape in (_IMAGES, _FILTERS)
@@ -188,7 +209,7 @@ def _kernels(ops: ModuleType) -> dict[str, Callable[[], None]]:
     return {"both": both, "products": products, "memory": lambda: ops.relu(x)}
 
 
-def _products(comm: Communicator, milliseconds: float) -> dict[str, Callable[[], None]]:
+def _products(comm: Communicator, milliseconds: float) -> dict[str, Start]:
     """Matrix products of about so long, equally many on all ranks."""
     a = np.random.default_rng(0).standard_normal((_MATRIX, _MATRIX), np.float32)
     out = np.empty_like(a)
