@@ -8,10 +8,11 @@ A step is forward, loss, backward, sums of gradients and update of a resident ba
 GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
 order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
 ``whole``: what is left at last is not cut once more. ``soon``, ``hold``: messages start when they are complete, or wait
-for passes that hardly notice them (`minidl.profile.neighbourhood.departures`); default: as `Model` lets them, which is
-``hold`` for links. fp32 or bf16: how gradients are sent. ``sums``: those of large fully connected layers are added up
-as well, in whose place factors travel else. Engines on GPUs: links (sums by our own kernels where they have a route;
-links8 and links32: of so many blocks at most, not 16), nccl; on CPUs: shm, mpi.
+for the next long pass that only moves bytes, however short it is; default: as `Model` lets them, which is ``soon``
+but for links, whose messages wait for passes that bear them (`minidl.profile.neighbourhood.departures`). fp32 or bf16:
+how gradients are sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors
+travel else. Engines on GPUs: links (sums by our own kernels where they have a route; links8 and links32: of so many
+blocks at most, not 16), nccl; on CPUs: shm, mpi.
 
 All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
 limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
@@ -115,7 +116,7 @@ class Arm(NamedTuple):
         if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1 or ("whole" in rest and not groups):
             raise checks.bad_value("bench_scaling", "--arms", SYNTAX, text)
         group, dtype, start, whole, sums = (found[0] if found else "" for found in choices)
-        start = start or ("hold" if engine.startswith("links") else "soon")
+        start = start or ("" if engine.startswith("links") else "soon")
         return cls(engine, group or None, dtype or "fp32", not sums, bool(whole), start)
 
 
@@ -146,7 +147,8 @@ class Ours:
             if isinstance(layer, BatchNorm2d):
                 layer.sync = synchronised
         self.step = TrainingStep(graph, batch=setup.batch, device=setup.device, precision=setup.precision, comm=comm)
-        self.neighbours = self.step.model.neighbours()
+        by = {"hold": math.inf, "soon": 0.0, "": setup.batch}
+        self.departures = {start: self.step.model.departures(samples) for start, samples in by.items()}
         fuse(self.step.model, setup.fusion, batch=setup.batch)
         self.tuned_bytes, self.factored = self.step.model.arena.group_bytes, self.step.model.arena.factored
         self.messages: dict[str, tuple[int, int]] = {}  # of an arm, and how many of them wait
@@ -163,7 +165,7 @@ class Ours:
         elif arm.engine == "mpi":
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
-        arena.neighbours = self.neighbours if arm.start == "hold" else ()
+        arena.departures = self.departures[arm.start]
         arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
         arena.settle()
 

@@ -103,6 +103,8 @@ class CompiledStep:
         """
         if self.batch is None and not eager:
             self.batch = len(images)
+            begin, end = self.eager.parts(self.batch)[-1]  # of micro-batches the last one sends
+            self.model.expect(end - begin)
         if eager or len(images) != self.batch or not _graphs_suit(self.model.observer):
             return self._lent(lambda: (self.eager(images, labels, first_sample), None))[0]
         key = *(_form(array) for array in (images, labels)), self.model.modes()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,7 @@ from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
 from minidl.profile.factors import most_rows
-from minidl.profile.neighbourhood import ABSORBED, FEW, Neighbour
+from minidl.profile.neighbourhood import ABSORBED, FEW, Departures, Neighbour, departures
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
@@ -118,7 +119,8 @@ class Model(checks.Told):
             group_bytes = grouping.group_bytes(self.ops, comm, layers, self.precision.storage.itemsize)
         sent = parse_precision(message_dtype).storage
         self.arena.factored = self._factored(sent.itemsize) if factors and comm.size > 1 else {}
-        self.arena.neighbours = layers if by_kernels(comm) else ()
+        if by_kernels(comm):
+            self.arena.departures = self.departures(FEW)
         self.arena.connect(comm, group_bytes, sent)
         self.arena.profiler = profiler
         self._readers = graph.consumers()
@@ -155,6 +157,23 @@ class Model(checks.Told):
             work = cost.backward_weight + cost.backward_data
             found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes, alone))
         return found
+
+    def departures(self, samples: float) -> Departures:
+        """When gradient messages that may wait start, with so many samples on each rank."""
+        itemsize = self.precision.storage.itemsize
+        return partial(departures, self.neighbours(), itemsize=itemsize, samples=samples)
+
+    def expect(self, samples: int) -> None:
+        """Let messages start as suits steps of so many samples on each rank: no bit changes. A collective.
+
+        Until then they start as suits 32. Between the GPUs of a host a message may wait for a pass that is long enough
+        to bear it, see `minidl.profile.neighbourhood.departures`. Where ranks say different numbers the least counts.
+        """
+        arena = self.arena
+        if by_kernels(self.comm) and not arena.slots:  # a ring wants its slots back: nothing waits
+            arena.departures = self.departures(min(self.comm.share(samples)))
+            arena.connect(arena.comm, arena.group_bytes, arena.wire.dtype)
+            arena.settle()
 
     def _agree(self) -> None:
         """Refuse to train when ranks disagree about the plan or the starting weights."""

@@ -26,7 +26,7 @@ from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.initializers import generator
 from minidl.layer_params import Gradient, LayerParams
 from minidl.precision import Precision, float32
-from minidl.profile.neighbourhood import Neighbour, cut, departures
+from minidl.profile.neighbourhood import Departures, cut
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.ring import Ring, Whole
 from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
@@ -74,7 +74,7 @@ class Arena:
         self._abandoned = False
         self._places: Whole | Ring = Whole()  # what ``grad`` holds at a time, and where
         self.factored: Mapping[str, int] = {}  # layers that may send factors: up to so many rows on all ranks
-        self.neighbours: Sequence[Neighbour] = ()  # beside which messages may wait to start; none: they do not
+        self.departures: Departures = lambda messages: {}  # which messages wait to start, and for which layer
         self._waiting: deque[Message] = deque()  # complete, not started yet
         self._shares: list[int] | None = None  # rows of the batch on each rank, in this step
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
@@ -228,10 +228,9 @@ class Arena:
         groups = cut(sizes, group_bytes, tiled, self.factored if comm.size > 1 else ())
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
-        if self.neighbours and comm.size > 1:
-            before = departures(self.neighbours, groups, self.precision.storage.itemsize)
-            for message in self.messages:
-                message.before = before.get(message.layers[-1], "")
+        before = self.departures(groups) if comm.size > 1 else {}
+        for message in self.messages:
+            message.before = before.get(message.layers[-1], "")
         self._share_out()
         if self.slots:
             self.ring(self.slots, self._update)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import minidl as m
+from minidl import models
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator
 from minidl.profile.neighbourhood import Neighbour, cut, departures
 from minidl.sharded import ShardedSGD
@@ -82,7 +83,7 @@ def trained(rng_seed=0, *, waits, frozen=(), slots=0, micro=1, sharded=False):
     model = m.Model(network(), comm=comm, seed=1, group_bytes=0, frozen=frozen)
     arena = model.arena
     if waits:
-        arena.neighbours = model.neighbours()
+        arena.departures = model.departures(32)
         arena.connect(comm, 0)
     optimizer = (ShardedSGD if sharded else m.SGD)(model, 0.1, momentum=0.9)
     if slots:
@@ -130,7 +131,7 @@ def test_a_ring_wants_its_slots_back():
 def test_a_failed_pass_leaves_nothing_waiting(monkeypatch):
     comm = SimulatedCommunicator(2, AlphaBeta(0.0, float("inf")))
     model = m.Model(network(), comm=comm, group_bytes=0)
-    model.arena.neighbours = model.neighbours()
+    model.arena.departures = model.departures(32)
     model.arena.connect(comm, 0)
     x, dy = np.ones((2, 16, 16, 3), np.float32), np.ones((2, 4), np.float32)
     model.forward(x)
@@ -153,3 +154,47 @@ def test_ranks_that_would_start_messages_elsewhere_are_another_plan(monkeypatch)
     comm = SimulatedCommunicator(2, AlphaBeta(0.0, float("inf")))
     m.Model(network(), comm=comm, group_bytes=0)
     assert any(line.startswith("message ") and " before " in line for line in told[0])
+
+
+def test_a_pass_bears_a_message_half_of_which_it_hides():
+    """By the samples of a step: 8 bytes of the pass for each of the message, where a sum takes 12 to 20."""
+    found = layers(("b", 100, 0, FLOP), ("norm", 0, 400, 1), ("a", 1, 0, 100 * FLOP))
+    messages = [("b",), ("a",)]
+    for samples, waits in ((1, False), (63, False), (64, True), (256, True), (float("inf"), True), (0, False)):
+        assert departures(found, messages, 2, samples) == ({"b": "norm"} if waits else {}), samples
+
+
+def test_a_message_behind_one_that_waits_does_not_overtake_it():
+    found = layers(("c", 10, 0, FLOP), ("b", 200, 0, FLOP), ("norm", 0, 400, 1), ("a", 1, 0, 100 * FLOP))
+    assert departures(found, [("c",), ("b",), ("a",)], 2) == {"c": "norm", "b": "norm"}
+
+
+class Uneven(SimulatedCommunicator):
+    """Rank 1 has 3 samples."""
+
+    links = object()
+
+    def share(self, value):
+        return [value, min(value, 3) if isinstance(value, int) else value]
+
+
+def test_ranks_wait_by_the_samples_of_the_one_that_has_least():
+    model = m.Model(models.resnet20(), comm=Uneven(2, AlphaBeta(0.0, float("inf"))), group_bytes=0)
+
+    def waiting():
+        return {message.layers[-1]: message.before for message in model.arena.messages if message.before}
+
+    def by_rule(samples):
+        return model.departures(samples)([message.layers for message in model.arena.messages])
+
+    assert waiting() == by_rule(32) and by_rule(3) != by_rule(32)
+    before = model.modes()
+    model.expect(32)
+    assert waiting() == by_rule(3) and model.modes() != before, "another graph"
+
+
+def test_a_ring_stays_a_ring_whatever_is_expected():
+    _, _, model = trained(waits=True, slots=2)
+    model.comm.links = object()
+    model.expect(1000)
+    assert model.arena.slots == 2 and not any(message.before for message in model.arena.messages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -81,7 +82,8 @@ def sweep(step: StepTimes, cluster: Cluster, hosts: Sequence[int], a: argparse.N
     options: dict[str, Any] = {"interference": _interference(a.interference), "message_share": share}
 
     def outcome(n: int, size: int) -> Outcome:
-        return scaling.simulate(step, cluster, n, size, waits=n == 1 and cluster.by_kernels, **options)
+        waits = step.images if n == 1 and cluster.by_kernels else 0
+        return scaling.simulate(step, cluster, n, size, waits=waits, **options)
 
     return [sorted((outcome(n, size) for size in groups), key=lambda o: o.ms) for n in hosts]
 
@@ -282,7 +284,7 @@ class Measured:
     def simulated(self, interference: Interference) -> Outcome:
         """The same step on paper."""
         options: dict[str, Any] = {"interference": interference, "message_share": self.share}
-        options |= {"factors": self.factors, "waits": self.waiting > 0}
+        options |= {"factors": self.factors, "waits": math.inf if self.waiting else 0.0}  # some files hold by force
         return scaling.simulate(self.step, self.cluster, 1, self.group_bytes, **options)
 
 

@@ -97,6 +97,7 @@ class TrainingStep:
         graph, seed = self.model.graph, self.comm.rank
         *image, classes = graph.output_node.shape
         self.x = None  # before there is another
+        self.model.expect(batch)
         self.x = noise(self.ops, (batch, *graph.nodes[0].shape), self.model.precision.storage, seed=seed)
         self.labels = labels(self.ops, (batch, *image), classes, seed=seed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "BESIDE_PRODUCTS",
     "FEW",
     "TAIL_BYTES",
+    "Departures",
     "Neighbour",
     "by_neighbourhood",
     "cut",
@@ -25,6 +26,9 @@ _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel
 _TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
 _BARELY = 16  # times as long for its bytes as for its products: a pass that hardly computes
 _SUM_BYTES = 32  # bytes at the memory's rate in which one byte is added up: 12 to 20 between H200s, and some to spare
+_BEARS = 8  # bytes that a pass moves for each byte of a message that it bears: about half of the sum is then over
+
+Departures = Callable[[Sequence[Sequence[str]]], Mapping[str, str]]  # see `departures`
 
 
 @dataclass(frozen=True)
@@ -85,19 +89,23 @@ def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -
     return 2 * products > total
 
 
-def departures(layers: Sequence[Neighbour], messages: Iterable[Sequence[str]], itemsize: int) -> dict[str, str]:
+def departures(
+    layers: Sequence[Neighbour], messages: Iterable[Sequence[str]], itemsize: int, samples: float = FEW
+) -> dict[str, str]:
     """Before whose backward pass a message starts that has to wait, by the last layer of the message.
 
     Between GPUs a sum takes multiprocessors: a product of as many blocks as there are takes longer by a whole block,
     where a pass that only moves bytes hardly notices. So a message waits for the next long pass of that kind, one that
-    moves at least half as much as the longest. Each lets one message go, the last of them all. Where what is computed
-    from then on would not hide all that is left to be sent, a message starts at once, or with the one before it. Ranks
-    agree whatever their batches are: ``layers`` are of `FEW` samples, and more leave more time.
+    moves at least half as much as the longest. Each lets one message go, the last of them all. A message starts at
+    once, or with the one before it, where that pass would be over before half of the sum is, which then meets the
+    products behind it all the same, and where what is computed from then on would not hide all that is left to be sent.
 
     Args:
-        layers: in the order of the backward pass.
+        layers: in the order of the backward pass, their work that on `FEW` samples.
         messages: the layers of each, in that order (`cut`).
         itemsize: bytes of a stored element.
+        samples: of a step, the same on all ranks: by so many passes are long. More would leave more time to hide what
+            is sent than the rule counts on.
     """
     messages = list(messages)
     places = {layer.name: i for i, layer in enumerate(layers)}
@@ -109,9 +117,11 @@ def departures(layers: Sequence[Neighbour], messages: Iterable[Sequence[str]], i
         ready = places[names[-1]]
         coming = [place for place in long if place > ready]
         chosen = next((place for place in coming if place > start), coming[-1] if coming else ready)
+        sent = sum(layers[places[name]].nbytes for name in names)
         left = sum(layers[places[name]].nbytes for names in messages[i:] for name in names)
+        borne = moved[chosen] * samples / FEW >= _BEARS * sent
         hidden = sum(layer.work(itemsize)[0] for layer in layers[chosen : len(moved)]) >= _SUM_BYTES * left
-        start = max(start, chosen if hidden else ready)
+        start = max(start, chosen if hidden and borne else ready)
         if start > ready:
             found[names[-1]] = layers[start].name
     return found

@@ -246,7 +246,7 @@ def simulate(
     interference: Interference = INTERFERENCE,
     message_share: float = 1.0,
     factors: bool = True,
-    waits: bool = False,
+    waits: float = 0.0,
 ) -> Outcome:
     """One step on ``hosts`` hosts.
 
@@ -255,7 +255,8 @@ def simulate(
         message_share: bytes sent for each byte of float32 gradients: 0.5 with bfloat16 messages, which compute rounds
             first.
         factors: as in `Model`.
-        waits: messages wait for passes that hardly notice them (`minidl.profile.neighbourhood.departures`).
+        waits: messages wait for passes that with so many samples of a rank bear them
+            (`minidl.profile.neighbourhood.departures`); 0: they do not.
     """
     nbytes = {layer.name: layer.nbytes for layer in step.layers if layer.nbytes}
     ranks = hosts * cluster.ranks_per_host
@@ -264,7 +265,7 @@ def simulate(
     neighbours = step.neighbours
     enough = by_neighbourhood(neighbours, step.itemsize) if group_bytes == NEAR else group_bytes
     messages = {names[-1]: names for names in cut(nbytes.items(), enough, apart=apart)}
-    before = departures(neighbours, messages.values(), step.itemsize) if waits else {}
+    before = departures(neighbours, messages.values(), step.itemsize, waits) if waits else {}
     time = _Timeline(interference if ranks > 1 else NO_INTERFERENCE)
     time.compute(step.forward_ms)
     sums: list[Message] = []

@@ -8,6 +8,7 @@ statistics are those of a micro-batch. With SLOTS, updates run within the backwa
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     graph = network(not parts, bias=recipe in ("sgd", "mixed", "waits"))
     model = m.Model(graph, device=device, comm=comm, seed=3, group_bytes=group_bytes)
     if recipe == "waits":
-        model.arena.neighbours = model.neighbours()
+        model.arena.departures = model.departures(math.inf)
         model.arena.connect(comm, group_bytes)
         model.arena.settle()
     options = {"shape": (8, 8, 3), "num_classes": 4, "n": 23}
