@@ -21,7 +21,8 @@ adds is the median of the differences within a turn; a second figure, for the fi
 waited in a step that is watched. Efficiency is the step less what is added, over the step. Sums of batch norms and of
 the loss stay in the step without messages, and go by links there.
 
-PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, with and without messages.
+PyTorch runs DDP on the same ranks, weights and batches, eager or compiled, each also as a CUDA graph, with and without
+messages.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ NEAR = "near"
 FLAGS = ("whole", "sums")
 STARTS = ("soon", "hold")
 SYNTAX = "ENGINE[/GROUP[/whole]][/fp32|bf16][/soon|hold][/sums]"
-PEERS = {"torch-ddp": False, "torch-ddp-compile": True}
+PEERS = {  # by torch.compile; as a CUDA graph
+    "torch-ddp": (False, False),
+    "torch-ddp-graph": (False, True),
+    "torch-ddp-compile": (True, False),
+    "torch-ddp-compile-graph": (True, True),
+}
 WATCHED = 5  # steps
 TOLERANCE = {"fp32": 1e-3}  # of the first loss, relative; else 3e-2
 
@@ -252,25 +258,23 @@ def row_ms(comm: Communicator, ready: Ready, steps: int, settle: Callable[[], No
     return max(comm.share((time.perf_counter() - started) / steps * 1e3))
 
 
-def made(comm: Communicator, name: str, make: Callable[[], Any], expected: Callable[[float], bool]) -> Any:
-    """What PyTorch makes, having taken a step with and without messages, or None, told on rank 0; a collective.
-
-    Args:
-        expected: of the loss of its first step on all ranks.
-    """
-    peer, loss, failure = None, 0.0, ""
+def attempted(comm: Communicator, name: str, work: Callable[[], Any]) -> Any:
+    """What ``work`` gives, or None where it fails on any rank, which rank 0 tells; a collective."""
+    found, failure = None, ""
     try:
-        peer = make()
-        loss = float(peer())
-        peer.silent()()
+        found = work()
     except Exception:  # the rows of ours are worth having without it
         failure = traceback.format_exc()
-    losses, failures = zip(*comm.share((loss, failure)), strict=True)
-    if not any(failures) and not expected(statistics.mean(losses)):
-        failures = (f"it computes something else: its losses are {losses}",)
+    failures = comm.share(failure)
     if any(failures) and comm.rank == 0:
         print(f"{name} is left out:\n{next(filter(None, failures))}", flush=True)
-    return None if any(failures) else peer
+    return None if any(failures) else found
+
+
+def started(make: Callable[[], Any]) -> tuple[Any, float]:
+    """What PyTorch makes, having taken a step, and the loss of that on this rank."""
+    peer = make()
+    return peer, float(peer())
 
 
 def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, tuple[Ready, Ready]]:
@@ -279,12 +283,23 @@ def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> di
         return {}
     from benchmarks.ddp import Peer
 
-    found = {}
+    found, peers = {}, {}
     for name in a.peers:
-        make = partial(Peer, setup.graph(), ours.step, compiled=PEERS[name], synchronised=ours.synchronised)
-        peer = made(ours.comm, name, make, partial(math.isclose, loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)))
-        if peer is not None:
-            found[name] = (peer, nothing), (peer.silent(), nothing)
+        compiled, graphed = PEERS[name]
+        if compiled not in peers:
+            make = partial(Peer, setup.graph(), ours.step, compiled=compiled, synchronised=ours.synchronised)
+            peers[compiled] = attempted(ours.comm, name, partial(started, make))
+        if peers[compiled] is None:
+            continue
+        peer, own = peers[compiled]
+        losses = ours.comm.share(own)
+        if not math.isclose(statistics.mean(losses), loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)):
+            if ours.comm.rank == 0:
+                print(f"{name} is left out: its losses are {losses}, ours {loss}", flush=True)
+            continue
+        steps = attempted(ours.comm, name, partial(peer.steps, graphed=graphed))
+        if steps is not None:
+            found[name] = (steps[0], nothing), (steps[1], nothing)
     return found
 
 
@@ -385,6 +400,8 @@ def main() -> None:
     comm = joined(a.device)
     device = device_of(a.device, comm)
     arms = {text: Arm.parse(text, device) for text in a.arms or ARMS[device]}
+    if device == "cpu" and any(PEERS[name][1] for name in a.peers):
+        raise checks.bad_value("bench_scaling", "--peers", "none as a CUDA graph on a cpu", a.peers)
     mode = precision(a.precision or ("bf16" if device == "cuda" else "fp32")).name
     fusion = a.fusion or ("auto" if device == "cuda" else "none")
     if a.peers:

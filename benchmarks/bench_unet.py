@@ -12,7 +12,10 @@ the time until the launches returned: here every time is taken after synchronisa
 beside.
 
 One image cannot be cut; a batch of 32 is what scales. The whole batch on rank 0 alone, the others idle, is measured in
-the same run, so that what further GPUs gain is a ratio of neighbours.
+the same run, so that what further GPUs gain is a ratio of neighbours: of the fastest way of one GPU.
+
+The library's own pass is also replayed as a CUDA graph, in which no launch waits for the host. Chunks are then branches
+that run beside each other: blocks of one fill the multiprocessors that the last wave of another leaves idle.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import minidl as m
 from minidl import dist, models
 from minidl.bench.setup import device_of, join
+from minidl.cuda.capture import Room, capture
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.spans import NULL_PROFILER
 from minidl.profile.steps import StepProfiler
@@ -42,6 +46,7 @@ from minidl.profile.timing import Timing
 
 CONVOLUTIONS = ("Conv2d", "ConvTranspose2d")
 PAPER = {"end to end": 1.05, "convolutions": 1.22}
+SPEEDUPS = {"speedup": "ms", "speedup_with_copies": "with_copies_ms", "speedup_convolutions": "convolutions_ms"}
 WARM_UP = 2
 
 Forward = Callable[[], Any]
@@ -138,6 +143,7 @@ class Chunks:
         self.hosts = [self._pinned(part.astype(model.precision.storage)) for part in np.array_split(host, count)]
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in self.hosts]
         self.parts = [model.ops.from_host(part) for part in self.hosts]
+        self._room: Room | None = None
         self.outputs = [self._pinned(self.model.ops.to_host(self._forward(part))) for part in self.parts]
 
     def _pinned(self, array: np.ndarray) -> np.ndarray:
@@ -159,8 +165,27 @@ class Chunks:
         """Images from the host, logits back to it."""
         for stream, part, host, out in zip(self.streams, self.parts, self.hosts, self.outputs, strict=True):
             with stream:
-                part.set(host)
+                part.set(host, stream)
                 self._forward(part).get(out=out, blocking=False)
+
+    def replayed(self, work: Forward) -> Forward:
+        """`resident` or `copied` as a CUDA graph, in which each chunk is a branch."""
+        room = self._room = self._room or Room()
+
+        def branches() -> None:
+            begin = room.stream.record()
+            for stream in self.streams:
+                stream.wait_event(begin)
+            work()
+            for stream in self.streams:
+                room.stream.wait_event(stream.record())
+
+        self.cupy.cuda.Device().synchronize()
+        with room.entered():
+            branches()  # fills the room
+            room.stream.synchronize()
+            graph = capture(branches, room.stream)[0]
+        return lambda: graph.launch(room.stream)
 
 
 def timed(comm: dist.Communicator, work: Forward, samples: int) -> tuple[Timing, Timing]:
@@ -208,17 +233,25 @@ def device_rows(a: argparse.Namespace, comm: dist.Communicator, batch: int) -> l
                 one = one_gpu(a, model, kernel, batch) if mine else []
             rows += one
             if comm.size > 1 and batch >= comm.size:
-                rows.append(several_gpus(a, comm, model, kernel, batch, one))
-    return [r for r in rows if r]
+                rows += several_gpus(a, comm, model, kernel, batch, one)
+    return rows
 
 
 def one_gpu(a: argparse.Namespace, model: m.Model, kernel: str, batch: int) -> list[dict[str, Any]]:
-    rows = []
-    for count in sorted({min(count, batch) for count in a.chunks}):
-        chunks = Chunks(model, images(a, batch), count)
-        rows.append(row(a, batch, model, f"{kernel}/{count} streams" if count > 1 else kernel, 1))
-        rows[-1] |= measured(dist.SOLO, model, chunks, a.samples)
-    return rows
+    return [
+        row(a, batch, model, arm, 1) | measured(dist.SOLO, model, chunks, a.samples, graph)
+        for arm, chunks, graph in ways(a, model, kernel, images(a, batch), batch)
+    ]
+
+
+def ways(
+    a: argparse.Namespace, model: m.Model, kernel: str, host: np.ndarray, most: int
+) -> Iterator[tuple[str, Chunks, bool]]:
+    """(name, chunks, whether as a CUDA graph) of each way to run a kernel on these images."""
+    for count in sorted({min(count, most) for count in a.chunks}):
+        chunks = Chunks(model, host, count)
+        for graph in (False, True) if kernel == "minidl" else (False,):
+            yield kernel + "/graph" * graph + f"/{count} streams" * (count > 1), chunks, graph
 
 
 def several_gpus(
@@ -228,22 +261,24 @@ def several_gpus(
     kernel: str,
     batch: int,
     one: Sequence[dict[str, Any]],
-) -> dict[str, Any]:
-    shard = np.array_split(images(a, batch), comm.size)[comm.rank]
-    found = row(a, batch, model, kernel, comm.size) | measured(comm, model, Chunks(model, shard, 1), a.samples)
-    if comm.rank:
-        return {}
-    return found | {
-        "speedup": one[0]["ms"] / found["ms"],
-        "speedup_with_copies": one[0]["with_copies_ms"] / found["with_copies_ms"],
-        "speedup_convolutions": one[0]["convolutions_ms"] / found["convolutions_ms"],
-    }
+) -> list[dict[str, Any]]:
+    shard, rows = np.array_split(images(a, batch), comm.size)[comm.rank], []
+    for arm, chunks, graph in ways(a, model, kernel, shard, batch // comm.size):
+        found = row(a, batch, model, arm, comm.size) | measured(comm, model, chunks, a.samples, graph)
+        for name, ms in SPEEDUPS.items():
+            if comm.rank == 0 and found[ms]:
+                found[name] = min(alone[ms] for alone in one if alone[ms]) / found[ms]
+        rows.append(found)
+    return rows if comm.rank == 0 else []
 
 
-def measured(comm: dist.Communicator, model: m.Model, chunks: Chunks, samples: int) -> dict[str, Any]:
-    resident, launched = timed(comm, chunks.resident, samples)
-    copied, _ = timed(comm, chunks.copied, samples)
-    parts = by_function(model, chunks.parts[0], samples)[0] if len(chunks.parts) == 1 else {}
+def measured(comm: dist.Communicator, model: m.Model, chunks: Chunks, samples: int, graph: bool) -> dict[str, Any]:
+    """The times of a row; a collective."""
+    way = chunks.replayed if graph else (lambda work: work)
+    resident, launched = timed(comm, way(chunks.resident), samples)
+    copied, _ = timed(comm, way(chunks.copied), samples)
+    whole = len(chunks.parts) == 1 and not graph
+    parts = by_function(model, chunks.parts[0], samples)[0] if whole else {}
     convolutions = sum(parts.get(name, 0.0) for name in CONVOLUTIONS)
     return {
         "ms": resident.ms, "spread": resident.spread, "launch_ms": launched.ms, "with_copies_ms": copied.ms,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,20 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from minidl.bench.step import DECAY, LR, MOMENTUM, TrainingStep
+from minidl.bench.torch_calls import captured
 from minidl.bench.torch_twin import TorchGraph, from_nhwc
 from minidl.dist import Communicator
 from minidl.graph import Graph
 
 __all__ = ["Peer", "join", "leave"]
 
+_FIRST_STEPS = 11  # in which DDP finds out the order of gradients, and asks events for times: no graph may hold that
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def join(comm: Communicator, device: str) -> None:
     """Make PyTorch's process group of all ranks; a collective."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # it asks for events, also of what is captured
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = comm.share(_address(comm))[0]
     if device == "cuda":
         import cupy
@@ -69,34 +73,52 @@ class Peer:
 
     def __init__(self, graph: Graph, ours: TrainingStep, *, compiled: bool, synchronised: bool = False):
         device = ours.ops.name
+        self._stream = torch.cuda.Stream() if device == "cuda" else None
+        self._graphs = ExitStack()
         network = TorchGraph(graph).load(ours.model.state_dict()).to(device)
         if synchronised:
             network = _synchronised(network)
         options = {"device_ids": [torch.cuda.current_device()]} if device == "cuda" else {}
-        self._parallel = DistributedDataParallel(
-            network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
-        )
+        with self._aside():  # where its backward pass is to run, in a graph as well
+            self._parallel = DistributedDataParallel(
+                network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
+            )
         self._run = torch.compile(self._parallel, dynamic=False) if compiled else self._parallel
         self._optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY)
         self._device, self._half = device, _HALF.get(ours.model.precision.name)
         images, labels = (ours.ops.to_host(array) for array in (ours.x, ours.labels))
         self._x = from_nhwc(images.astype(np.float32), device)
         self._labels = torch.from_numpy(labels).long().to(device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def _aside(self) -> Any:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def __call__(self) -> Any:
         """One step, started; the loss."""
-        self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self._device, dtype=self._half or torch.bfloat16, enabled=self._half is not None):
-            loss = torch.nn.functional.cross_entropy(self._run(self._x), self._labels)
-        loss.backward()
-        self._optimizer.step()
-        return loss.detach()
+        with self._aside():
+            self._optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self._device, dtype=self._half or torch.bfloat16, enabled=self._half is not None):
+                loss = torch.nn.functional.cross_entropy(self._run(self._x), self._labels)
+            loss.backward()
+            self._optimizer.step()
+            return loss.detach()
 
-    def silent(self) -> Callable[[], Any]:
+    def silent(self) -> Any:
         """The step without messages; the ranks' weights differ afterwards."""
+        with self._parallel.no_sync():
+            return self()
 
-        def step() -> Any:
-            with self._parallel.no_sync():
-                return self()
+    def steps(self, *, graphed: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """The step with messages and without, each taken already; ``graphed``: as CUDA graphs. A collective."""
+        found = tuple(map(self._captured, (self, self.silent))) if graphed else (self, self.silent)
+        for step in found:
+            step()
+        return found
 
-        return step
+    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        for _ in range(_FIRST_STEPS):
+            step()
+        torch.cuda.synchronize()
+        return self._graphs.enter_context(captured([step], self._stream))

@@ -40,11 +40,17 @@ def scaling(files: Iterable[File]) -> str:
     return table(_COLUMNS, [_step(row) for row in sorted(rows, key=lambda row: row["efficiency"])])
 
 
+_DDP = {
+    "torch-ddp": "", "torch-ddp-graph": " graph", "torch-ddp-compile": " compiled",
+    "torch-ddp-compile-graph": " compiled graph",
+}  # fmt: skip
+
+
 def _step(row: Row) -> list[str]:
     figures = [f"{row['images_per_s']:.0f}", f"{row['efficiency']:.1%}", f"{row['exposed_ms']:.2f}"]
     peers = [
         [
-            f"{row['peer_images_per_s'][name]:.0f}{' compiled' * name.endswith('compile')}",
+            f"{row['peer_images_per_s'][name]:.0f}{_DDP[name]}",
             f"{row['peer_efficiency'][name]:.1%}", f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}",
         ]
         for name, ms in row["peers"].items()

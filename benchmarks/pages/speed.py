@@ -14,7 +14,9 @@ _PEERS = {
     "torch-eager": "PyTorch",
     "torch-graph": "PyTorch as a CUDA graph",
     "torch-ddp": "PyTorch's DDP",
+    "torch-ddp-graph": "PyTorch's DDP as a CUDA graph",
     "torch-ddp-compile": "PyTorch's DDP, compiled",
+    "torch-ddp-compile-graph": "PyTorch's DDP, compiled, as a CUDA graph",
 }
 _LEAST_MS = 0.008  # memory-bound operations that take less measure launches
 

@@ -319,9 +319,13 @@ def _replayed(calls: Sequence[Call], budget: Budget) -> Timing:
 
 
 @contextmanager
-def captured(calls: Sequence[Call]) -> Iterator[Call | None]:
-    """A function that launches all ``calls`` as one graph on torch's current stream; None where they launch nothing."""
-    side = torch.cuda.Stream()
+def captured(calls: Sequence[Call], side: Any = None) -> Iterator[Call | None]:
+    """A function that launches all ``calls`` as one graph on torch's current stream; None where they launch nothing.
+
+    Args:
+        side: the stream on which they are captured; default: one of their own.
+    """
+    side = side or torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in calls:  # algorithms are chosen and forward passes kept now
@@ -330,7 +334,7 @@ def captured(calls: Sequence[Call]) -> Iterator[Call | None]:
     graph = torch.cuda.CUDAGraph()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with torch.cuda.graph(graph, stream=side):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):  # watchdogs ask for their events
             results = [call() for call in calls]  # kept to the end, so that outputs rotate like inputs
     empty = [w for w in caught if _EMPTY in str(w.message)]
     for warning in caught:
