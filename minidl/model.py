@@ -186,7 +186,10 @@ class Model(checks.Told):
             self.comm, "parameter plan", [f"precision {self.precision.name}, messages {self.arena.wire.dtype}", *plan]
         )
         if self.comm.size > 1:
-            require_same_arrays(self.comm, "starting weights", {"weights": self.ops.to_host(self.arena.master)})
+            weights = self.ops.to_host(self.arena.master)
+            held = {s.full_name: weights[s.offset : s.offset + s.size] for s in self.arena.segments}
+            remedy = "give all ranks one seed, or one checkpoint"
+            require_same_arrays(self.comm, "starting weights", held, remedy)
 
     # -- the two passes ---------------------------------------------------------------------------------------------
 

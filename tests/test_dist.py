@@ -113,9 +113,24 @@ def test_equal_entries_cost_one_exchange():
 )
 def test_the_first_differing_entry_is_named_with_its_ranks(mine, theirs, message):
     comm = FakeCommunicator([digest_of(theirs), digest_of(mine)], [theirs, mine])
-    with pytest.raises(ValueError, match="^plan differs between ranks, ") as error:
+    with pytest.raises(ValueError, match="^ranks differ in plan, ") as error:
         require_same(comm, "plan", mine)
     assert str(error.value).endswith(message)
+
+
+def test_of_long_entries_the_part_that_differs_is_told():
+    long = "train_loader seed 0, samples {}, shuffle True, " + ", ".join(f"scale {i}" for i in range(20))
+    mine, theirs = [long.format(16)], [long.format(17)]
+    comm = FakeCommunicator([digest_of(theirs), digest_of(mine)], [theirs, mine])
+    with pytest.raises(ValueError) as error:
+        require_same(comm, "plan", mine, "make them equal")
+    held = "on ranks 0, 2: train_loader ... samples 16 ...; on rank 1: train_loader ... samples 17 ..."
+    assert str(error.value) == f"ranks differ in plan, first in entry 0: {held}; make them equal"
+    ends = ["first " + 50 * "same, " + end for end in ("a", "a, b", "c")]
+    for other in ends[1:]:
+        comm = FakeCommunicator([digest_of([other]), digest_of([ends[0]])], [[other], [ends[0]]])
+        with pytest.raises(ValueError, match=f"on rank 1: first ... {other.rpartition('same, ')[2]}$"):
+            require_same(comm, "plan", [ends[0]])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +152,7 @@ def test_arrays_are_compared_by_dtype_shape_and_bits(other, cpu_ops):
 
     mine = np.array([1, 2], "float32")
     digest, entries = prints(other)
-    with pytest.raises(ValueError, match="weights differs between ranks, first in entry 1: on rank 0: w float32"):
+    with pytest.raises(ValueError, match="ranks differ in weights, first in entry 1: on rank 0: w float32"):
         pairs = [("same", np.zeros(3, bfloat16)), ("w", mine)]
         require_same_arrays(FakeCommunicator([digest], [entries]), "weights", pairs)
     again, same = prints(mine.copy())

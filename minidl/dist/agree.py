@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -18,24 +19,27 @@ from minidl.dist.communicator import Communicator
 
 __all__ = ["by_value", "rank_list", "require_same", "require_same_arrays", "together"]
 
+_LONG = 100  # letters
 
-def require_same(comm: Communicator, what: str, entries: Sequence[str]) -> None:
+
+def require_same(comm: Communicator, what: str, entries: Sequence[str], remedy: str = "") -> None:
     """Check that all ranks hold the same ``entries``; a collective that costs one small exchange when they do.
 
     Raises:
-        ValueError: on every rank, naming the first entry that differs and who has which.
+        ValueError: on every rank, naming the first entry that differs and who has which, of long ones the part that
+            differs, and what to do about it.
     """
     digest = hashlib.sha256(repr(list(entries)).encode()).digest()
     if len(set(comm.share(digest))) == 1:
         return
     rows = zip_longest(*comm.share(list(entries)))
     index, row = next((index, row) for index, row in enumerate(rows) if len(set(row)) > 1)
-    held = by_value("no such entry" if entry is None else entry for entry in row)
-    raise ValueError(f"{what} differs between ranks, first in entry {index}: {held}")
+    held = by_value(_apart(["no such entry" if entry is None else entry for entry in row]))
+    raise ValueError(f"ranks differ in {what}, first in entry {index}: {held}{remedy and f'; {remedy}'}")
 
 
 def require_same_arrays(
-    comm: Communicator, what: str, named_arrays: Mapping[str, Any] | Iterable[tuple[str, Any]]
+    comm: Communicator, what: str, named_arrays: Mapping[str, Any] | Iterable[tuple[str, Any]], remedy: str = ""
 ) -> None:
     """Check that all ranks hold the same bytes under the same names; a collective.
 
@@ -46,7 +50,7 @@ def require_same_arrays(
         ValueError: on every rank, naming the first array that differs and who has which (by SHA-256).
     """
     pairs = named_arrays.items() if isinstance(named_arrays, Mapping) else named_arrays
-    require_same(comm, what, [_fingerprint(name, array) for name, array in pairs])
+    require_same(comm, what, [_fingerprint(name, array) for name, array in pairs], remedy)
 
 
 def together(comm: Communicator, what: str, attempt: Callable[[], Any]) -> list[Any]:
@@ -87,6 +91,18 @@ def by_value(values: Iterable[str], ranks: Iterable[int] | None = None) -> str:
     return "; ".join(
         f"on rank{'s' if len(where) > 1 else ''} {rank_list(where)}: {value}" for value, where in holders.items()
     )
+
+
+def _apart(texts: Sequence[str]) -> Sequence[str]:
+    """Long ones cut to their first word and what differs, between commas."""
+    if max(map(len, texts)) <= _LONG:
+        return texts
+    parts = [text.split(", ") for text in texts]
+    begin = len(commonprefix(parts))
+    end = len(commonprefix([part[begin:][::-1] for part in parts]))
+    begin -= begin > 0 and any(len(part) == begin + end for part in parts)  # one lacks what others have
+    before, behind = f"{texts[0].split()[0]} ... " if begin else "", " ..." if end else ""
+    return [before + ", ".join(part[begin : len(part) - end]) + behind for part in parts]
 
 
 def _fingerprint(name: str, array: Any) -> str:

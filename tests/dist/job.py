@@ -65,10 +65,10 @@ LIMIT_SECONDS = 1.0
 
 # Ranks that build different things are refused, all of them, in words that name the first difference.
 DIFFERENT_MODELS = {
-    "other_model": "ValueError: parameter plan differs between ranks, first in entry 1: on rank",
-    "other_weights": "ValueError: starting weights differs between ranks",
-    "other_batch": "ValueError: training plan differs between ranks, first in entry",
-    "other_number_of_steps": "ValueError: training plan differs between ranks, first in entry 0: on rank",
+    "other_model": "ValueError: ranks differ in parameter plan, first in entry 1: on rank",
+    "other_weights": "ValueError: ranks differ in starting weights",
+    "other_batch": "ValueError: ranks differ in training plan, first in entry",
+    "other_number_of_steps": "ValueError: ranks differ in training plan, first in entry 0: on rank",
 }
 
 

@@ -85,9 +85,7 @@ def test_an_mpi_that_would_end_the_others_is_refused_on_every_rank(tmp_path):
         assert "elastic: " in error and "mpiexec --with-ft ulfm" in error
         assert ("was not started to go on" if TOLERANT else "ends the ranks that are left") in error
         assert answer["gpus"].endswith("elastic on cpu by engine shm; it is for the cpu, by mpi") and answer["shrink"]
-        assert answer["some"].startswith(
-            "ValueError: elastic differs between ranks, first in entry 0: on rank 0: False"
-        )
+        assert answer["some"].startswith("ValueError: ranks differ in elastic, first in entry 0: on rank 0: False")
 
 
 def test_where_it_cannot_apply_it_is_refused_in_one_line(tmp_path, monkeypatch, capsys):

@@ -67,7 +67,7 @@ def test_agreement_errors_are_raised_on_every_rank(ranks, tmp_path):
     others = "on rank 0" if ranks == 2 else "on ranks 0, 2"
     answer = done.answers[0]
     assert answer["shape"] == (
-        "ValueError: parameter plan differs between ranks, first in entry 1: "
+        "ValueError: ranks differ in parameter plan, first in entry 1: "
         f"{others}: fc.weight (1000, 512); on rank 1: fc.weight (10, 512)"
     )
     assert "first in entry 1" in answer["length"] if ranks > 2 else "fc.weight (10, 512)" in answer["length"]
