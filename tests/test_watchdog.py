@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -83,7 +88,39 @@ def test_the_report_says_what_everybody_does():
     assert lines[1] == "  rank 2: waits in the same call (at train.py:8 in load)"
     assert lines[2] == "  rank 3: does not answer: stopped, or its machine is gone"
     assert lines[3] == "  rank 4: waits for 4.0 s in call 1, share (at train.py:8 in load)"
-    assert details.count("stack of rank") == 3 and "MINIDL_TIMEOUT" in lines[-1]
+    assert details.count("stack of rank") == 1 and "stack of ranks 0-2, 4:\n  stack\n" in details
+    assert "last calls of ranks 1, 4:\n  1: share\nlast calls of ranks 0, 2:\n  1: share\n  2: all_reduce" in details
+    assert "MINIDL_TIMEOUT" in lines[-1]
+
+
+def test_every_ranks_stack_is_shown_those_missing_first_but_of_thousands_some():
+    mine = position("barrier", waiting=[(1, 5.0)])
+    told = {i: replace(position(*["barrier"] * (i != 3)), stack=f"  line {i}\n") for i in range(1, 5)}
+    _, details = watchdog.report(mine.waiting[0], 5, 0, mine, told)
+    shown = [line for line in details.splitlines() if line.startswith("stack")]
+    assert shown == [f"stack of rank {i}:" for i in (3, 0, 1, 2, 4)] and "stack of rank 3:\n  line 3" in details
+    assert "last calls of rank 3:\n  none" in details
+    told = {i: replace(position("barrier"), stack=f"  line {i}\n") for i in range(1, 2000)}
+    _, details = watchdog.report(mine.waiting[0], 2000, 0, mine, told)
+    assert "stack of ranks 8-1999 are others again" in details and details.count("\nstack of rank ") == 8
+
+
+def test_the_place_is_not_where_pythons_library_waits():
+    there, done = [], threading.Event()
+    main = threading.main_thread().ident
+
+    def look():
+        while "wait" not in sys._current_frames()[main].f_code.co_name:
+            time.sleep(0.001)
+        there.append(watchdog.stack())
+        done.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    done.wait(20)
+    thread.join()
+    place, stack = there[0]
+    assert "test_the_place_is_not_where_pythons_library_waits" in place and "threading.py" in stack
 
 
 @pytest.mark.parametrize("text, seconds", [("", 600.0), ("2.5", 2.5), ("0", float("inf")), ("inf", float("inf"))])

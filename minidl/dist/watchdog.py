@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping
@@ -25,7 +26,9 @@ VARIABLE = "MINIDL_TIMEOUT"
 SAME_CALLS = "every rank must make the same calls in the same order"
 STATUS = 124  # of a job that hung, as that of timeout(1)
 _PACKAGE = str(Path(__file__).parent)
+_LIBRARY = sysconfig.get_path("stdlib")
 _SHOWN_CALLS = 5
+_SHOWN_TEXTS = 8  # stacks that differ: a job of thousands of ranks still fits a screen or two
 _STACK_LETTERS = 4000  # the innermost: a message that MPI sends without asking the receiver
 
 
@@ -72,24 +75,45 @@ def report(waiting: Waiting, size: int, rank: int, mine: Position, told: Mapping
     if absent:
         text += f", for rank{'s' * (len(absent) > 1)} {rank_list(absent)}"
     lines = [f"  rank {other}: {_doing(told.get(other), waiting)}" for other in range(size) if other != rank]
-    for other in absent:
-        if other in told:
-            lines += [f"stack of rank {other}:", told[other].stack.rstrip()]
-    lines += [f"stack of rank {rank}:", mine.stack.rstrip(), f"last calls of rank {rank}:"]
-    lines += [f"  {call.number}: {call}" for call in mine.recent[-_SHOWN_CALLS:]]
+    known = {rank: mine, **told}
+    first = [*(other for other in absent if other in told), rank]
+    order = first + sorted(set(known) - set(first))
+    lines += _shown("stack", {other: known[other].stack.rstrip() for other in order})
+    lines += _shown("last calls", {other: _last_calls(known[other]) for other in order})
     lines.append(f"if the others are only slow, set {VARIABLE} to more seconds")
     return text, "\n".join(lines)
 
 
+def _shown(what: str, texts: Mapping[int, str]) -> list[str]:
+    """Each text once, with the ranks that it is of; of very many the first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    lines = []
+    for text, where in list(ranks.items())[:_SHOWN_TEXTS]:
+        lines += [f"{what} of rank{'s' * (len(where) > 1)} {rank_list(where)}:", text]
+    left = [rank for where in list(ranks.values())[_SHOWN_TEXTS:] for rank in where]
+    return lines + [f"{what} of ranks {rank_list(left)} are others again"] * bool(left)
+
+
+def _last_calls(position: Position) -> str:
+    return "\n".join(f"  {call.number}: {call}" for call in position.recent[-_SHOWN_CALLS:]) or "  none"
+
+
 def stack() -> tuple[str, str]:
-    """(innermost line outside of this folder, all lines) of this process's main thread."""
+    """(innermost line outside of this folder and of Python's library, all lines) of this process's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "", ""
     lines = traceback.extract_stack(frame)
-    outer = [line for line in lines if not line.filename.startswith(_PACKAGE)] or lines
+    outer = [line for line in lines if not _inner(line.filename)] or lines
     place = f"{outer[-1].filename}:{outer[-1].lineno} in {outer[-1].name}"
     return place, "".join(traceback.format_list(lines))[-_STACK_LETTERS:]
+
+
+def _inner(filename: str) -> bool:
+    library = filename.startswith(_LIBRARY) and "-packages" not in filename[len(_LIBRARY) :]
+    return filename.startswith((_PACKAGE, "<frozen")) or library
 
 
 def _doing(position: Position | None, waiting: Waiting) -> str:
