@@ -17,7 +17,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda import capture as engine
-from minidl.dist.communicator import capturable
+from minidl.dist.communicator import capturable, follow
 from minidl.fusion import fuse_by_default
 from minidl.loss import Loss, Totals
 from minidl.memory.arena import Lender, most_live, place
@@ -236,6 +236,7 @@ class _Program:
             self.model.random.write()
             graph = unit.graph if self.model.observer is NULL_PROFILER else self._marked(i, unit)
             graph.launch()
+            follow(self.model.comm, "compiled step")
             return unit.totals
         with self.model.random.hold():
             return unit.record(self._work(unit, i)).array

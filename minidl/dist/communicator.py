@@ -26,6 +26,7 @@ __all__ = [
     "check_cuts",
     "check_exchange",
     "check_root",
+    "follow",
     "place",
     "unseen",
 ]
@@ -147,6 +148,16 @@ def place(comm: Communicator, array: Any) -> Any:
 def by_kernels(comm: Communicator) -> bool:
     """Whether kernels of our own add up gradients, beside those of the backward pass: between the GPUs of a host."""
     return getattr(comm, "links", None) is not None
+
+
+def follow(comm: Communicator, name: str) -> None:
+    """Let the watchdog see what a replayed CUDA graph just launched waits for: it counts as one call of this name.
+
+    All ranks replay it. Engines whose calls a graph may hold offer it as a method ``follow``.
+    """
+    own = getattr(comm, "follow", None)
+    if own is not None:
+        own(name)
 
 
 def capturable(comm: Communicator) -> bool:

@@ -171,6 +171,7 @@ def test_ranks_that_call_different_things_are_told_which(fault, tmp_path):
     [
         ("sleeping", "start_all_reduce of 1000 float32 (layer1.0.conv2)"),
         ("missing_replay", "follow (the captured step)"),
+        ("compiled_training", "follow (compiled step)"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named_with_what_it_does(fault, call, tmp_path):

@@ -20,6 +20,7 @@ import numpy as np
 import minidl as m
 from minidl import data, models
 from minidl.backend import get_ops
+from minidl.compile import CompiledStep
 from minidl.dist import abort, init, roll_call, watchdog
 from minidl.dist.nccl import _Followed
 from minidl.nonfinite import GradientWatch
@@ -297,6 +298,19 @@ def missing_replay():
         graph.launch(stream)
         comm.follow("the captured step")
         stream.synchronize()
+
+
+def compiled_training():
+    """Replayed steps wait on the GPU for a rank that takes no more; what they gave is not read before the end."""
+    model = m.Model(models.mlp(3, (4, 4, 1)), device=device, comm=comm)
+    loss = m.SoftmaxCrossEntropy(comm=comm)
+    step = CompiledStep(model, m.SGD(model, 0.1), loss)
+    x, labels = ops.from_host(np.ones((2, 4, 4, 1), np.float32)), ops.from_host(np.zeros(2, np.int32))
+    for number in range(6):
+        if misbehaves and number == 5:
+            time.sleep(1000)
+        totals = step(x, labels)
+    totals.read()
 
 
 def the_same_error_everywhere():
