@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=jo
 @pytest.mark.parametrize(
     ("engine", "ranks", "per_host"),
     [
+        ("auto", 1, 0),
         ("mpi", 2, 0),
         ("mpi", 3, 0),
         ("mpi", 4, 0),
@@ -37,7 +38,7 @@ def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
     assert done.status == 0, done.output
     assert [answer["rank"] for answer in done.answers] == list(range(ranks))
     for answer in done.answers:
-        assert answer["name"] == {"played": "staged", "played-mpi": "cuda-mpi"}.get(engine, engine)
+        assert answer["name"] == {"auto": "solo", "played": "staged", "played-mpi": "cuda-mpi"}.get(engine, engine)
         assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
