@@ -163,10 +163,13 @@ class Chunks:
 
     def copied(self) -> None:
         """Images from the host, logits back to it."""
+        runtime = self.cupy.cuda.runtime
+        to_gpu, to_host = runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost
         for stream, part, host, out in zip(self.streams, self.parts, self.hosts, self.outputs, strict=True):
             with stream:
-                part.set(host, stream)
-                self._forward(part).get(out=out, blocking=False)
+                runtime.memcpyAsync(part.data.ptr, host.ctypes.data, host.nbytes, to_gpu, stream.ptr)
+                logits = self._forward(part)
+                runtime.memcpyAsync(out.ctypes.data, logits.data.ptr, out.nbytes, to_host, stream.ptr)
 
     def replayed(self, work: Forward) -> Forward:
         """`resident` or `copied` as a CUDA graph, in which each chunk is a branch."""
