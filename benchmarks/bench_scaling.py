@@ -61,7 +61,7 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links/near", "links/0", "links/25", "links/25/bf16", "links/soon", "links8/25", "nccl/4", "nccl/25"],
+    "cuda": ["links", "links/soon", "links/hold", "links/near", "links/bf16", "links8", "nccl"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
