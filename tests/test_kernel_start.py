@@ -1,4 +1,4 @@
-"""What a launch hands to the driver, without a GPU: a function of ours stands in for cuLaunchKernel."""
+"""What a launch hands to the driver, without a GPU: a function of ours stands in for cuLaunchKernelEx."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, Views
 from minidl.cuda.launch import launch
 
+class _Attribute(ctypes.Structure):
+    _fields_ = [("which", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
-    ctypes.c_void_p,
-    *[ctypes.c_uint] * 7,
+    ctypes.POINTER(_Config),
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
@@ -24,26 +36,28 @@ LAUNCH = ctypes.CFUNCTYPE(
 
 
 class _Driver:
-    """Stands in for cuLaunchKernel: notes sizes and the bytes behind each argument.
+    """Stands in for cuLaunchKernelEx: notes sizes, attributes and the bytes behind each argument.
 
     Attributes:
+        waits: the kernel that is loaded next waits for its predecessor.
         widths: bytes of each argument of the kernel that is launched next.
         code: what the launch returns.
     """
 
     def __init__(self):
-        self.calls, self.widths, self.code = [], (), 0
+        self.calls, self.attributes, self.widths, self.code, self.waits = [], [], (), 0, True
         self._entry = LAUNCH(self._launched)
 
     @property
     def entry(self):
         return ctypes.cast(self._entry, ctypes.c_void_p).value
 
-    def _launched(self, function, *rest):
-        *sizes, stream, arguments, extra = rest
+    def _launched(self, config, function, arguments, extra):
         assert not extra
+        config = config[0]
+        self.attributes.append([(a.which, a.value[0]) for a in config.attributes[: config.count]])
         found = [ctypes.string_at(arguments[i], width) for i, width in enumerate(self.widths)]
-        self.calls.append((function, tuple(sizes), stream or 0, found))
+        self.calls.append((function, tuple(config.sizes), config.stream or 0, found))
         return self.code
 
 
@@ -53,9 +67,12 @@ def recorder(monkeypatch):
     monkeypatch.setattr(launch_module, "_get_device", lambda: 3)
     monkeypatch.setattr(launch_module, "_get_stream", lambda: SimpleNamespace(ptr=11))
     monkeypatch.setattr(launch_module, "_kernels", {})
-    monkeypatch.setattr(
-        launch_module, "_load", lambda *a: loads.append(a) or launch_module.Kernel("k", None, 2**40 + 1, recorder.entry)
-    )
+
+    def load(*key):
+        loads.append(key)
+        return launch_module.Kernel("k", None, 2**40 + 1, recorder.entry, recorder.waits)
+
+    monkeypatch.setattr(launch_module, "_load", load)
     monkeypatch.setattr(launch_module, "DEBUG", False)
 
     def grant(kernel, shared):
@@ -80,6 +97,19 @@ def test_launch_loads_once_and_asks_for_shared_memory_once(recorder):
     assert recorder.calls[-1][1] == (2, 3, 4, 8, 2, 2, 0)
     with pytest.raises(TypeError, match="k: argument 7 .* pass a NumPy scalar"):
         launch("stem", "k", 1, 32, 7)
+
+
+def test_kernels_that_wait_may_begin_early_unless_told_otherwise(recorder):
+    early = [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    launch("stem", "waits", 1, 32)
+    with launch_module.overlapping(False):
+        launch("stem", "waits", 1, 32)
+        with launch_module.overlapping(True):
+            launch("stem", "waits", 1, 32)
+    recorder.waits = False
+    launch("stem", "does not", 1, 32)
+    launch("stem", "waits", 1, 32)
+    assert recorder.attributes == [early, [], early, [], early]
 
 
 SCALARS = [

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Kernel launches without CuPy's conversions: arguments are laid out here and go to the driver's cuLaunchKernel."""
+"""Kernel launches without CuPy's conversions: arguments are laid out here and go to the driver's cuLaunchKernelEx."""
 
 cimport numpy as cnp
 from libc.stdint cimport uintptr_t
@@ -10,15 +10,29 @@ cdef extern from "numpy/arrayobject.h":
     bint PyArray_CheckScalar(object)
     void PyArray_ScalarAsCtype(object scalar, void *ctype)
 
-# The driver's function, by its calling convention: no header of the toolkit is needed to build.
-ctypedef int (*LaunchKernel)(
-    void *function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z, unsigned int block_x,
-    unsigned int block_y, unsigned int block_z, unsigned int shared, void *stream, void **arguments, void **extra
-) noexcept nogil
+# The driver's function and what it reads, as in its ABI: no header of the toolkit is needed to build.
+cdef struct Attribute:  # CUlaunchAttribute
+    int which
+    int padding
+    int value[16]
+
+cdef struct Config:  # CUlaunchConfig
+    unsigned int sizes[6]  # of the grid, of a block
+    unsigned int shared
+    void *stream
+    const Attribute *attributes
+    unsigned int count
+
+ctypedef int (*LaunchKernel)(const Config *config, void *function, void **arguments, void **extra) noexcept nogil
 
 cdef enum:
     MOST = 64  # arguments of a kernel
     WORDS = 2  # of 8 bytes, of the widest scalar
+    OVERLAPPING = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+cdef Attribute _overlapping
+_overlapping.which = OVERLAPPING
+_overlapping.value[0] = 1
 
 
 cdef class Kernel:
@@ -28,30 +42,33 @@ cdef class Kernel:
         name: for errors.
         module: whatever keeps the code loaded.
         function: the driver's handle (CUfunction).
-        entry: address of cuLaunchKernel.
+        entry: address of cuLaunchKernelEx.
+        waits: it calls await_predecessor() (common.cuh), so it may be started before its predecessor has ended.
     """
 
     cdef public unsigned int granted
     cdef readonly str name
     cdef readonly uintptr_t function
+    cdef readonly bint waits
     cdef object _module
     cdef LaunchKernel _launch
 
-    def __init__(self, str name, object module, uintptr_t function, uintptr_t entry):
-        self.name, self.function, self._module, self.granted = name, function, module, 0
+    def __init__(self, str name, object module, uintptr_t function, uintptr_t entry, bint waits):
+        self.name, self.function, self._module, self.granted, self.waits = name, function, module, 0, waits
         self._launch = <LaunchKernel>entry
 
-    def start(self, tuple grid, tuple block, tuple args, unsigned int shared, uintptr_t stream):
+    def start(self, tuple grid, tuple block, tuple args, unsigned int shared, uintptr_t stream, bint overlapping):
         """The driver's error code, 0 for a launch.
 
         Args:
+            overlapping: a kernel that waits may begin while the one before it ends.
             args: arrays with ``data.ptr`` (their address), None (a null pointer), NumPy scalars and arrays (their
                 bytes), or what gives such an array by ``argument()``.
 
         Raises:
             TypeError: for a plain Python number, whose width in C would be a guess.
         """
-        cdef unsigned int sizes[6]
+        cdef Config config
         cdef uintptr_t values[MOST][WORDS]
         cdef void *arguments[MOST]
         cdef Py_ssize_t i, count = len(args)
@@ -61,8 +78,10 @@ cdef class Kernel:
         if count > MOST:
             raise ValueError(f"{self.name}: a kernel takes at most {MOST} arguments, got {count}")
         for i in range(3):
-            sizes[i] = grid[i] if i < len(grid) else 1
-            sizes[3 + i] = block[i] if i < len(block) else 1
+            config.sizes[i] = grid[i] if i < len(grid) else 1
+            config.sizes[3 + i] = block[i] if i < len(block) else 1
+        config.shared, config.stream = shared, <void *>stream
+        config.attributes, config.count = &_overlapping, overlapping and self.waits
         for i in range(count):
             argument = args[i]
             arguments[i] = &values[i][0]
@@ -81,10 +100,7 @@ cdef class Kernel:
                 kept = [data] if kept is None else [*kept, data]
                 arguments[i] = cnp.PyArray_DATA(<cnp.ndarray?>data)
         with nogil:
-            code = self._launch(
-                <void *>self.function, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], shared,
-                <void *>stream, arguments, NULL
-            )
+            code = self._launch(&config, <void *>self.function, arguments, NULL)
         return code
 
 

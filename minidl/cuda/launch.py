@@ -29,8 +29,9 @@ from minidl.cuda.device import (
     import_cupy,
 )
 from minidl.cuda.hopper import TensorMaps
+from minidl.cuda.machine_code import waiting
 
-__all__ = ["Observer", "dry_run", "launch", "observed"]
+__all__ = ["Observer", "dry_run", "launch", "observed", "overlapping"]
 
 DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 
@@ -44,6 +45,7 @@ _modules: dict[tuple, Any] = {}
 _kernels: dict[tuple, Kernel] = {}
 _get_device = _get_stream = None  # CuPy's, from the first launch on
 _observer: Observer | None = None
+_overlapping = os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0")
 
 
 def launch(
@@ -89,10 +91,10 @@ def launch(
     if shared > kernel.granted:
         _grant(kernel, shared)
     if _observer is None:
-        code = kernel.start(grid, block, args, shared, _get_stream().ptr)
+        code = kernel.start(grid, block, args, shared, _get_stream().ptr, _overlapping)
     else:
         with _observer(stem, name, defines):
-            code = kernel.start(grid, block, args, shared, _get_stream().ptr)
+            code = kernel.start(grid, block, args, shared, _get_stream().ptr, _overlapping)
     if code or DEBUG:
         what = f"kernel {name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}"
         if code:
@@ -124,14 +126,14 @@ def _load(key: tuple, defines: Mapping[str, int | str]) -> Kernel:
     cupy = import_cupy()
     device, stem, name = key[:3]
     variant = (device, stem, *sorted(defines.items()))
-    module = _modules.get(variant)
-    if module is None:
+    if variant not in _modules:
         image = nvrtc.build(stem, nvrtc.target(current_device().arch), defines).image
         module = cupy.cuda.function.Module()
         module.load(image)
-        _modules[variant] = module
-    function = module.get_function(name).ptr
-    return Kernel(name, module, function, ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p).value)
+        _modules[variant] = module, waiting(image)
+    module, waits = _modules[variant]
+    entry = ctypes.cast(driver().cuLaunchKernelEx, ctypes.c_void_p).value
+    return Kernel(name, module, module.get_function(name).ptr, entry, name in waits)
 
 
 def _grant(kernel: Kernel, shared: int) -> None:
@@ -199,6 +201,21 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observer = before
+
+
+@contextmanager
+def overlapping(wanted: bool) -> Iterator[None]:
+    """Whether kernels that wait may begin while those before them end; else each starts when the last has ended.
+
+    They may unless MINIDL_OVERLAP=0 is set. It changes no bit of a result, so it is no part of any key: for
+    measurements, and to find out who forgot to wait.
+    """
+    global _overlapping
+    before, _overlapping = _overlapping, wanted
+    try:
+        yield
+    finally:
+        _overlapping = before
 
 
 @contextmanager
