@@ -13,6 +13,7 @@ from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, Views
 from minidl.cuda.launch import launch
 
+
 class _Attribute(ctypes.Structure):
     _fields_ = [("which", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["kernels", "waiting"]
+__all__ = ["WAIT", "kernels", "waiting"]
 
 _ELF, _TEXT = b"\x7fELF", b".text."
-_WAIT = 0x82E  # ACQBULK, what the assembler makes of griddepcontrol.wait for sm_90
+WAIT = 0x82E  # ACQBULK, what the assembler makes of griddepcontrol.wait for sm_90
 _INSTRUCTION = np.dtype([("low", "<u8"), ("high", "<u8")])
 _OPCODE = 0xFFF
 _ENTRY = re.compile(r"^[^\n]*\.entry\s+(\w+)(.*?)^\}", re.DOTALL | re.MULTILINE)
@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"^[^\n]*\.entry\s+(\w+)(.*?)^\}", re.DOTALL | re.MULTILINE)
 def waiting(image: bytes) -> frozenset[str]:
     """The kernels of a cubin, or of PTX text, that call await_predecessor() (common.cuh)."""
     if image.startswith(_ELF):
-        return frozenset(name for name, opcodes in kernels(image) if (opcodes == _WAIT).any())
+        return frozenset(name for name, opcodes in kernels(image) if (opcodes == WAIT).any())
     return frozenset(name for name, body in _ENTRY.findall(image.decode()) if "griddepcontrol.wait" in body)
 
 
