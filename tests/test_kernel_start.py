@@ -12,6 +12,7 @@ import pytest
 from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, Views
 from minidl.cuda.launch import launch
+from minidl.precision import bfloat16
 
 
 class _Attribute(ctypes.Structure):
@@ -65,22 +66,18 @@ class _Driver:
 @pytest.fixture
 def recorder(monkeypatch):
     recorder, loads, grants = _Driver(), [], []
-    monkeypatch.setattr(launch_module, "_get_device", lambda: 3)
-    monkeypatch.setattr(launch_module, "_get_stream", lambda: SimpleNamespace(ptr=11))
-    monkeypatch.setattr(launch_module, "_kernels", {})
 
-    def load(*key):
-        loads.append(key)
+    def load(key, defines):
+        loads.append((key, defines))
         return launch_module.Kernel("k", None, 2**40 + 1, recorder.entry, recorder.waits)
-
-    monkeypatch.setattr(launch_module, "_load", load)
-    monkeypatch.setattr(launch_module, "DEBUG", False)
 
     def grant(kernel, shared):
         grants.append(shared)
         kernel.granted = shared
 
-    monkeypatch.setattr(launch_module, "_grant", grant)
+    kernels = launch_module.Kernels(lambda: (lambda: 3, lambda: SimpleNamespace(ptr=11)), load, grant)
+    monkeypatch.setattr(launch_module, "_kernels", kernels)
+    monkeypatch.setattr(launch_module, "DEBUG", False)
     recorder.loads, recorder.grants = loads, grants
     return recorder
 
@@ -90,7 +87,7 @@ def test_launch_loads_once_and_asks_for_shared_memory_once(recorder):
     for shared in (0, 60_000, 60_000, 1_000, 70_000):
         launch("stem", "k", 5, (32, 4), one, None, defines={"A": 1}, shared=shared)
     launch("stem", "k", (0,), 32, one)
-    assert len(recorder.loads) == 1 and recorder.grants == [60_000, 70_000]
+    assert recorder.loads == [((3, "stem", "k"), {"A": 1})] and recorder.grants == [60_000, 70_000]
     assert len(recorder.calls) == 5
     function, sizes, stream, _ = recorder.calls[1]
     assert (function, sizes, stream) == (2**40 + 1, (5, 1, 1, 32, 4, 1, 60_000), 11)
@@ -113,6 +110,16 @@ def test_kernels_that_wait_may_begin_early_unless_told_otherwise(recorder):
     assert recorder.attributes == [early, [], early, [], early]
 
 
+def test_a_variant_is_its_device_file_name_and_macros(recorder):
+    for _ in range(2):
+        launch("stem", "k", 1, 32)
+        launch("stem", "other", 1, 32)
+        launch("other", "k", 1, 32)
+        for defines in ({"A": 1}, {"A": 2}, {"B": 1}, {"A": 1, "B": 1}):
+            launch("stem", "k", 1, 32, defines=defines)
+    assert len(recorder.loads) == 7 and len(recorder.calls) == 14
+
+
 SCALARS = [
     np.int8(-3), np.uint8(200), np.int16(-5), np.int32(-(2**31)), np.uint32(2**32 - 1), np.int64(-(2**63)),
     np.uint64(2**64 - 1), np.float16(0.1), np.float32(0.1), np.float64(0.1), np.bool_(True), np.complex128(1 + 2j),
@@ -128,6 +135,16 @@ def test_launch_hands_over_the_bytes_of_every_kind_of_argument(recorder):
     pointer = (2**47 + 512).to_bytes(8, "little")
     expected = [pointer, bytes(8), structure.tobytes(), *(scalar.tobytes() for scalar in SCALARS), pointer]
     assert recorder.calls[0][3] == expected
+
+
+NO_NUMBERS = [np.void(b"x" * 64), np.str_("text"), np.clongdouble(1), bfloat16.type(1), np.zeros((4, 4))[:, 1]]
+
+
+@pytest.mark.parametrize("argument", NO_NUMBERS, ids=lambda a: type(a).__name__)
+def test_launch_refuses_what_is_not_so_many_bytes_in_a_row(recorder, argument):
+    with pytest.raises(TypeError, match="^k: "):
+        launch("stem", "k", 1, 32, argument)
+    assert not recorder.calls
 
 
 def test_launch_encodes_tensor_maps_and_holds_them_until_the_kernel_is_started(recorder):
