@@ -331,7 +331,8 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 // and x is read for the slope only. ADD, BATCH: 0 or 1. MASK: 0; 1: dy is the gradient behind FUNCTION, whose slope is
 // recomputed from x.
 #if __CUDA_ARCH__ >= 900
-constexpr int RESIDENT = BATCH || MASK ? 3 : 4;
+// NVRTC 13.0 would spill under tanh in float16, and under hardswish with a sum.
+constexpr int RESIDENT = BATCH && NAMED && (ADD || DTYPE == 2) ? 2 : BATCH || MASK ? 3 : 4;
 #else
 constexpr int RESIDENT = BATCH && MASK ? 2 : BATCH || MASK ? 3 : 4;  // its compiler would spill three vectors
 #endif
