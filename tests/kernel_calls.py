@@ -10,28 +10,15 @@ import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import all_reduce, ceiling, nvrtc
+from minidl.cuda import all_reduce, ceiling
 from minidl.cuda.spin import spin
 from minidl.precision import bfloat16, float16, float32
 
 STORAGE = (float32, bfloat16, float16)
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # that compile: as many as cores, in all
 ACTIVATIONS = ("relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
-
-
-def _nvrtc_missing() -> str | None:
-    try:
-        nvrtc.version()
-    except ImportError as error:
-        return str(error)
-    return None
-
-
-NVRTC_MISSING = _nvrtc_missing()
-needs_nvrtc = pytest.mark.skipif(NVRTC_MISSING is not None, reason=f"needs NVRTC: {NVRTC_MISSING}")
 
 
 def parameters(*sizes: int) -> Iterator[np.ndarray]:

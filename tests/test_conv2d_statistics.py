@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, depthwise_strip
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, depthwise_strip
+from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import BUILT_IN
+from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run, observed
 from minidl.precision import bfloat16, float32
 from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import assert_stats
-from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, each_tile, fits, forced_ops, poison  # noqa: F401
+from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw
@@ -103,15 +105,25 @@ def test_of_every_tile(cuda_ops, case, share, rng, monkeypatch):
     if not fits("hopper", case, bfloat16):
         pytest.skip("needs compute capability 9.0")
     hosts = operands(rng, case, bfloat16, 3.0)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    few = dataclasses.replace(current_device(), multiprocessors=2)
     poison(monkeypatch, conv2d_hopper)
-    found, outputs = {}, set()
-    for tile in each_tile(monkeypatch, case, False, share):
-        y, stats = check(cuda_ops, case, *hosts)
-        found.setdefault(tile, []).append(stats.tobytes())
-        outputs.add(y.tobytes())
-    for tile, (one, other) in found.items():
-        assert one == other, tile
-    assert len(outputs) == 1
+    outputs = []
+    try:
+        for tile in conv2d_hopper_tiles.candidates(conv, False, current_device()):
+            found = []
+            for device in (current_device(), few):
+                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
+                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+                conv2d_hopper.plan.cache_clear()
+                with family("hopper"):
+                    y, stats = check(cuda_ops, case, *hosts)
+                found.append(stats.tobytes())
+                outputs.append(y.tobytes())
+            assert found[0] == found[1], tile
+    finally:
+        conv2d_hopper.plan.cache_clear()
+    assert len(set(outputs)) == 1
 
 
 @cases(FEW)

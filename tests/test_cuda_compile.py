@@ -26,7 +26,7 @@ from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
-from tests.kernel_calls import PROCESSES, STORAGE, needs_nvrtc
+from tests.kernel_calls import PROCESSES, STORAGE
 from tests.kernel_calls import parameters as _parameters
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
@@ -236,6 +236,14 @@ CALLS: dict[str, Callable[[], None]] = kernel_calls.CALLS | {
 }
 
 
+def _nvrtc_reason() -> str | None:
+    try:
+        nvrtc.version()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 _SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
 
 
@@ -258,7 +266,7 @@ def _compiled(log, arch):
 
 @pytest.mark.parametrize("stem", CALLS)
 @pytest.mark.parametrize(("name", "arch"), ARCHITECTURES)
-@needs_nvrtc
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_variant_compiles_and_fits(stem, name, arch):
     device = BUILT_IN[name]
     with dry_run(device) as log:
@@ -293,7 +301,7 @@ def test_every_kernel_is_launched_by_a_call():
 
 
 @pytest.mark.parametrize("stem", CALLS)
-@needs_nvrtc
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
     """Of the largest kernels that each file has, by their registers."""
     with dry_run(BUILT_IN["L40"]) as log:
@@ -306,7 +314,7 @@ def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
 
 
 @pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *HALO_TILES), ids=str)
-@needs_nvrtc
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, all types."""
     device, variants = BUILT_IN["H200"], set()

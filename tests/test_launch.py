@@ -17,8 +17,17 @@ from minidl.cuda.launch import dry_run, launch
 from minidl.cuda.norm.batch_norm import MOST_ROWS_PER_THREAD, cut_rows
 from minidl.cuda.rows import rows, vector_width, walk, walk_channels
 from minidl.precision import bfloat16, float16, float32
-from tests.kernel_calls import NVRTC_MISSING, needs_nvrtc
 
+
+def _nvrtc_reason() -> str | None:
+    try:
+        nvrtc.version()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+needs_nvrtc = pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 TRIVIAL = '#include "scale.cuh"\nextern "C" __global__ void k(float* x) { x[threadIdx.x] *= SCALE; }\n'
 
 
@@ -132,7 +141,7 @@ def test_a_kernel_elsewhere_finds_its_own_headers_first_and_ours_behind(tmp_path
     (tmp_path / "grid.cuh").write_text("MINE\n")
     text = nvrtc.source_of(str(tmp_path / "own.cu"))
     assert "MINE" in text and "struct Place" not in text and "#define DEVICE" in text and text.endswith("OWN\n")
-    if NVRTC_MISSING is None:
+    if _nvrtc_reason() is None:
         monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
         (tmp_path / "own.cu").write_text('extern "C" __global__ void k(float* x) { *x = SCALE; }\n')
         assert nvrtc.build(str(tmp_path / "own.cu"), "sm_80", {"SCALE": 2}).kernels[0].name == "k"
