@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,10 +12,13 @@ __all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus"]
 
 File = dict[str, Any]
 
-_COLUMNS = [
-    "network, batch of a rank", "ranks", "messages", "images/s", "efficiency", "adds ms", "DDP images/s",
-    "DDP efficiency", "DDP adds ms", "speed against DDP",
-]  # fmt: skip
+_COLUMNS = ["network, batch of a rank", "ranks", "way", "images/s", "efficiency", "adds ms", "against DDP"]
+_DDP = {
+    "torch-ddp": "DDP",
+    "torch-ddp-graph": "DDP, graph",
+    "torch-ddp-compile": "DDP, compiled",
+    "torch-ddp-compile-graph": "DDP, compiled, graph",
+}
 
 
 def sums_of_gpus(files: Iterable[File]) -> str:
@@ -35,28 +39,38 @@ def sums_of_gpus(files: Iterable[File]) -> str:
 
 
 def scaling(files: Iterable[File]) -> str:
-    """Training steps on several ranks beside the same without messages, and DDP; worst efficiency first."""
-    rows = [row for file in files for row in file["rows"]]
-    return table(_COLUMNS, [_step(row) for row in sorted(rows, key=lambda row: row["efficiency"])])
+    """Training steps on several ranks beside the same without messages, and DDP: run by run, worst efficiency first."""
+    runs: dict[tuple[str, int, int], list[Row]] = {}
+    for i, file in enumerate(files):
+        for row in file["rows"]:
+            runs.setdefault((f"{row['case']} {row['dtype']}", row["ranks"], i), []).append(row)
+    ordered = sorted(runs.items(), key=lambda run: [_numbers_apart(run[0][0]), *run[0][1:]])
+    return table(_COLUMNS, [[case, str(ranks), *cells] for (case, ranks, _), rows in ordered for cells in _run(rows)])
 
 
-_DDP = {
-    "torch-ddp": "", "torch-ddp-graph": " graph", "torch-ddp-compile": " compiled",
-    "torch-ddp-compile-graph": " compiled graph",
-}  # fmt: skip
+def _numbers_apart(text: str) -> list[tuple[str, int]]:
+    """For an order in which batches count as numbers."""
+    return [(word, int(part or 0)) for word, part in re.findall(r"(\D+)(\d*)", text)]
 
 
-def _step(row: Row) -> list[str]:
-    figures = [f"{row['images_per_s']:.0f}", f"{row['efficiency']:.1%}", f"{row['exposed_ms']:.2f}"]
-    peers = [
-        [
-            f"{row['peer_images_per_s'][name]:.0f}{_DDP[name]}",
-            f"{row['peer_efficiency'][name]:.1%}", f"{row['peer_exposed_ms'][name]:.2f}", f"{ms / row['ms']:.2f}",
-        ]
-        for name, ms in row["peers"].items()
-    ]  # fmt: skip
-    theirs = [" / ".join(cells) for cells in zip(*peers, strict=True)] or [""] * 4
-    return [f"{row['case']} {row['dtype']}", str(row["ranks"]), _arm(row), *figures, *theirs]
+def _run(rows: list[Row]) -> list[list[str]]:
+    """The arms of one run and DDP's, worst efficiency first."""
+    lines = []
+    for row in rows:
+        best = min(row["peers"].values(), default=None)
+        cells = _step(_arm(row), row["images_per_s"], row["efficiency"], row["exposed_ms"])
+        lines.append((row["efficiency"], [*cells, f"{best / row['ms']:.2f}" if best else ""]))
+    with_peers = next((row for row in rows if row["peers"]), {"peers": {}})
+    for name in with_peers["peers"]:
+        rate, efficiency, added = (
+            with_peers[f"peer_{key}"][name] for key in ("images_per_s", "efficiency", "exposed_ms")
+        )
+        lines.append((efficiency, [*_step(_DDP[name], rate, efficiency, added), ""]))
+    return [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+
+
+def _step(way: str, images_per_s: float, efficiency: float, added: float) -> list[str]:
+    return [way, f"{images_per_s:.0f}", f"{efficiency:.1%}", f"{added:.2f}"]
 
 
 def _arm(row: Row) -> str:

@@ -92,8 +92,13 @@ def test_tables_begin_with_the_worst(tables):
         "peer_exposed_ms": {"torch-ddp": 1.5},
     }  # fmt: skip
     rows = [row | {"arm": "good", "efficiency": 0.9}, row | {"arm": "bad", "efficiency": 0.6, "peers": {}}]
-    lines = tables.scaling([{"rows": rows}]).splitlines()
-    assert [("bad" in line, "1.50" in line) for line in lines[-2:]] == [(True, False), (False, True)]
+    later = [rows[0] | {"case": "net/b1", "ranks": 4}, rows[1] | {"case": "net/b16"}, rows[1] | {"case": "net/b2"}]
+    lines = [line.split(" | ") for line in tables.scaling([{"rows": rows + later}]).splitlines()[2:]]
+    assert [line[2] for line in lines[:3]] == ["DDP", "bad", "good"], "of a run the worst efficiency first"
+    assert [line[-1] for line in lines[:3]] == [" |", " |", "1.50 |"]
+    assert [(line[0], line[1]) for line in lines[3:]] == [
+        ("| net/b1 bf16", "4"), ("| net/b1 bf16", "4"), ("| net/b2 bf16", "2"), ("| net/b16 bf16", "2")
+    ]  # fmt: skip
     sums = [
         {"bytes": size, "ranks": 2, "arm": arm, "ms": ms, "peers": {"nccl": 0.01}}
         for size, arm, ms in ((1024, "a", 0.002), (1024, "b", 0.004), (4096, "a", 0.02), (4096, "b", 0.0125))
