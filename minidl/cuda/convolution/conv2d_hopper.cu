@@ -26,8 +26,8 @@
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
 // (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums. 4: as 2, but of y its signs
-// are read (signs.cuh), once for a tile: (S, pixels) bytes, tiled. With FLAT and 128 columns only: rows of 64 are 8 bytes, less
-// than the engine moves, and kernels whose boxes began between multiples of 16 ended with an error.
+// are read (signs.cuh), once for a tile, bytes that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the
+// engine wants it.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
@@ -66,7 +66,7 @@ constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
-constexpr bool IN_PLACE = NORMALIZED && FLAT;  // stages are normalised where they lie
+constexpr bool IN_PLACE = NORMALIZED && FLAT && STAGES == 3 && RESIDENT == 1;  // stages are normalised where they lie
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
@@ -75,6 +75,7 @@ constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
 constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
 constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
 constexpr int CLASSES = SPREAD ? 4 : 1;
+constexpr int BARRIER_BYTES = 256, AFFINE_BYTES = 512;
 
 struct Maps {
     TensorMap filter;
@@ -175,6 +176,8 @@ struct Layout {
     }
     // When a stage is what a product wants.
     __device__ __forceinline__ u32 ready(int i) const { return IN_PLACE ? added(WARPGROUPS, 0) + 8 * i : filled(i); }
+    // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
+    __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
 
 // Where a warpgroup's slabs lie.
@@ -194,15 +197,17 @@ struct Place {
     __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * SLAB_COLUMNS; }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        load(maps.add[tile.index], to, barrier, tile, s);
+        load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
     }
 
-    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s) const {
+    // The rows of slab s from `column` of a map on.
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s,
+                                         int column) const {
         if constexpr (SPREAD) {
             const Pixel from(p.classes[tile.index], row(tile, s));
-            load_pixels(to, map, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
+            load_pixels(to, map, barrier, column, from.x, from.y, from.image, 0, 0);
         } else {
-            load_box(to, map, barrier, column(tile, s), row(tile, s));
+            load_box(to, map, barrier, column, row(tile, s));
         }
     }
 
@@ -258,7 +263,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     ring.advance();
                 }
 #if MASKED
-        fill_below(at, maps, p, ring, tile);
+        if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile);
 #endif
     }
 }
@@ -315,9 +320,10 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
 // Steps of 16 rows that are worked on side by side, as registers allow.
 constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
 
-// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x, `signs` at theirs.
+// Masks slab s in its buffer and adds to the sums of its columns, the tile's from `column` on. `ring` stands at the stage
+// of x, `signs` at theirs.
 DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs, int s,
-                      int warpgroup) {
+                      int warpgroup, int column) {
     Ring<STAGES> other = ring;
     if (MASKED == 2) other.advance();
     if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);
@@ -329,11 +335,9 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     const u32 x = at.stage(ring.index) + from;
     u32 y = at.stage(other.index) + from;
     constexpr int STEP = SIGNED ? SIGN_ROW : 128;
-    if constexpr (SIGNED) {
-        const u32 thread = thread_again();
-        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + thread % 4 * 2 * SIGN_ROW +
-            s / BLOCKS * (SLAB_COLUMNS / 8) + thread / 32 * 2;
-    }
+    if constexpr (SIGNED)
+        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + signs_within(column) +
+            s / BLOCKS * (SLAB_COLUMNS / 8) + Masking::signs_across<SIGN_ROW>();
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
@@ -357,13 +361,25 @@ struct Zeros {
     __device__ __forceinline__ Row operator[](int) const { return {}; }
 };
 
+using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a lane has to write
+
+// What there is for a batch norm of a warpgroup's rows of a tile.
+DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
+    if constexpr (STATISTICS || SUMS) {
+        float* const to = partial + i64(tile.number * WARPGROUPS + place.warpgroup) * 2 * place.p.columns;
+#pragma unroll
+        for (int s = 0; s < Place::COUNT; s += BLOCKS)
+            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
+    }
+}
+
 template <class Sums>
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
     constexpr int TAKEN = 2;  // times 16 rows at once
-    float found[Place::COUNT / BLOCKS];
+    Found found;
     Tally tally;
 #if MASKED
     Masking masking;
@@ -392,7 +408,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup);
+            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup, tile.column);
             if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
 #endif
@@ -408,17 +424,13 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
         }
         output.leave();
     }
-    if constexpr (STATISTICS || SUMS) {
-        float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
-#pragma unroll
-        for (int s = 0; s < Place::COUNT; s += BLOCKS)
-            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
-    }
+    leave_sums(place, tile, found, partial);
 }
 
 // The first thread, of a block.
 DEVICE void init_barriers(const Layout& at) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+    constexpr int FILLING = NORMALIZED && !IN_PLACE ? 2 : 1;
+    for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
     for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
     if constexpr (IN_PLACE)
         for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
@@ -442,14 +454,16 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : 40>();
+        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : NORMALIZED ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
 #if NORMALIZED
         if (IN_PLACE && threadIdx.x >= 128 * WARPGROUPS + 32)
             normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
+        if (!IN_PLACE && threadIdx.x / 32 == 4 * WARPGROUPS + 1)
+            fill_affine(at, p, {moments, gamma, beta, p.depth}, first, last);
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
+        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : NORMALIZED ? 224 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
         for (int i = first; i < last; i += p.group) {
@@ -459,16 +473,18 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             output.prepare(tile);
             if constexpr (SPREAD)
                 if (steps == 0) {
-                    if (MASKED || bias || output.added())
+                    if (output.added() || (!MASKED && bias)) {
                         write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
-                    else
+                    } else {
                         output.store_zeros(tile);
+                        leave_sums(output.place, tile, {}, partial);
+                    }
                     continue;
                 }
             Sum sum;
 #if NORMALIZED
             if constexpr (!IN_PLACE)
-                accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
+                accumulate(sum, at, p, tile, ring, warpgroup);
             else
 #endif
                 accumulate(sum, at, ring, steps, warpgroup);

@@ -18,7 +18,7 @@ from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
-from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, SIGNED_COLUMNS, spread_out, views_of
+from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
@@ -84,7 +84,7 @@ class Below(NamedTuple):
         x: the batch norm's input, (N, H, W, C), or None.
         moments, gamma, beta: its (2, C) and (C,) float32, or None.
         y: the ReLU's output where it does not follow from ``x``, or None.
-        signs: of ``y``, or None; conv2d_hopper.cu reads them instead of it.
+        signs: of ``y``, or None; they are read instead of it.
     """
 
     x: Any
@@ -174,7 +174,6 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
-            `SIGNED` is for products that `is_flat` says, by tiles of `SIGNED_COLUMNS`.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
@@ -184,7 +183,7 @@ def plan(
     tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu, written
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest, signed=masked == SIGNED)]
     walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
@@ -203,7 +202,7 @@ def plan(
         defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
-        rest = problem, defines, tile.shared_bytes, patches
+        rest = problem, defines, tile.shared_bytes(normalized > 0), patches
         launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
@@ -370,7 +369,7 @@ def masked_gradient(
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
     chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, False, True)
-    signed = below.signs is not None and is_flat(conv) and chosen[0].columns == SIGNED_COLUMNS
+    signed = below.signs is not None
     arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
     masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
     if signed:

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
+BARRIERS, AFFINE, ATOM = 256, 512, 1024  # bytes: of barriers, of what a stage's channels need to be normalised
 
 
 class HopperTile(NamedTuple):
@@ -63,9 +64,10 @@ class HopperTile(NamedTuple):
     def threads(self) -> int:
         return 384 if self.resident == 1 else 288
 
-    @property
-    def shared_bytes(self) -> int:
-        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + 1024
+    def shared_bytes(self, normalized: bool = False) -> int:
+        """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
+        beside = BARRIERS + AFFINE * self.stages if normalized else ATOM
+        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + beside
 
     @property
     def defines(self) -> dict[str, int]:
@@ -195,8 +197,6 @@ def choose(
 ) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on; arguments as of `microseconds`."""
     among = candidates(conv, backward, device, code, normalized)
-    if backward and sums and max(conv.stride) > 1:  # pixels apart and their masks: too many registers for two blocks
-        among = [tile for tile in among if tile.resident == 1]
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
