@@ -387,6 +387,16 @@ DEVICE uint4 load_shared(u32 address) {
     return value;
 }
 
+DEVICE uint2 load_shared_pair(u32 address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+    return value;
+}
+
+DEVICE void store_shared(u32 address, uint2 value) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
+}
+
 // A predicated store is no branch: what makes the value may be mixed with other work.
 DEVICE void store_shared(u32 address, uint4 value, u32 wanted) {
     asm volatile("{\n .reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n @wanted st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"r"(

@@ -38,10 +38,11 @@ struct Affine {
 
     // To shared memory, and from there.
     __device__ __forceinline__ void store(u32 address) const {
-        asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(scale), "r"(shift) : "memory");
+        store_shared(address, make_uint2(scale, shift));
     }
     __device__ __forceinline__ void load(u32 address) {
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(scale), "=r"(shift) : "r"(address) : "memory");
+        const uint2 words = load_shared_pair(address);
+        scale = words.x, shift = words.y;
     }
 
     // Of a pair of values as they lie in memory. NaN stays NaN.
