@@ -64,8 +64,15 @@ struct Border {
 };
 
 // Products of 16 channels that are started together, and such groups that run while the next one's operands are made.
-constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
-constexpr int AHEAD = 1;
+#ifndef TRIED_AHEAD
+#define TRIED_AHEAD 1
+#endif
+#ifndef TRIED_GROUP
+#define TRIED_GROUP 2
+#endif
+constexpr int GROUP = TRIED_GROUP / BLOCKS, GROUPS = 4 / GROUP;
+constexpr int AHEAD = TRIED_AHEAD;
+constexpr int BEHIND = 1 + AHEAD / GROUPS;  // stages that such groups may still read
 
 // A warpgroup: sums up its rows of one tile, which it normalises.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
@@ -75,8 +82,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8;
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     const u64 origin = operand(at.stage(0) + A_BYTES);
-    u32 before = 0;
-    int keep = 0;
+    u32 before[BEHIND];
+    int done = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
         for (int a = 0; a < c.taps_h; ++a)
@@ -101,7 +108,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                                                          ((2 * (g * GROUP + k) + lane / 16) ^ swizzle) * 16);
                     // Registers of those that ran longest are free again.
                     await_products<AHEAD>();
-                    if (g == AHEAD && lane == 0 && keep) barrier_arrive(before);
+                    if (g == AHEAD % GROUPS && lane == 0 && done >= BEHIND) barrier_arrive(before[BEHIND - 1]);
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k)
 #pragma unroll
@@ -122,15 +129,19 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
                             multiply(sum[i], words[k][i], filters + operand_step((g * GROUP + k) * 32),
-                                     g * GROUP + k ? 1 : keep);
+                                     g * GROUP + k + done);
                     commit_products();
                 }
-                before = at.emptied(ring.index), keep = 1;
+#pragma unroll
+                for (int i = BEHIND - 1; i > 0; --i) before[i] = before[i - 1];
+                before[0] = at.emptied(ring.index), ++done;
                 ring.advance();
             }
     }
     await_products<0>();
-    if (lane == 0) barrier_arrive(before);
+#pragma unroll
+    for (int i = 0; i < BEHIND; ++i)
+        if (lane == 0 && done > i) barrier_arrive(before[i]);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
