@@ -129,7 +129,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
                             multiply(sum[i], words[k][i], filters + operand_step((g * GROUP + k) * 32),
-                                     g * GROUP + k + done);
+                                     g * GROUP + k ? 1 : done);
                     commit_products();
                 }
 #pragma unroll
