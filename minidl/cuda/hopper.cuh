@@ -175,6 +175,16 @@ DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;
 template <int COUNT>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
+// Starts a copy of 16 bytes by this thread, of zeros where there are none.
+DEVICE void copy_chunk(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+// Arrives once the copies that this thread has started are done.
+DEVICE void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Orders this thread's own writes to shared memory before what the engine does after the next barrier.
 DEVICE void fence_for_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -30,8 +30,11 @@
 // engine wants it.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
-// in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
-// registers, in which the parameters of a chunk stay over all taps.
+// in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
+// otherwise idle warp brings that from memory, beside the stage where the chunk begins.
+//
+// SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
+// copy it, as no box of the engine has such rows.
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
@@ -39,7 +42,7 @@
 // of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
+// SPACED, RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
 // depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT, blocks per
 // multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
@@ -66,8 +69,8 @@ constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
-constexpr bool IN_PLACE = NORMALIZED && FLAT && STAGES == 3 && RESIDENT == 1;  // stages are normalised where they lie
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
+static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
 constexpr int BLOCKS = ROWS / 64;          // products along them
@@ -104,7 +107,7 @@ struct Problem {
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
-    int added;        // whether there is an array to be added
+    int added;        // elements per pixel of the array to be added; 0: there is none
     int stage_bytes;  // that are fetched for a stage
     int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
     Class classes[4];
@@ -158,6 +161,12 @@ struct Pixel {
         image = line / c.height;
         y = line - image * c.height;
     }
+
+    __device__ __forceinline__ void advance(const Class& c, int pixels) {
+        x += pixels;
+        while (x >= c.width) x -= c.width, ++y;
+        while (y >= c.height) y -= c.height, ++image;
+    }
 };
 
 // Shared memory: stages, slabs of output per warpgroup, barriers.
@@ -174,8 +183,6 @@ struct Layout {
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * STAGES + warpgroup * SLABS + i);
     }
-    // When a stage is what a product wants.
-    __device__ __forceinline__ u32 ready(int i) const { return IN_PLACE ? added(WARPGROUPS, 0) + 8 * i : filled(i); }
     // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
@@ -188,6 +195,7 @@ struct Place {
     const Maps& maps;
     const Problem& p;
     int warpgroup;
+    const T* spaced = nullptr;  // with SPACED what is to be added
 
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
@@ -209,6 +217,23 @@ struct Place {
         } else {
             load_box(to, map, barrier, column, row(tile, s));
         }
+    }
+
+    // The addend of slab s where only every second pixel has one; each thread copies a chunk of every 16th row.
+    __device__ __forceinline__ void gather(u32 to, u32 barrier, const Tile& tile, int s) const {
+        const Class& c = p.classes[0];
+        const int thread = thread_again(), first = thread / 8, chunk = thread % 8, channel = column(tile, s) + chunk * 8;
+        const int down = (c.height + 1) / 2, across = (c.width + 1) / 2, begin = row(tile, s) + first;
+        Pixel pixel(c, begin);
+#pragma unroll
+        for (int i = 0; i < SLAB_ROWS; i += 16) {
+            const bool there = begin + i < c.rows && channel < p.columns && pixel.y % 2 == 0 && pixel.x % 2 == 0;
+            const i64 from = (i64(pixel.image) * down + pixel.y / 2) * across + pixel.x / 2;
+            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16, spaced + (there ? from * p.added + channel : 0),
+                       there);
+            pixel.advance(c, 16);
+        }
+        arrive_with_copies(barrier);
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
@@ -270,8 +295,6 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
-constexpr int WARPS = 3;  // that normalise in place, if any
-
 #if NORMALIZED
 #include "conv2d_hopper_input.cuh"
 #endif
@@ -282,7 +305,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.ready(ring.index), ring.parity);
+        barrier_wait(at.filled(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
@@ -315,43 +338,6 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
         }
     }
 }
-
-#if MASKED
-// Steps of 16 rows that are worked on side by side, as registers allow.
-constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
-
-// Masks slab s in its buffer and adds to the sums of its columns, the tile's from `column` on. `ring` stands at the stage
-// of x, `signs` at theirs.
-DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs, int s,
-                      int warpgroup, int column) {
-    Ring<STAGES> other = ring;
-    if (MASKED == 2) other.advance();
-    if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);
-    if (s % SLABS_AT_ONCE == 0) {
-        barrier_wait(at.filled(ring.index), ring.parity);
-        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
-    }
-    const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
-    const u32 x = at.stage(ring.index) + from;
-    u32 y = at.stage(other.index) + from;
-    constexpr int STEP = SIGNED ? SIGN_ROW : 128;
-    if constexpr (SIGNED)
-        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + signs_within(column) +
-            s / BLOCKS * (SLAB_COLUMNS / 8) + Masking::signs_across<SIGN_ROW>();
-    slab += columns_across();
-#pragma unroll AT_ONCE
-    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
-        masking.take<SIGN_ROW>(slab + k, x + k, y + k / (128 / STEP));
-    if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
-        if (thread_again() % 32 == 0) {
-            barrier_arrive(at.emptied(ring.index));
-            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
-        }
-        ring.advance(READ);
-    }
-    if (SIGNED && s == Place::COUNT - 1 && thread_again() % 32 == 0) barrier_arrive(at.emptied(signs.index));
-}
-#endif
 
 // The sums of a class without taps. (Accumulators that are set to zero make ptxas wait for each product.)
 struct Zeros {
@@ -429,11 +415,9 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 
 // The first thread, of a block.
 DEVICE void init_barriers(const Layout& at) {
-    constexpr int FILLING = NORMALIZED && !IN_PLACE ? 2 : 1;
+    constexpr int FILLING = NORMALIZED ? 2 : 1;  // threads that speak for the engine, and for the warp beside it
     for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
-    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
-    if constexpr (IN_PLACE)
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), SPACED ? 128 : 1);
     barrier_init_done();
 }
 
@@ -443,7 +427,8 @@ DEVICE void init_barriers(const Layout& at) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
-                     const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                     const float* __restrict__ beta, const __grid_constant__ Problem p,
+                     const T* __restrict__ spaced) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -454,18 +439,16 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : NORMALIZED ? 56 : 40>();
+        if constexpr (SHIFT) give_registers<NORMALIZED ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
 #if NORMALIZED
-        if (IN_PLACE && threadIdx.x >= 128 * WARPGROUPS + 32)
-            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
-        if (!IN_PLACE && threadIdx.x / 32 == 4 * WARPGROUPS + 1)
+        if (threadIdx.x / 32 == 4 * WARPGROUPS + 1)
             fill_affine(at, p, {moments, gamma, beta, p.depth}, first, last);
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : NORMALIZED ? 224 : 232>();
+        if constexpr (SHIFT) take_registers<NORMALIZED ? 224 : 232>();
         Ring<STAGES> ring;
-        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
+        Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
@@ -483,11 +466,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
                 }
             Sum sum;
 #if NORMALIZED
-            if constexpr (!IN_PLACE)
-                accumulate(sum, at, p, tile, ring, warpgroup);
-            else
+            accumulate(sum, at, p, tile, ring, warpgroup);
+#else
+            accumulate(sum, at, ring, steps, warpgroup);
 #endif
-                accumulate(sum, at, ring, steps, warpgroup);
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();

@@ -1,22 +1,6 @@
-// How conv2d_hopper.cu normalises its source, in shared memory or in registers; a part of it, which knows its structures.
+// How conv2d_hopper.cu normalises its source, in registers; a part of it, which knows its structures.
 #pragma once
 #include "conv2d_input.cuh"
-
-// A warp: normalises its part of stage after stage. Units do not go up in warps: who has one more takes turns.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
-    Chunk chunk;
-    Ring<STAGES> ring;
-    for (int i = first; i < last; i += p.group)
-        for (int channel = 0; channel < p.depth; channel += DEPTH, ring.advance()) {
-            chunk.load(norm, channel);
-            barrier_wait(at.filled(ring.index), ring.parity);
-            normalize_rows<WARPS>(chunk, at.stage(ring.index), warp, TILE_M / UNIT, [](int) { return ~0u; });
-            if (++warp == WARPS) warp = 0;
-            fence_for_engine();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
-        }
-}
 
 // A warp: puts what the channels of a stage need beside it, two channels a lane, where a chunk of channels begins.
 DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm, int first, int last) {
@@ -63,16 +47,10 @@ struct Border {
     }
 };
 
-// Products of 16 channels that are started together, and such groups that run while the next one's operands are made.
-#ifndef TRIED_AHEAD
-#define TRIED_AHEAD 1
-#endif
-#ifndef TRIED_GROUP
-#define TRIED_GROUP 2
-#endif
-constexpr int GROUP = TRIED_GROUP / BLOCKS, GROUPS = 4 / GROUP;
-constexpr int AHEAD = TRIED_AHEAD;
-constexpr int BEHIND = 1 + AHEAD / GROUPS;  // stages that such groups may still read
+// Products of 16 channels that are started together, and such groups that run while the next one's operands are made. (Two
+// groups that run ahead, or groups of a whole stage, are up to 4 % slower.)
+constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
+constexpr int AHEAD = 1;
 
 // A warpgroup: sums up its rows of one tile, which it normalises.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
@@ -82,8 +60,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8;
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     const u64 origin = operand(at.stage(0) + A_BYTES);
-    u32 before[BEHIND];
-    int done = 0;
+    u32 before = 0;
+    int keep = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
         for (int a = 0; a < c.taps_h; ++a)
@@ -108,7 +86,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                                                          ((2 * (g * GROUP + k) + lane / 16) ^ swizzle) * 16);
                     // Registers of those that ran longest are free again.
                     await_products<AHEAD>();
-                    if (g == AHEAD % GROUPS && lane == 0 && done >= BEHIND) barrier_arrive(before[BEHIND - 1]);
+                    if (g == AHEAD && lane == 0 && keep) barrier_arrive(before);
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k)
 #pragma unroll
@@ -129,19 +107,15 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
                             multiply(sum[i], words[k][i], filters + operand_step((g * GROUP + k) * 32),
-                                     g * GROUP + k ? 1 : done);
+                                     g * GROUP + k ? 1 : keep);
                     commit_products();
                 }
-#pragma unroll
-                for (int i = BEHIND - 1; i > 0; --i) before[i] = before[i - 1];
-                before[0] = at.emptied(ring.index), ++done;
+                before = at.emptied(ring.index), keep = 1;
                 ring.advance();
             }
     }
     await_products<0>();
-#pragma unroll
-    for (int i = 0; i < BEHIND; ++i)
-        if (lane == 0 && done > i) barrier_arrive(before[i]);
+    if (lane == 0) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
