@@ -363,16 +363,6 @@ DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
 #undef WGMMA_16
 #undef WGMMA_INPUTS
 
-// d += a b by one warp: 16 x 16 times 16 x 8 values of bfloat16. Words, lane = 4 * g + q: a (g, 2q), (g + 8, 2q),
-// (g, 2q + 8), (g + 8, 2q + 8); b (2q, g), (2q + 8, g); d (g, 2q), (g, 2q + 1) and the same of row g + 8.
-DEVICE void multiply_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // ---- clusters: blocks that run together and read each other's shared memory
 
 DEVICE int cluster_rank() {
