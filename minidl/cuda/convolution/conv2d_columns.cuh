@@ -66,8 +66,8 @@ struct ColumnShare {
 // Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight
 // bits, so float32 holds what some hundred squares of one binade add up to, and nothing is lost where a mean far from
 // zero would make differences of such sums treacherous. (By plain arithmetic: tensor cores would do it in fewer
-// instructions, two products of 16x8 for 16 rows of 16 columns where this issues 24, but they are what a convolution waits
-// for: 3x3 on 64 channels takes 12 % longer so, 6 % here, 256-1024 channels 14 and 11 %, 128-512 channels 11 and 13 %.)
+// instructions, two products for 16 rows of 16 columns where this issues 24, but they are what a convolution waits for:
+// 3x3 on 64 channels takes 12 % longer so, 6 % here, 256-1024 channels 14 and 11 %, 128-512 channels 11 and 13 %.)
 struct Tally {
     float sums[2], squares[2];
 
