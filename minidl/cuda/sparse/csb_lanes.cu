@@ -1,0 +1,325 @@
+// The float32 product of a very sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every
+// output is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits of csb.cu.
+//
+// A block owns ROWS = WARPS * SETS * 32 output features times 32 samples. Four warps fetch x, PART summed features at a
+// time, into a ring of stages: a row of 128 bytes for each, in eight chunks. Each lane of the other warps multiplies an
+// output feature of its own (of SETS sets), element by element, with the 32 values of x that the element meets: in step
+// t it reads chunk t ^ lane % 8, so that the eight lanes whose 16 bytes go through shared memory at a time always meet
+// different banks, whichever rows they read. Elements come as streams (csb_streams.cu), one load a lane and step, two
+// steps ahead; lanes without a further one pause. So an element costs no broadcast and a warp's loop two hundred cycles
+// of shared memory's time, where csb_rows.cu, which reads an element for a whole warp, spends more instructions on
+// finding elements than on multiplying. What is lost is what lanes wait for each other: at 98 % zeros, in parts of 512,
+// quarters of a warp are busy for 70 to 97 % of their time.
+// With FEATURES_LAST x is turned on its way, 4 x 4 values by exchange among lanes, and y by way of a stage.
+//
+//   items, heads, order   csb_streams.cu                                     (8 bytes);  (tile, part, slot);  (tile, slot)
+//   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
+//   y         dense in the same orientation;  bias (features) or null                             float32
+//
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * (128 * PART + 16).
+// FLOP: 2 nnz samples. Bytes: 8 nnz per 32 samples from L2, x once per tile of output features, y once. The bound is
+// shared memory: 4 bytes of x per multiply-add, 0.25 of the float32 peak on sm_90.
+//
+// Macros: WARPS (8, 16), SETS (1, 2), PART (512), STAGES, FEATURES_LAST, VEC_X (1, 4: floats per copy of x), VEC_Y (1, 4:
+// per store), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
+#include "csb_tensor.cuh"
+
+struct Problem {
+    i64 x_pitch, samples;
+    int features, depth;
+    int parts;
+    int tiles_down;  // tiles of output features
+    int tiles;
+    int relu;
+};
+
+constexpr int ROWS = WARPS * SETS * 32, SAMPLES = 32, CHUNKS = 8;
+constexpr int FETCHERS = 128, THREADS = 32 * WARPS + FETCHERS;
+constexpr int STAGE = 128 * PART;
+constexpr u32 ALL = 0xffffffffu;
+
+extern __shared__ __align__(1024) unsigned char stages[];
+
+// ---- what the fetching warps do
+
+#if FEATURES_LAST
+// Four values of a sample, as many as there are.
+DEVICE float4 load_four(const float* __restrict__ from, int left) {
+    if constexpr (VEC_X == 4) {
+        return left > 0 ? __ldg(reinterpret_cast<const float4*>(from)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    } else {
+        return make_float4(left > 0 ? __ldg(from) : 0.0f, left > 1 ? __ldg(from + 1) : 0.0f,
+                           left > 2 ? __ldg(from + 2) : 0.0f, left > 3 ? __ldg(from + 3) : 0.0f);
+    }
+}
+
+// Lanes 8 and 16 apart turn 4 x 4 values.
+DEVICE void turn(float (&v)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & 8 * bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const float given = upper ? v[i] : v[i + bit];
+            const float taken = __shfl_xor_sync(ALL, given, 8 * bit);
+            if (upper) v[i] = taken;
+            else v[i + bit] = taken;
+        }
+    }
+}
+#endif
+
+// What lies at place t ^ lane % CHUNKS comes to place t.
+template <int CHUNKS>
+DEVICE void permute(float (&v)[CHUNKS][4]) {
+#pragma unroll
+    for (int bit = 1; bit < CHUNKS; bit *= 2) {
+        const bool swap = threadIdx.x & bit;
+#pragma unroll
+        for (int t = 0; t < CHUNKS; ++t) {
+            if (t & bit) continue;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float low = v[t][i], high = v[t + bit][i];
+                v[t][i] = swap ? high : low;
+                v[t + bit][i] = swap ? low : high;
+            }
+        }
+    }
+}
+
+DEVICE void fetch_x(int stage, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
+    const u32 thread = threadIdx.x - 32 * WARPS;
+    const int count = p.depth - feature < PART ? p.depth - feature : PART;
+#if FEATURES_LAST
+    // A warp takes 32 samples x 32 features: half lines in, whole rows out, half of each lane's chunks at a time.
+    const u32 lane = threadIdx.x % 32;
+    const int column = lane % 8 * 4, row = lane / 8;
+    const int left = static_cast<int>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES) - row;
+#pragma unroll 1
+    for (int first = static_cast<int>(thread / 32 * 32); first < count; first += FETCHERS) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int chunk = 4 * (half ^ column / 16);
+            const float* from = x + (sample + row + 4 * chunk) * p.x_pitch + feature + first + column;
+            float v[4][4];
+#pragma unroll
+            for (int u = 0; u < 4; ++u) {
+                const float4 four = load_four(from, 4 * (chunk + u) < left ? count - first - column : 0);
+                v[u][0] = four.x, v[u][1] = four.y, v[u][2] = four.z, v[u][3] = four.w;
+                from += 4 * p.x_pitch;
+                asm volatile("" : "+l"(from));  // else the compiler keeps all addresses, and spills them
+            }
+#pragma unroll
+            for (int u = 0; u < 4; ++u) turn(v[u]);
+            permute(v);
+            unsigned char* const to = stages + stage * STAGE + (first + column + row) * 128 + chunk * 16;
+#pragma unroll
+            for (int t = 0; t < 4; ++t)
+                *reinterpret_cast<float4*>(to + (t ^ lane % 4) * 16) = make_float4(v[t][0], v[t][1], v[t][2], v[t][3]);
+        }
+    }
+#else
+    constexpr int ACROSS = SAMPLES / VEC_X, STEP = FETCHERS / ACROSS;
+    const int column = static_cast<int>(thread % ACROSS) * VEC_X, row = static_cast<int>(thread / ACROSS);
+    const bool inside = sample + column < p.samples;
+    const float* from = x + (feature + row) * p.x_pitch + sample + column;
+    u32 to = shared_address(stages) + stage * STAGE + row * 128 + column * 4;
+#pragma unroll 8
+    for (int i = row; i < count; i += STEP) {
+        copy_async<4 * VEC_X>(to, from, inside);
+        from += STEP * p.x_pitch, to += STEP * 128;
+    }
+#endif
+}
+
+// ---- what the multiplying warps do
+
+// The elements of a set in a part, step by step; `count`: those of this lane.
+struct Stream {
+    const uint2* __restrict__ items;
+    u32 first, count, before;
+
+    // The lane's item of a step, which is the next that was not asked for; without one the very first.
+    __device__ __forceinline__ void item(uint2& found, u32 step) {
+        const bool there = step < count;
+        const u32 others = __ballot_sync(ALL, there);
+        found = __ldg(items + (there ? first + __popc(others & before) : 0));
+        first += __popc(others);
+    }
+};
+
+// sum += weight times four chunks of a row of x.
+template <int FIRST>
+DEVICE void multiply_row(float (&sum)[CHUNKS][4], float weight, u32 row) {
+    float v[4][4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[t][0]), "=f"(v[t][1]), "=f"(v[t][2]), "=f"(v[t][3])
+                     : "r"(row ^ 16 * (FIRST + t)));
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[FIRST + t][i] = fmaf(weight, v[t][i], sum[FIRST + t][i]);
+}
+
+// The lane's element of a step, and the request for that of the step after next; `x`: as below.
+DEVICE void take(float (&sum)[CHUNKS][4], Stream& stream, uint2& item, u32 step, u32 x) {
+    const float weight = __uint_as_float(item.x);
+    const u32 row = x + item.y;
+    stream.item(item, step + 2);
+    if (step < stream.count) multiply_row<0>(sum, weight, row), multiply_row<4>(sum, weight, row);
+}
+
+// `x`: where this lane's chunk 0 of the stage's first row lies.
+DEVICE void multiply(float (&sum)[CHUNKS][4], Stream stream, u32 x) {
+    const u32 longest = __reduce_max_sync(ALL, stream.count);
+    if (longest == 0) return;
+    uint2 even, odd;
+    stream.item(even, 0);
+    stream.item(odd, 1);
+#pragma unroll 1
+    for (u32 step = 0; step < longest; step += 2) take(sum, stream, even, step, x), take(sum, stream, odd, step + 1, x);
+}
+
+// Bias and ReLU.
+DEVICE void finish(float (&sum)[CHUNKS][4], const float* __restrict__ bias, const Problem& p, int feature) {
+    const float shift = bias && feature < p.features ? bias[feature] : 0.0f;
+#pragma unroll
+    for (int t = 0; t < CHUNKS; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (bias) sum[t][i] += shift;
+            if (p.relu) sum[t][i] = clamp_below(sum[t][i], 0.0f);
+        }
+}
+
+#if FEATURES_LAST
+// A barrier of the multiplying warps.
+DEVICE void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
+
+// By way of a stage that nobody reads any more, as many samples at a time as it holds.
+DEVICE void write(float* __restrict__ y, float (&sum)[SETS][CHUNKS][4], const Problem& p, i64 sample, int first,
+                  const int (&feature)[SETS], int stage) {
+    constexpr int ROUNDS = ROWS * SAMPLES * 4 > STAGE ? 2 : 1, HELD = SAMPLES / ROUNDS, COLUMNS = ROWS / VEC_Y;
+    float* const held = reinterpret_cast<float*>(stages + stage * STAGE);
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) permute(sum[set]);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        multipliers_sync();
+#pragma unroll
+        for (int set = 0; set < SETS; ++set)
+#pragma unroll
+            for (int i = 0; i < HELD; ++i)
+                held[i * ROWS + feature[set] - first] = sum[set][(round * HELD + i) / 4][i % 4];
+        multipliers_sync();
+        for (int i = threadIdx.x; i < HELD * COLUMNS; i += 32 * WARPS) {
+            const int column = i % COLUMNS * VEC_Y;
+            const i64 to = sample + round * HELD + i / COLUMNS;
+            if (to >= p.samples || first + column >= p.features) continue;
+            store_raw(y + to * p.features + first + column, load_raw<VEC_Y>(held + i / COLUMNS * ROWS + column));
+        }
+    }
+}
+#else
+// Eight lanes exchange chunks, so that each writes a piece of every one of their eight rows.
+DEVICE void write(float* __restrict__ y, float (&sum)[SETS][CHUNKS][4], const Problem& p, i64 sample,
+                  const int (&feature)[SETS]) {
+    sample += threadIdx.x % 8 * 4;
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) {
+#pragma unroll
+        for (int t = 1; t < CHUNKS; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[set][t][i] = __shfl_xor_sync(ALL, sum[set][t][i], t);
+        permute(sum[set]);
+#pragma unroll
+        for (int t = 0; t < CHUNKS; ++t) {
+            const int row = __shfl_sync(ALL, feature[set], threadIdx.x % 32 / 8 * 8 + t);
+            if (row >= p.features) continue;
+            float* const to = y + row * p.samples + sample;
+            if constexpr (VEC_Y == 4) {
+                if (sample < p.samples) store<float, 4>(to, sum[set][t]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (sample + i < p.samples) to[i] = sum[set][t][i];
+            }
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+csb_lanes_kernel(const uint2* __restrict__ items, const uint2* __restrict__ heads, const int* __restrict__ order,
+                 const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
+                 const __grid_constant__ Problem p) {
+    const u32 full = shared_address(stages) + STAGES * STAGE, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS), barrier_init(empty + 8 * i, WARPS);
+        barrier_init_done();
+    }
+    __syncthreads();
+    Ring<STAGES> ring;
+    if (warp >= WARPS) {
+        if constexpr (WARPS == 16) give_registers<64>();
+        for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x)
+            for (int part = 0; part < p.parts; ++part) {
+                barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
+#if PHASE == 2
+                barrier_arrive(full + 8 * ring.index);
+#else
+                fetch_x(ring.index, x, p, i64(tile / p.tiles_down) * SAMPLES, part * PART);
+                if constexpr (FEATURES_LAST) barrier_arrive(full + 8 * ring.index);
+                else barrier_arrive_copied(full + 8 * ring.index);
+#endif
+                ring.advance();
+            }
+        return;
+    }
+    if constexpr (WARPS == 16) take_registers<104>();
+    u32 before, own = shared_address(stages) + lane % 8 * 16;
+    asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(before));
+    asm volatile("" : "+r"(own));  // else the compiler finds it anew for each element
+    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+        const int slot = warp * SETS * 32 + lane;
+        u32 head_at = tile % p.tiles_down * p.parts * ROWS + slot;
+        uint2 head = __ldg(heads + head_at);
+        float sum[SETS][CHUNKS][4] = {};
+        for (int part = 0; part < p.parts; ++part) {
+            barrier_wait(full + 8 * ring.index, ring.parity);
+#pragma unroll
+            for (int set = 0; set < SETS; ++set) {
+                const uint2 now = head;
+                const bool more = set + 1 < SETS || part + 1 < p.parts;
+                if (set + 1 == SETS) head_at += ROWS;
+                if (more) head = __ldg(heads + (head_at + (set + 1) % SETS * 32));
+                if constexpr (PHASE != 1) multiply(sum[set], {items, now.x, now.y, before}, own + ring.index * STAGE);
+            }
+            if (FEATURES_LAST && part + 1 == p.parts) break;
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * ring.index);
+            ring.advance();
+        }
+        const int first = tile % p.tiles_down * ROWS;
+        int feature[SETS];
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) feature[set] = __ldg(order + first + slot + 32 * set);
+#pragma unroll
+        for (int set = 0; set < SETS; ++set)
+            if (bias || p.relu) finish(sum[set], bias, p, feature[set]);
+        const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
+#if FEATURES_LAST
+        write(y, sum, p, sample, first, feature, ring.index);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + 8 * ring.index);
+        ring.advance();
+#else
+        write(y, sum, p, sample, feature);
+#endif
+    }
+}
