@@ -24,6 +24,7 @@ __all__ = ["PART", "SAMPLES", "LanesTile", "applies", "choose_tile", "fills", "m
 SAMPLES, PART, STAGES = 32, 512, 3  # of a thread block; summed features of a stage
 BAND, COUNTERS = 128, 512  # output features, threads of a block of csb_streams.cu
 FETCHERS = 128  # threads that fetch
+TOGETHER = 8  # lanes that read shared memory together
 
 PHASES = csb_rows.PHASES
 _STREAMS = struct("", "rows columns across tiles parts")
