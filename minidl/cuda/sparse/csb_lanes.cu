@@ -36,7 +36,8 @@ struct Problem {
 constexpr int ROWS = WARPS * SETS * 32, SAMPLES = 32, CHUNKS = 8;
 constexpr int FETCHERS = 128, THREADS = 32 * WARPS + FETCHERS;
 constexpr int STAGE = 128 * PART;
-constexpr u32 ALL = 0xffffffffu;
+constexpr u32 ALL = 0xffffffffu, HELD = 512, AHEAD = 8;  // items of a warp's ring; steps that they come before
+constexpr u32 BARRIERS = STAGES * STAGE, RINGS = BARRIERS + 16 * STAGES;
 
 extern __shared__ __align__(1024) unsigned char stages[];
 
@@ -50,22 +51,6 @@ DEVICE float4 load_four(const float* __restrict__ from, int left) {
     } else {
         return make_float4(left > 0 ? __ldg(from) : 0.0f, left > 1 ? __ldg(from + 1) : 0.0f,
                            left > 2 ? __ldg(from + 2) : 0.0f, left > 3 ? __ldg(from + 3) : 0.0f);
-    }
-}
-
-// Lanes 8 and 16 apart turn 4 x 4 values.
-DEVICE void turn(float (&v)[4]) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const bool upper = threadIdx.x & 8 * bit;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & bit) continue;
-            const float given = upper ? v[i] : v[i + bit];
-            const float taken = __shfl_xor_sync(ALL, given, 8 * bit);
-            if (upper) v[i] = taken;
-            else v[i + bit] = taken;
-        }
     }
 }
 #endif
@@ -93,32 +78,27 @@ DEVICE void fetch_x(int stage, const float* __restrict__ x, const Problem& p, i6
     const u32 thread = threadIdx.x - 32 * WARPS;
     const int count = p.depth - feature < PART ? p.depth - feature : PART;
 #if FEATURES_LAST
-    // A warp takes 32 samples x 32 features: half lines in, whole rows out, half of each lane's chunks at a time.
+    // A warp takes 32 samples x 16 features at a time; a lane, fours of features of four samples eight apart. As lanes
+    // of one sample store another of their four each, no two meet a bank.
     const u32 lane = threadIdx.x % 32;
-    const int column = lane % 8 * 4, row = lane / 8;
+    const int column = lane % 4 * 4, row = lane / 4;
     const int left = static_cast<int>(p.samples - sample < SAMPLES ? p.samples - sample : SAMPLES) - row;
-#pragma unroll 1
-    for (int first = static_cast<int>(thread / 32 * 32); first < count; first += FETCHERS) {
+#pragma unroll 2
+    for (int first = static_cast<int>(thread / 32 * 16); first < count; first += FETCHERS / 2) {
+        const float* from = x + (sample + row) * p.x_pitch + feature + first + column;
+        float v[4][4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int chunk = 4 * (half ^ column / 16);
-            const float* from = x + (sample + row + 4 * chunk) * p.x_pitch + feature + first + column;
-            float v[4][4];
-#pragma unroll
-            for (int u = 0; u < 4; ++u) {
-                const float4 four = load_four(from, 4 * (chunk + u) < left ? count - first - column : 0);
-                v[u][0] = four.x, v[u][1] = four.y, v[u][2] = four.z, v[u][3] = four.w;
-                from += 4 * p.x_pitch;
-                asm volatile("" : "+l"(from));  // else the compiler keeps all addresses, and spills them
-            }
-#pragma unroll
-            for (int u = 0; u < 4; ++u) turn(v[u]);
-            permute(v);
-            unsigned char* const to = stages + stage * STAGE + (first + column + row) * 128 + chunk * 16;
-#pragma unroll
-            for (int t = 0; t < 4; ++t)
-                *reinterpret_cast<float4*>(to + (t ^ lane % 4) * 16) = make_float4(v[t][0], v[t][1], v[t][2], v[t][3]);
+        for (int u = 0; u < 4; ++u) {
+            const float4 four = load_four(from, 8 * u < left ? count - first - column : 0);
+            v[u][0] = four.x, v[u][1] = four.y, v[u][2] = four.z, v[u][3] = four.w;
+            from += 8 * p.x_pitch;
         }
+        permute(v);
+        unsigned char* const to = stages + stage * STAGE + (first + column) * 128 + row * 4;
+#pragma unroll
+        for (int t = 0; t < 4; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) *reinterpret_cast<float*>(to + (t ^ lane % 4) * 32 + i * 128) = v[t][i];
     }
 #else
     constexpr int ACROSS = SAMPLES / VEC_X, STEP = FETCHERS / ACROSS;
@@ -136,17 +116,48 @@ DEVICE void fetch_x(int stage, const float* __restrict__ x, const Problem& p, i6
 
 // ---- what the multiplying warps do
 
-// The elements of a set in a part, step by step; `count`: those of this lane.
+// The elements of a warp's sets in a part, on their way through a ring of its own in shared memory, 32 at a time. A step
+// takes 32 at most, so that what it takes was asked for AHEAD steps before.
 struct Stream {
     const uint2* __restrict__ items;
-    u32 first, count, before;
+    u32 ring;   // shared memory
+    u32 first;  // item of the part
+    u32 total;  // items of the part
+    u32 put, got;
 
-    // The lane's item of a step, which is the next that was not asked for; without one the very first.
-    __device__ __forceinline__ void item(uint2& found, u32 step) {
-        const bool there = step < count;
-        const u32 others = __ballot_sync(ALL, there);
-        found = __ldg(items + (there ? first + __popc(others & before) : 0));
-        first += __popc(others);
+    __device__ __forceinline__ void fetch() {
+        const u32 item = put + threadIdx.x % 32;
+        if (put - got <= HELD - 32) {
+            if (item < total)
+                asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(ring + item % HELD * 8),
+                             "l"(items + (first + item))
+                             : "memory");
+            put += 32;
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    __device__ __forceinline__ void begin(u32 from, u32 size) {
+        first = from, total = size, put = got = 0;
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; ++i) fetch();
+    }
+
+    // The item of each lane that is `there`, `others` being the lanes that are.
+    __device__ __forceinline__ uint2 take(u32 others) {
+        fetch();
+        asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
+        __syncwarp();
+        u32 before;
+        asm("mov.u32 %0, %%lanemask_lt;" : "=r"(before));
+        uint2 item;
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(item.x), "=r"(item.y)
+                     : "r"(ring + (got + __popc(others & before)) % HELD * 8)
+                     : "memory");
+        got += __popc(others);
+        return item;
     }
 };
 
@@ -165,23 +176,21 @@ DEVICE void multiply_row(float (&sum)[CHUNKS][4], float weight, u32 row) {
         for (int i = 0; i < 4; ++i) sum[FIRST + t][i] = fmaf(weight, v[t][i], sum[FIRST + t][i]);
 }
 
-// The lane's element of a step, and the request for that of the step after next; `x`: as below.
-DEVICE void take(float (&sum)[CHUNKS][4], Stream& stream, uint2& item, u32 step, u32 x) {
-    const float weight = __uint_as_float(item.x);
-    const u32 row = x + item.y;
-    stream.item(item, step + 2);
-    if (step < stream.count) multiply_row<0>(sum, weight, row), multiply_row<4>(sum, weight, row);
-}
-
-// `x`: where this lane's chunk 0 of the stage's first row lies.
-DEVICE void multiply(float (&sum)[CHUNKS][4], Stream stream, u32 x) {
-    const u32 longest = __reduce_max_sync(ALL, stream.count);
-    if (longest == 0) return;
-    uint2 even, odd;
-    stream.item(even, 0);
-    stream.item(odd, 1);
+// `count`: elements of this lane; `x`: where its chunk 0 of the stage's first row lies.
+DEVICE void multiply(float (&sum)[CHUNKS][4], Stream& stream, u32 count, u32 x) {
+    bool there = count > 0;
+    u32 others = __ballot_sync(ALL, there);
+    uint2 item = stream.take(others);
 #pragma unroll 1
-    for (u32 step = 0; step < longest; step += 2) take(sum, stream, even, step, x), take(sum, stream, odd, step + 1, x);
+    for (u32 step = 1; others; ++step) {
+        const bool now = there;
+        const float weight = __uint_as_float(item.x);
+        const u32 row = x + item.y;
+        there = step < count;
+        others = __ballot_sync(ALL, there);
+        item = stream.take(others);
+        if (now) multiply_row<0>(sum, weight, row), multiply_row<4>(sum, weight, row);
+    }
 }
 
 // Bias and ReLU.
@@ -257,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 csb_lanes_kernel(const uint2* __restrict__ items, const uint2* __restrict__ heads, const int* __restrict__ order,
                  const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
                  const __grid_constant__ Problem p) {
-    const u32 full = shared_address(stages) + STAGES * STAGE, empty = full + 8 * STAGES;
+    const u32 full = shared_address(stages) + BARRIERS, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS), barrier_init(empty + 8 * i, WARPS);
@@ -282,24 +291,31 @@ csb_lanes_kernel(const uint2* __restrict__ items, const uint2* __restrict__ head
         return;
     }
     if constexpr (WARPS == 16) take_registers<104>();
-    u32 before, own = shared_address(stages) + lane % 8 * 16;
-    asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(before));
+    u32 own = shared_address(stages) + lane % 8 * 16;
     asm volatile("" : "+r"(own));  // else the compiler finds it anew for each element
+    Stream stream;
+    stream.items = items, stream.ring = shared_address(stages) + RINGS + warp * HELD * 8;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         const int slot = warp * SETS * 32 + lane;
         u32 head_at = tile % p.tiles_down * p.parts * ROWS + slot;
-        uint2 head = __ldg(heads + head_at);
+        uint2 head[SETS];
+#pragma unroll
+        for (int set = 0; set < SETS; ++set) head[set] = __ldg(heads + (head_at + 32 * set));
         float sum[SETS][CHUNKS][4] = {};
         for (int part = 0; part < p.parts; ++part) {
+            u32 count[SETS], total = 0;
+#pragma unroll
+            for (int set = 0; set < SETS; ++set) count[set] = head[set].y, total += head[set].y;
+            stream.begin(head[0].x, __reduce_add_sync(ALL, total));  // a warp's sets follow each other
+            head_at += ROWS;
+            if (part + 1 < p.parts) {
+#pragma unroll
+                for (int set = 0; set < SETS; ++set) head[set] = __ldg(heads + (head_at + 32 * set));
+            }
             barrier_wait(full + 8 * ring.index, ring.parity);
 #pragma unroll
-            for (int set = 0; set < SETS; ++set) {
-                const uint2 now = head;
-                const bool more = set + 1 < SETS || part + 1 < p.parts;
-                if (set + 1 == SETS) head_at += ROWS;
-                if (more) head = __ldg(heads + (head_at + (set + 1) % SETS * 32));
-                if constexpr (PHASE != 1) multiply(sum[set], {items, now.x, now.y, before}, own + ring.index * STAGE);
-            }
+            for (int set = 0; set < SETS; ++set)
+                if constexpr (PHASE != 1) multiply(sum[set], stream, count[set], own + ring.index * STAGE);
             if (FEATURES_LAST && part + 1 == p.parts) break;
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);

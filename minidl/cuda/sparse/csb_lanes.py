@@ -21,9 +21,10 @@ from minidl.shapes import Pair, ceil_div
 
 __all__ = ["PART", "SAMPLES", "LanesTile", "applies", "choose_tile", "fills", "matmul", "multiply", "streams"]
 
-SAMPLES, PART, STAGES = 32, 512, 3  # of a thread block; summed features of a stage
-BAND, COUNTERS = 128, 512  # output features, threads of a block of csb_streams.cu
+SAMPLES, PART, STAGES = 32, 512, 2  # of a thread block; summed features of a stage
+BAND, COUNTERS = 64, 256  # output features, threads of a block of csb_streams.cu
 FETCHERS = 128  # threads that fetch
+RING_BYTES = 4096  # of a warp's items on their way
 TOGETHER = 8  # lanes that read shared memory together
 
 PHASES = csb_rows.PHASES
@@ -45,9 +46,9 @@ class LanesTile(NamedTuple):
 applies = csb_rows.applies
 
 
-def shared_bytes() -> int:
-    """Of a thread block."""
-    return STAGES * (128 * PART + 16)
+def shared_bytes(tile: LanesTile) -> int:
+    """Of a thread block: stages and their barriers, items of each warp."""
+    return STAGES * (128 * PART + 16) + tile.warps * RING_BYTES
 
 
 def fills(features: int, samples: int, device: DeviceRecord) -> bool:
@@ -121,4 +122,4 @@ def multiply(
     defines |= {"VEC_Y": 4 if y.shape[-1] % 4 == 0 else 1, "PHASE": PHASES[phase]}
     grid, threads = min(tiles, current_device().multiprocessors), 32 * tile.warps + FETCHERS
     arrays = items, heads, order, x, bias, y
-    launch("csb_lanes", "csb_lanes_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared_bytes())
+    launch("csb_lanes", "csb_lanes_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared_bytes(tile))

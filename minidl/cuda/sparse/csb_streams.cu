@@ -3,9 +3,9 @@
 //
 // The matrix (transposed: its transpose) is cut into tiles of ROWS output features and parts of PART summed ones. As a
 // warp takes as long as its longest feature, csb_place_kernel sorts the features of a tile by their number of elements
-// and deals them, eight neighbours (a quarter of a warp) at a time, first to last and back again, among the WARPS * SETS
-// sets of 32; a set's elements in a part are a stream: the first of each lane that has one, the second of each lane that
-// has two, and so on, without gaps, each lane's in the order of the summed feature.
+// and deals them, 32 at a time, among the warps, first to last and back again; a set's elements in a part are a stream:
+// the first of each lane that has one, the second of each lane that has two, and so on, without gaps, each lane's in the
+// order of the summed feature. The streams of a warp's sets follow each other.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   counts    (parts, tiles * ROWS): elements of a feature in a part, from csb_count_kernel        u16
@@ -27,15 +27,15 @@ struct Problem {
     int tiles, parts;
 };
 
-constexpr int ROWS = WARPS * SETS * 32, BAND = 128, BANDS = ROWS / BAND, WORDS = PART / 32;
-constexpr int COUNTERS = 512, THREADS = ROWS > 512 ? 1024 : 512;
-constexpr int LANES = 32, QUARTER = 8;
+constexpr int ROWS = WARPS * SETS * 32, BAND = 64, BANDS = ROWS / BAND, WORDS = PART / 32;
+constexpr int COUNTERS = 256, THREADS = ROWS > 512 ? 1024 : 512;
+constexpr int LANES = 32;
 constexpr u32 MOST = (1u << 22) - 1;  // elements of a feature that a sorted word has room for
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
-// Calls visit(element, feature in band, summed feature in part) for the elements of a band in a part; a warp takes
-// blocks in turn.
+// Calls visit(element, feature in band, summed feature in part) for the elements of a band in a part; some warps share a
+// block, as many as there would be of the usual side.
 template <int THREADS_HERE, class Visit>
 DEVICE void for_band(const int* __restrict__ indptr, const u16* __restrict__ indices, const Matrix& a, int feature,
                      int summed, Visit visit) {
@@ -45,13 +45,15 @@ DEVICE void for_band(const int* __restrict__ indptr, const u16* __restrict__ ind
     const int tall = ceil_div(smaller(row + DOWN, a.rows), SIDE) - top;
     const int wide = ceil_div(smaller(column + ACROSS, a.columns), SIDE) - left;
     if (tall <= 0 || wide <= 0) return;
-    for (int b = threadIdx.x / LANES; b < tall * wide; b += THREADS_HERE / LANES) {
+    constexpr int SHARE = THREADS_HERE / 256;
+    const int share = threadIdx.x / LANES % SHARE * LANES + threadIdx.x % LANES;
+    for (int b = threadIdx.x / LANES / SHARE; b < tall * wide; b += 256 / LANES) {
         const int down = top + b / wide, across = left + b % wide;
         const i64 block = i64(down) * a.across + across;
         const int begin = indptr[block], end = indptr[block + 1];
         const int first_row = down * SIDE - row, first_column = across * SIDE - column;
-#pragma unroll 4
-        for (int e = begin + threadIdx.x % LANES; e < end; e += LANES) {
+#pragma unroll 2
+        for (int e = begin + share; e < end; e += SHARE * LANES) {
             const int r = first_row + (indices[e] >> 8), c = first_column + (indices[e] & 255);
             if (0 <= r && r < DOWN && 0 <= c && c < ACROSS) visit(e, TRANSPOSED ? c : r, TRANSPOSED ? r : c);
         }
@@ -146,9 +148,9 @@ csb_place_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     const int feature = 1023 - (word & 1023);
     int slot = 0;
     if (thread < ROWS) {
-        const int quarter = thread / QUARTER, round = quarter / WARPS, place = quarter % WARPS;
+        const int set = thread / LANES, round = set / WARPS, place = set % WARPS;
         const int warp = round % 2 ? WARPS - 1 - place : place;
-        slot = (warp * SETS + round / 4) * LANES + round % 4 * QUARTER + thread % QUARTER;
+        slot = (warp * SETS + round) * LANES + lane;
         s.slot[feature] = slot, s.count[slot] = s.own[feature];
         if (band == 0 && part == 0) order[tile * ROWS + slot] = tile * ROWS + feature;
     }
