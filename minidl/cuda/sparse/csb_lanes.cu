@@ -272,6 +272,7 @@ csb_lanes_kernel(const uint2* __restrict__ items, const uint2* __restrict__ head
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS), barrier_init(empty + 8 * i, WARPS);
         barrier_init_done();
     }
+    await_predecessor();
     __syncthreads();
     Ring<STAGES> ring;
     if (warp >= WARPS) {

@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(COUNTERS)
 csb_count_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, u16* __restrict__ counts,
                  const __grid_constant__ Problem p) {
     __shared__ int count[BAND];
+    await_predecessor();
     const int thread = threadIdx.x, bands = p.tiles * BANDS, band = blockIdx.x % bands, part = blockIdx.x / bands;
     if (thread < BAND) count[thread] = 0;
     __syncthreads();
@@ -129,6 +130,7 @@ csb_place_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
                  const u16* __restrict__ counts, int* __restrict__ order, uint2* __restrict__ heads,
                  uint2* __restrict__ items, const __grid_constant__ Problem p) {
     __shared__ Shared s;
+    await_predecessor();
     const int thread = threadIdx.x, lane = thread % LANES, band = blockIdx.x % BANDS;
     const int tile = blockIdx.x / BANDS / p.parts, part = blockIdx.x / BANDS % p.parts;
     for (int i = thread; i < BAND * WORDS; i += THREADS) (&s.mask[0][0])[i] = 0;
