@@ -183,7 +183,7 @@ def test_every_tile_of_lanes_gives_the_same_bits(cuda_ops, rng, side, density, s
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):
             expected = a.matmul(x, **where)
-        for tile in (csb_lanes.LanesTile(16, 2), csb_lanes.LanesTile(16, 1), csb_lanes.LanesTile(8, 1)):
+        for tile in csb_lanes.TILES:
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_lanes.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)

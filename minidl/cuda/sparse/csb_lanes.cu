@@ -1,26 +1,28 @@
 // The float32 product of a very sparse matrix and a dense one on CUDA cores, for sm_90: y = A x, + bias, ReLU. Every
 // output is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits of csb.cu.
 //
-// A block owns ROWS = WARPS * SETS * 32 output features times 32 samples. Four warps fetch x, PART summed features at a
-// time, into a ring of stages: a row of 128 bytes for each, in eight chunks. Each lane of the other warps multiplies an
-// output feature of its own (of SETS sets), element by element, with the 32 values of x that the element meets: in step
-// t it reads chunk t ^ lane % 8, so that the eight lanes whose 16 bytes go through shared memory at a time always meet
-// different banks, whichever rows they read. Elements come as streams (csb_streams.cu), one load a lane and step, two
-// steps ahead; lanes without a further one pause. So an element costs no broadcast and a warp's loop two hundred cycles
-// of shared memory's time, where csb_rows.cu, which reads an element for a whole warp, spends more instructions on
-// finding elements than on multiplying. What is lost is what lanes wait for each other: at 98 % zeros, in parts of 512,
-// quarters of a warp are busy for 70 to 97 % of their time.
-// With FEATURES_LAST x is turned on its way, 4 x 4 values by exchange among lanes, and y by way of a stage.
+// A block owns ROWS = WARPS / HALVES * SETS * 32 output features times 32 samples. Four warps fetch x, PART summed
+// features at a time, into a ring of stages: a row of 128 bytes for each, in eight chunks. Each lane of the other warps
+// multiplies output features of its own (one of each set), element by element, with the 32 values of x that the element
+// meets, or with half of them where two warps share a set. In step t it reads chunk t ^ lane % 8, so that the eight lanes
+// whose 16 bytes go through shared memory at a time always meet different banks, whichever rows they read. Elements come
+// as streams (csb_streams.cu) through a ring for each warp; lanes without a further one pause. So no element costs a
+// broadcast or a branch, of which csb_rows.cu, which reads an element for a whole warp, has more than multiplications.
+// What is lost is what lanes wait for each other: at 98 % zeros, in parts of 512, eight lanes are busy for 70 to 97 % of
+// their time. Items by loads into registers, two steps ahead, were three times slower: a warp with long rows waited for
+// the L2 cache in each step.
+// With FEATURES_LAST x is turned on its way, and y by way of a stage.
 //
 //   items, heads, order   csb_streams.cu                                     (8 bytes);  (tile, part, slot);  (tile, slot)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
-// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * (128 * PART + 16).
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * (128 * PART + 16) +
+// WARPS * 4096.
 // FLOP: 2 nnz samples. Bytes: 8 nnz per 32 samples from L2, x once per tile of output features, y once. The bound is
 // shared memory: 4 bytes of x per multiply-add, 0.25 of the float32 peak on sm_90.
 //
-// Macros: WARPS (8, 16), SETS (1, 2), PART (512), STAGES, FEATURES_LAST, VEC_X (1, 4: floats per copy of x), VEC_Y (1, 4:
+// Macros: WARPS (16), SETS (1, 2), HALVES (1, 2), PART (512), STAGES, FEATURES_LAST, VEC_X (1, 4: floats per copy of x), VEC_Y (1, 4:
 // per store), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 
@@ -33,7 +35,7 @@ struct Problem {
     int relu;
 };
 
-constexpr int ROWS = WARPS * SETS * 32, SAMPLES = 32, CHUNKS = 8;
+constexpr int ROWS = WARPS / HALVES * SETS * 32, SAMPLES = 32, CHUNKS = 8 / HALVES;
 constexpr int FETCHERS = 128, THREADS = 32 * WARPS + FETCHERS;
 constexpr int STAGE = 128 * PART;
 constexpr u32 ALL = 0xffffffffu, HELD = 512, AHEAD = 8;  // items of a warp's ring; steps that they come before
@@ -176,7 +178,7 @@ DEVICE void multiply_row(float (&sum)[CHUNKS][4], float weight, u32 row) {
         for (int i = 0; i < 4; ++i) sum[FIRST + t][i] = fmaf(weight, v[t][i], sum[FIRST + t][i]);
 }
 
-// `count`: elements of this lane; `x`: where its chunk 0 of the stage's first row lies.
+// `count`: elements of this lane; `x`: where its first chunk of the stage's first row lies.
 DEVICE void multiply(float (&sum)[CHUNKS][4], Stream& stream, u32 count, u32 x) {
     bool there = count > 0;
     u32 others = __ballot_sync(ALL, there);
@@ -189,7 +191,10 @@ DEVICE void multiply(float (&sum)[CHUNKS][4], Stream& stream, u32 count, u32 x) 
         there = step < count;
         others = __ballot_sync(ALL, there);
         item = stream.take(others);
-        if (now) multiply_row<0>(sum, weight, row), multiply_row<4>(sum, weight, row);
+        if (now) {
+            multiply_row<0>(sum, weight, row);
+            if constexpr (CHUNKS == 8) multiply_row<4>(sum, weight, row);
+        }
     }
 }
 
@@ -209,11 +214,14 @@ DEVICE void finish(float (&sum)[CHUNKS][4], const float* __restrict__ bias, cons
 // A barrier of the multiplying warps.
 DEVICE void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }
 
-// By way of a stage that nobody reads any more, as many samples at a time as it holds.
+// By way of a stage that nobody reads any more, as many samples at a time as it holds. `turn`: chunk t ^ turn of its
+// features is what a lane has at place t.
 DEVICE void write(float* __restrict__ y, float (&sum)[SETS][CHUNKS][4], const Problem& p, i64 sample, int first,
-                  const int (&feature)[SETS], int stage) {
-    constexpr int ROUNDS = ROWS * SAMPLES * 4 > STAGE ? 2 : 1, HELD = SAMPLES / ROUNDS, COLUMNS = ROWS / VEC_Y;
+                  const int (&feature)[SETS], int turn, int stage) {
+    constexpr int ROUNDS = ROWS * SAMPLES * 4 > STAGE ? 2 : 1, HELD_SAMPLES = SAMPLES / ROUNDS, COLUMNS = ROWS / VEC_Y;
+    static_assert(ROUNDS == 1 || CHUNKS == 8, "whole rounds");
     float* const held = reinterpret_cast<float*>(stages + stage * STAGE);
+    const int chunk = turn / CHUNKS * CHUNKS;
 #pragma unroll
     for (int set = 0; set < SETS; ++set) permute(sum[set]);
 #pragma unroll
@@ -222,22 +230,24 @@ DEVICE void write(float* __restrict__ y, float (&sum)[SETS][CHUNKS][4], const Pr
 #pragma unroll
         for (int set = 0; set < SETS; ++set)
 #pragma unroll
-            for (int i = 0; i < HELD; ++i)
-                held[i * ROWS + feature[set] - first] = sum[set][(round * HELD + i) / 4][i % 4];
+            for (int t = round * 4; t < (ROUNDS == 1 ? CHUNKS : round * 4 + 4); ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    held[(4 * (chunk + t - 4 * round) + i) * ROWS + feature[set] - first] = sum[set][t][i];
         multipliers_sync();
-        for (int i = threadIdx.x; i < HELD * COLUMNS; i += 32 * WARPS) {
+        for (int i = threadIdx.x; i < HELD_SAMPLES * COLUMNS; i += 32 * WARPS) {
             const int column = i % COLUMNS * VEC_Y;
-            const i64 to = sample + round * HELD + i / COLUMNS;
+            const i64 to = sample + round * HELD_SAMPLES + i / COLUMNS;
             if (to >= p.samples || first + column >= p.features) continue;
             store_raw(y + to * p.features + first + column, load_raw<VEC_Y>(held + i / COLUMNS * ROWS + column));
         }
     }
 }
 #else
-// Eight lanes exchange chunks, so that each writes a piece of every one of their eight rows.
+// CHUNKS lanes exchange chunks, so that each writes a piece of every one of their rows.
 DEVICE void write(float* __restrict__ y, float (&sum)[SETS][CHUNKS][4], const Problem& p, i64 sample,
-                  const int (&feature)[SETS]) {
-    sample += threadIdx.x % 8 * 4;
+                  const int (&feature)[SETS], int turn) {
+    sample += turn * 4;
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
 #pragma unroll
@@ -247,7 +257,7 @@ DEVICE void write(float* __restrict__ y, float (&sum)[SETS][CHUNKS][4], const Pr
         permute(sum[set]);
 #pragma unroll
         for (int t = 0; t < CHUNKS; ++t) {
-            const int row = __shfl_sync(ALL, feature[set], threadIdx.x % 32 / 8 * 8 + t);
+            const int row = __shfl_sync(ALL, feature[set], threadIdx.x % 32 / CHUNKS * CHUNKS + t);
             if (row >= p.features) continue;
             float* const to = y + row * p.samples + sample;
             if constexpr (VEC_Y == 4) {
@@ -292,12 +302,13 @@ csb_lanes_kernel(const uint2* __restrict__ items, const uint2* __restrict__ head
         return;
     }
     if constexpr (WARPS == 16) take_registers<104>();
-    u32 own = shared_address(stages) + lane % 8 * 16;
+    const int turn = lane % 8 ^ warp % HALVES * CHUNKS;
+    u32 own = shared_address(stages) + turn * 16;
     asm volatile("" : "+r"(own));  // else the compiler finds it anew for each element
     Stream stream;
     stream.items = items, stream.ring = shared_address(stages) + RINGS + warp * HELD * 8;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        const int slot = warp * SETS * 32 + lane;
+        const int slot = warp / HALVES * SETS * 32 + lane;
         u32 head_at = tile % p.tiles_down * p.parts * ROWS + slot;
         uint2 head[SETS];
 #pragma unroll
@@ -331,12 +342,12 @@ csb_lanes_kernel(const uint2* __restrict__ items, const uint2* __restrict__ head
             if (bias || p.relu) finish(sum[set], bias, p, feature[set]);
         const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
 #if FEATURES_LAST
-        write(y, sum, p, sample, first, feature, ring.index);
+        write(y, sum, p, sample, first, feature, turn, ring.index);
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * ring.index);
         ring.advance();
 #else
-        write(y, sum, p, sample, feature);
+        write(y, sum, p, sample, feature, turn);
 #endif
     }
 }

@@ -19,11 +19,11 @@ from minidl.cuda.rows import rows, vector_width
 from minidl.cuda.sparse import csb_rows
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["PART", "SAMPLES", "LanesTile", "applies", "choose_tile", "fills", "matmul", "multiply", "streams"]
+__all__ = ["PART", "SAMPLES", "TILES", "LanesTile", "applies", "choose_tile", "fills", "matmul", "multiply", "streams"]
 
 SAMPLES, PART, STAGES = 32, 512, 2  # of a thread block; summed features of a stage
 BAND, COUNTERS = 64, 256  # output features, threads of a block of csb_streams.cu
-FETCHERS = 128  # threads that fetch
+WARPS, FETCHERS = 16, 128  # warps that multiply, threads that fetch
 RING_BYTES = 4096  # of a warp's items on their way
 TOGETHER = 8  # lanes that read shared memory together
 
@@ -33,27 +33,35 @@ _PROBLEM = struct("x_pitch samples", "features depth parts tiles_down tiles relu
 
 
 class LanesTile(NamedTuple):
-    """The macros of the same names: a thread block owns ``32 * warps * sets`` output features of 32 samples."""
+    """The macros of the same names of csb_lanes.cu."""
 
-    warps: int
     sets: int
+    halves: int
+
+    @property
+    def groups(self) -> int:
+        """Of warps that share their sets."""
+        return WARPS // self.halves
 
     @property
     def features(self) -> int:
-        return 32 * self.warps * self.sets
+        """Output features of a thread block."""
+        return 32 * self.groups * self.sets
 
+
+TILES = LanesTile(2, 1), LanesTile(2, 2), LanesTile(1, 2)  # the largest first
 
 applies = csb_rows.applies
 
 
-def shared_bytes(tile: LanesTile) -> int:
+def shared_bytes() -> int:
     """Of a thread block: stages and their barriers, items of each warp."""
-    return STAGES * (128 * PART + 16) + tile.warps * RING_BYTES
+    return STAGES * (128 * PART + 16) + WARPS * RING_BYTES
 
 
 def fills(features: int, samples: int, device: DeviceRecord) -> bool:
     """Whether there is a tile for each multiprocessor."""
-    least = LanesTile(8, 1)
+    least = TILES[-1]
     return ceil_div(features, least.features) * ceil_div(samples, SAMPLES) >= device.multiprocessors
 
 
@@ -64,10 +72,10 @@ def choose_tile(features: int, samples: int, device: DeviceRecord) -> LanesTile:
     As many output features as x should be read for at a time, unless multiprocessors would be left without a tile.
     """
     across = ceil_div(samples, SAMPLES)
-    for tile in (LanesTile(16, 2), LanesTile(16, 1)):
+    for tile in TILES[:-1]:
         if 2 * features > tile.features and ceil_div(features, tile.features) * across >= device.multiprocessors:
             return tile
-    return LanesTile(8, 1)
+    return TILES[-1]
 
 
 def streams(
@@ -83,7 +91,7 @@ def streams(
     problem = argument(
         _STREAMS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), tiles=tiles, parts=parts
     )
-    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "WARPS": tile.warps, "SETS": tile.sets, "PART": PART}
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "WARPS": tile.groups, "SETS": tile.sets, "PART": PART}
     grid = tiles * parts * bands
     launch("csb_streams", "csb_count_kernel", grid, COUNTERS, indptr, indices, counts, problem, defines=defines)
     arrays = indptr, indices, values, counts, order, heads, items
@@ -117,9 +125,9 @@ def multiply(
         _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=length if features_last else count,
         parts=parts, tiles_down=down, tiles=tiles, relu=relu,
     )  # fmt: skip
-    defines = {"WARPS": tile.warps, "SETS": tile.sets, "PART": PART, "STAGES": STAGES}
+    defines = {"WARPS": WARPS, "SETS": tile.sets, "HALVES": tile.halves, "PART": PART, "STAGES": STAGES}
     defines |= {"FEATURES_LAST": int(features_last), "VEC_X": 4 if vector_width(x) >= 4 else 1}
     defines |= {"VEC_Y": 4 if y.shape[-1] % 4 == 0 else 1, "PHASE": PHASES[phase]}
-    grid, threads = min(tiles, current_device().multiprocessors), 32 * tile.warps + FETCHERS
+    grid, threads = min(tiles, current_device().multiprocessors), 32 * WARPS + FETCHERS
     arrays = items, heads, order, x, bias, y
-    launch("csb_lanes", "csb_lanes_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared_bytes(tile))
+    launch("csb_lanes", "csb_lanes_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared_bytes())

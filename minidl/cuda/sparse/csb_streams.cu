@@ -19,7 +19,7 @@
 // After M. Kreutzer et al., "A unified sparse matrix data format for efficient general sparse matrix-vector
 // multiplication on modern processors with wide SIMD units", SIAM J. Sci. Comput. 36 (2014), for the sorting.
 //
-// Macros: SIDE, TRANSPOSED, WARPS (8, 16), SETS (1, 2), PART (512).
+// Macros: SIDE, TRANSPOSED, WARPS (8, 16; of two that share sets only one counts), SETS (1, 2), PART (512).
 #include "csb.cuh"
 
 struct Problem {
