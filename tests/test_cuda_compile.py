@@ -198,8 +198,6 @@ def _sparse_products() -> None:
                 ops.csb_matmul(*pattern, values, wide, *where, features_last=last, split=split)
             few = ops.empty(m * k // 50, np.uint16), ops.empty(m * k // 50, dtype)
             ops.csb_matmul(indptr, *few, dy, *where, features_last=last, transposed=True, split="tf32x3")
-            ops.csb_matmul(indptr, *few, x, *where, features_last=last)
-            ops.csb_matmul(indptr, *few, wide, *where, features_last=last)
 
 
 def call_csb_conv2d() -> None:

@@ -30,9 +30,8 @@ class ProductProfile:
             shared memory already). Loads and multiply-adds run beside each other: the larger is what to work on, and
             what ``ms`` exceeds it by, the decoding aside, is what they do not hide. Parts that a route does not have
             apart are left out.
-        uneven: the busiest over the average, 1 where work is spread evenly: ``"warps"`` or ``"lanes"`` that wait for
-            each other, ``"rounds"`` (the last round of thread blocks leaves multiprocessors idle), ``"block rows"`` on
-            a CPU.
+        uneven: the busiest over the average, 1 where work is spread evenly: ``"warps"`` that wait for each other,
+            ``"rounds"`` (the last round of thread blocks leaves multiprocessors idle), ``"block rows"`` on a CPU.
     """
 
     route: str

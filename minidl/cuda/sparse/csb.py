@@ -21,7 +21,7 @@ from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, argument, pixel_chu
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
-from minidl.cuda.sparse import csb_dots, csb_lanes, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
 from minidl.cuda.sparse.csb_routes import Product, choose_route
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -84,9 +84,7 @@ def csb_matmul(
     product = Product(shape, side, indices.size, x.dtype, samples, transposed, features_last, split, bias is not None)
     arrays = indptr, indices, values, x
     name = choose_route(product, current_device()) if depth else "generic"
-    if name == "lanes":
-        csb_lanes.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
-    elif name == "rows":
+    if name == "rows":
         csb_rows.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty, to_host
 from minidl.cuda.device import current_device
-from minidl.cuda.sparse import csb_lanes, csb_rows, csb_tensor
+from minidl.cuda.sparse import csb_rows, csb_tensor
 from minidl.cuda.sparse.csb import csb_expand
 from minidl.shapes import Pair, ceil_div, round_up
 
@@ -30,8 +29,6 @@ def parts_of(
         split: as `minidl.cuda.sparse.csb.csb_matmul`.
     """
     arrays = indptr, indices, values
-    if route == "lanes":
-        return _lanes(arrays, as_rows(x), shape, side, transposed, features_last)
     if route == "rows":
         return _rows(arrays, as_rows(x), shape, side, transposed, features_last)
     if route == "split":
@@ -41,58 +38,25 @@ def parts_of(
     return {}, {}
 
 
-def _lanes(
-    arrays: tuple[Any, ...], x: Any, shape: Pair, side: int, transposed: bool, features_last: bool
-) -> tuple[Parts, dict[str, float]]:
-    y, features, samples = _output(x, shape, transposed, features_last)
-    tile = csb_lanes.choose_tile(features, samples, current_device())
-
-    def decode() -> tuple[Any, Any, Any]:
-        return csb_lanes.streams(*arrays, shape, side, transposed, tile)
-
-    made = decode()
-
-    def multiply(phase: str) -> None:
-        csb_lanes.multiply(tile, *made, x, y, features_last, None, False, phase)
-
-    together = to_host(made[1])[..., 1].astype(np.int64).reshape(-1, csb_lanes.TOGETHER)
-    waiting = float(together.max(1).sum() / max(together.mean(1).sum(), 1e-30))
-    tiles = ceil_div(features, tile.features) * ceil_div(samples, csb_lanes.SAMPLES)
-    return _parts(decode, multiply), {"lanes": waiting, "rounds": _rounds(tiles)}
-
-
 def _rows(
     arrays: tuple[Any, ...], x: Any, shape: Pair, side: int, transposed: bool, features_last: bool
 ) -> tuple[Parts, dict[str, float]]:
-    y, features, samples = _output(x, shape, transposed, features_last)
-    depth = shape[0] if transposed else shape[1]
-    density = arrays[1].size / (features * depth)
-    tile = csb_rows.choose_tile(features, depth, samples, density, features_last, current_device())
+    device, (features, depth) = current_device(), shape[::-1] if transposed else shape
+    samples = x.shape[0 if features_last else 1]
+    y = empty((samples, features) if features_last else (features, samples), x.dtype)
+    tile = csb_rows.choose_tile(features, depth, samples, arrays[1].size / (features * depth), features_last, device)
 
     def decode() -> tuple[Any, Any, Any]:
         return csb_rows.lists(*arrays, shape, side, transposed, tile)
 
     made = decode()
 
-    def multiply(phase: str) -> None:
-        csb_rows.multiply(tile, *made, x, y, features_last, None, False, phase)
+    def phase(name: str) -> Callable[[], None]:
+        return lambda: csb_rows.multiply(tile, *made, x, y, features_last, None, False, name)
 
     tiles = ceil_div(features, tile.units * csb_rows.UNIT) * ceil_div(samples, 32 * tile.vec)
-    return _parts(decode, multiply), {"warps": _uneven(made[1], tile.units), "rounds": _rounds(tiles)}
-
-
-def _output(x: Any, shape: Pair, transposed: bool, features_last: bool) -> tuple[Any, int, int]:
-    """(room for the product, its features, its samples)."""
-    features, samples = shape[1 if transposed else 0], x.shape[0 if features_last else 1]
-    return empty((samples, features) if features_last else (features, samples), x.dtype), features, samples
-
-
-def _parts(decode: Callable[[], Any], multiply: Callable[[str], None]) -> Parts:
-    return {"index decode": decode} | {name: partial(multiply, name) for name in ("loads", "multiply-adds")}
-
-
-def _rounds(tiles: int) -> float:
-    return round_up(tiles, current_device().multiprocessors) / tiles
+    uneven = {"warps": _uneven(made[1], tile.units), "rounds": round_up(tiles, device.multiprocessors) / tiles}
+    return {"index decode": decode, "loads": phase("loads"), "multiply-adds": phase("multiply-adds")}, uneven
 
 
 def _uneven(units: Any, together: int) -> float:

@@ -13,15 +13,12 @@ from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.sparse import csb_lanes, csb_rows, csb_skinny, csb_tensor
+from minidl.cuda.sparse import csb_rows, csb_skinny, csb_tensor
 from minidl.shapes import Pair
 
 __all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_routes", "route"]
 
-ROUTES = ("split", "lanes", "rows", "skinny", "dense", "generic")
-
-# Density up to which float32 products give each lane an output feature of its own.
-LANES_UPTO = 0.03
+ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
 # Density and samples from which three narrower products of the expanded matrix beat float32 ones of its elements.
 SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.07, "bf16x3": 0.03}, 128
@@ -69,7 +66,6 @@ class Product(NamedTuple):
         where = self.side, self.dtype, device
         return {
             "split": self.split is not None and csb_tensor.applies(*where),
-            "lanes": csb_lanes.applies(*where),
             "rows": csb_rows.applies(*where),
             "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
             "dense": self.dtype.itemsize == 2 and (self.features_last or self._as_filter),
@@ -86,12 +82,8 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     fits = product.fits(device)
     name = _forced.get()
     if name is None:
-        unworthy = set()
-        if product.density < SPLIT_FROM.get(product.split, 0) or product.samples < SPLIT_SAMPLES:
-            unworthy.add("split")
-        if product.density > LANES_UPTO or not csb_lanes.fills(product.features, product.samples, device):
-            unworthy.add("lanes")
-        return next(r for r, fit in fits.items() if fit and r not in unworthy)
+        worth = product.density >= SPLIT_FROM.get(product.split, 0) and product.samples >= SPLIT_SAMPLES
+        return next(r for r, fit in fits.items() if fit and (r != "split" or worth))
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name
