@@ -420,7 +420,7 @@ def test_ranks_whose_layers_differ_are_told(cpu_ops):
             theirs = [str(v).replace(", sync=True", "") for v in value] if isinstance(value, list) else b"other"
             return [value, theirs]
 
-    with pytest.raises(ValueError, match=r"parameter plan differs.*bn1 BatchNorm2d\(4, sync=True\)"):
+    with pytest.raises(ValueError, match=r"ranks differ in parameter plan.*bn1 BatchNorm2d\(4, sync=True\)"):
         m.Model(residual(sync=True), comm=Other(), group_bytes=0)
 
 
