@@ -170,11 +170,8 @@ class Model(checks.Told):
         Until then they start as suits 32. Between the GPUs of a host a message may wait for a pass that is long enough
         to bear it, see `minidl.profile.neighbourhood.departures`. Where ranks say different numbers the least counts.
         """
-        arena = self.arena
-        if by_kernels(self.comm) and not arena.slots:  # a ring wants its slots back: nothing waits
-            arena.departures = self.departures(min(self.comm.share(samples)))
-            arena.connect(arena.comm, arena.group_bytes, arena.wire.dtype)
-            arena.settle()
+        if by_kernels(self.comm):
+            self.arena.wait_by(self.departures(min(self.comm.share(samples))))
 
     def _agree(self) -> None:
         """Refuse to train when ranks disagree about the plan or the starting weights."""

@@ -228,13 +228,23 @@ class Arena:
         groups = cut(sizes, group_bytes, tiled, self.factored if comm.size > 1 else ())
         self.messages = [Message(spans[names[0]][0], spans[names[-1]][1], names) for names in groups]
         self._message_of = {name: m for m in self.messages for name in m.layers}
-        before = self.departures(groups) if comm.size > 1 else {}
-        for message in self.messages:
-            message.before = before.get(message.layers[-1], "")
+        self._depart()
         self._share_out()
         if self.slots:
             self.ring(self.slots, self._update)
         self.begin_step()
+
+    def wait_by(self, departures: Departures) -> None:
+        """Let messages wait as ``departures`` has it from the next step on: nothing moves and no bit changes."""
+        self.departures = departures
+        self.connected += 1
+        self._depart()
+
+    def _depart(self) -> None:
+        several = self.comm.size > 1 and not self.slots  # a ring wants its slots back: nothing waits
+        before = self.departures([message.layers for message in self.messages]) if several else {}
+        for message in self.messages:
+            message.before = before.get(message.layers[-1], "")
 
     def shard(self) -> None:
         """From now on each rank gets the sum of its part of every message only, in chunks of the segment table.

@@ -193,6 +193,30 @@ def test_ranks_wait_by_the_samples_of_the_one_that_has_least():
     assert waiting() == by_rule(3) and model.modes() != before, "another graph"
 
 
+class Moving(Uneven):
+    """Its sums are fastest in memory of its own."""
+
+    def place(self, array):
+        return array.copy()
+
+
+@pytest.mark.parametrize(("message_dtype", "in_momentum"), [("fp32", False), ("fp32", True), ("bf16", False)])
+def test_what_is_expected_moves_no_array(message_dtype, in_momentum):
+    """Gradients in the momentum lie where the optimizer looks for them."""
+    comm = Moving(2, AlphaBeta(0.0, float("inf")))
+    model = m.Model(models.resnet20(), comm=comm, group_bytes=0, message_dtype=message_dtype)
+    optimizer = m.SGD(model, 0.1, momentum=0.9)
+    if in_momentum:
+        optimizer.gradients_in_momentum()
+    arrays = model.arena.grad, model.arena.wire, optimizer.velocity
+    messages = [(message.begin, message.end, message.before) for message in model.arena.messages]
+    model.expect(8)
+    assert model.arena.grad is arrays[0] and model.arena.wire is arrays[1] and optimizer.velocity is arrays[2]
+    assert (arrays[0] is arrays[2]) == in_momentum
+    after = [(message.begin, message.end, message.before) for message in model.arena.messages]
+    assert [one[:2] for one in after] == [one[:2] for one in messages] and after != messages
+
+
 def test_a_ring_stays_a_ring_whatever_is_expected():
     _, _, model = trained(waits=True, slots=2)
     model.comm.links = object()
